@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: one safetensors file, or several shards with an index."""
+"""Read the tensors of a checkpoint: one safetensors file, or several shards with an index."""
 
 import contextlib
 import json
@@ -47,15 +47,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Files:
-    """Tensors of a checkpoint by name, read one at a time.
+    """Tensors of a checkpoint, which are read by name, one at a time.
 
-    The constructor reads the headers of all files. ``rename`` can change the names that all methods take.
+    The constructor reads the headers of all files. After a call of ``rename``, all methods take the new names.
 
     Args:
         path: folder of the checkpoint.
 
     Attributes:
-        file_of: file of each tensor, by tensor name.
+        file_of: file that contains each tensor, keyed by the tensor's name.
         metadata: metadata entries from the headers of all files, merged.
 
     Raises:
@@ -107,7 +107,7 @@ class Files:
         return found
 
     def rename(self, new_name: Callable[[str], str | None]) -> None:
-        """Rename tensors for all later calls; hide a tensor if ``new_name`` returns ``None`` for it."""
+        """Rename all tensors for later calls. A tensor for which ``new_name`` returns ``None`` is hidden."""
         renamed = {new_name(name): name for name in self.file_of}
         seen = {new: old for new, old in renamed.items() if new is not None}
         self.file_of = {new: self.file_of[old] for new, old in seen.items()}
@@ -115,7 +115,7 @@ class Files:
         self._suffixes = self._suffixes_of_modules()
 
     def original(self, name: str) -> str:
-        """Return the name that the checkpoint itself uses for a module or tensor."""
+        """Return the name in the checkpoint of a module or tensor that may have been renamed."""
         if name in self._in_file:
             return self._in_file[name]
         for suffix in self._suffixes.get(name, ()):
@@ -145,11 +145,12 @@ class Files:
         return name in self.file_of
 
     def suffixes(self, module: str) -> set[str]:
-        """Return the last components of the names of a module's own tensors, such as ``{"weight", "bias"}``."""
+        """Return the last components of the names of a module's tensors, without its submodules, such as ``{"weight",
+        "bias"}``."""
         return self._suffixes.get(module, set())
 
     def describe(self, name: str) -> str:
-        """Return the tensor's name and file, for messages."""
+        """Return the tensor's name and file as text for messages."""
         return f"{self._in_file.get(name, name)} in {self.file_of.get(name, self.path)}"
 
     def _slice(self, name: str) -> Any:
@@ -157,15 +158,15 @@ class Files:
         return self._open[self.file_of[name]].get_slice(self._in_file[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, from the header only."""
+        """Return the shape of a tensor from the file's header, without reading the tensor."""
         return tuple(self._slice(name).get_shape())
 
     def is_floating(self, name: str) -> bool:
-        """Return True if the dtype is a float of at least 16 bits, so that the tensor is not quantised."""
+        """Return True if the tensor's dtype is a float of at least 16 bits, and not a quantised format."""
         return self._slice(name).get_dtype() in ("F16", "BF16", "F32", "F64")
 
     def is_quantised(self, name: str) -> bool:
-        """Return True if the dtype is an FP8 format, or uint8, which may hold FP4 codes."""
+        """Return True if the tensor's dtype is an FP8 format, or uint8, which may store FP4 codes."""
         return self._slice(name).get_dtype() in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
     def read(self, name: str) -> Tensor:
@@ -180,10 +181,10 @@ class Files:
         return tensor
 
     def is_packed(self, name: str) -> bool:
-        """Return True if the dtype is uint8, which holds two FP4 codes per byte of a weight."""
+        """Return True if the tensor's dtype is uint8, which stores two FP4 codes per byte in weights."""
         return bool(self._slice(name).get_dtype() == "U8")
 
     def read_slice(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """Return the slice from ``begin`` to ``end`` of dimension ``dim``, without reading the rest of the tensor."""
+        """Read only the elements from ``begin`` to ``end`` of dimension ``dim``."""
         tensor: Tensor = self._slice(name)[(*[slice(None)] * dim, slice(begin, end))]
         return tensor

@@ -1,5 +1,5 @@
-"""Names and meaning of the tensors that checkpoints store for quantised layers, and construction of layers from these
-tensors."""
+"""Names, dtypes and meaning of the tensors that checkpoints store for a quantised layer, and functions that build
+layers from these tensors."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
 
 KV_SCALES: Final = frozenset({"k_scale", "v_scale"})
-"""Scales of the KV cache, which belong to no linear layer."""
+"""Names of the KV cache's scales. They are stored next to linear layers but belong to none."""
 
 
 def _one(n: int, k: int) -> tuple[int, ...]:
@@ -37,16 +37,16 @@ def _one_row(n: int, k: int) -> tuple[int, ...]:
 
 
 class Field(NamedTuple):
-    """One tensor that a checkpoint stores for a layer with a weight (N, K).
+    """One tensor that a checkpoint stores for a quantised linear layer with a weight (N, K).
 
     Attributes:
-        stored: last component of its name in the checkpoint.
-        name: name of the module's buffer.
-        dtypes: accepted dtypes; the first is written.
-        shape: function that returns the shape for N and K. Further dimensions of size 1 are ignored.
+        stored: last component of the tensor's name in the checkpoint.
+        name: name of the buffer in our module.
+        dtypes: dtypes that are accepted when reading; the first is used for writing.
+        shape: function that returns the tensor's shape for N and K. Additional dimensions of size 1 are ignored.
         is_reciprocal: True if the checkpoint stores the reciprocal of the module's value.
-        is_optional: True for a scale of activations. Static FP8 activations need the scale, and so do FP4 activations
-            if the module's ``activations`` are ``"fp4"``. Schemes with dynamic FP8 activations refuse the scale.
+        is_optional: True for the scale of activations. Static FP8 activations need it, and so does a module with
+            ``activations="fp4"``. Schemes with dynamic FP8 activations refuse it.
     """
 
     stored: str
@@ -106,7 +106,7 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     ("compressed-tensors", "fp8_tensor"): _fp8(_one_row, _one_row),
     ("compressed-tensors", "fp8_channel"): _fp8(lambda n, k: (n, 1), _one_row),
 }
-"""Stored tensors by (style, format), of formats that are read and written."""
+"""Tensors that are stored for each (style, format) that can be both read and written."""
 _READ: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     **FIELDS,
     ("deepseek", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale_inv")),
@@ -132,13 +132,13 @@ def read_layer(
     *,
     has_input_scale: bool = True,
 ) -> QuantLinear:
-    """Read the layer ``name`` of a checkpoint and build the module.
+    """Read the quantised layer ``name`` of a checkpoint and build our module for it.
 
     Args:
         files: tensors of the checkpoint.
         name: layer name in the checkpoint.
         scheme: quantisation of the layer.
-        activations: value for the module's ``activations``.
+        activations: format of the module's activations.
         device: device of the module.
         bias_dtype: dtype of the module's bias; ``None`` keeps the stored dtype.
         has_input_scale: False to build the module without an input scale; see :func:`lacks_input_scale`.
@@ -164,9 +164,9 @@ def read_layer(
 
 
 def lacks_input_scale(files: Files, name: str, scheme: LayerScheme) -> bool:
-    """Return True if a layer for NVFP4 or static FP8 activations has no input scale, or an input scale of 0.
+    """Return True if the layer should have an input scale for NVFP4 or static FP8 activations, but has none or 0.
 
-    This happens to experts to which the calibration data routed no token.
+    Experts to which no token of the calibration data was routed lack input scales.
     """
     if scheme.style == "torchao" or scheme.activations not in ("fp4", "fp8_static"):
         return False
@@ -181,14 +181,14 @@ def _is_uncalibrated(files: Files, stored: str, field: Field) -> bool:
         return True
     value = files.read(stored)
     if value.numel() != 1 or value.dtype not in field.dtypes:
-        return False  # a bad scale: reading it will raise an error
+        return False  # read_tensors raises an error for this bad scale
     return bool(value == 0) or (field.is_reciprocal and bool(value == torch.inf))
 
 
 def read_tensors(
     files: Files, name: str, scheme: LayerScheme, *, has_input_scale: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the layer ``name`` except its bias, as (buffer name, tensor) on the CPU.
+    """Yield (buffer name, tensor on the CPU) for each tensor of the layer ``name`` except its bias.
 
     Tensors are read one at a time, and may be mapped from the file.
 
@@ -196,8 +196,8 @@ def read_tensors(
         files: tensors of the checkpoint.
         name: layer name in the checkpoint.
         scheme: quantisation of the layer.
-        has_input_scale: False to leave out the input scale, which may then be missing or 0. The input scale of FP4
-            weights that were made for static FP8 activations is always left out.
+        has_input_scale: False to leave out the input scale, which may then be missing or 0. It is always left out for
+            FP4 weights that were made for static FP8 activations.
 
     Raises:
         ValueError: for a tensor that is missing or unknown, or that has a wrong shape, dtype or value.
@@ -223,7 +223,8 @@ def read_tensors(
                 _checked(files, stored, field, n, k)
         elif stored in files:
             if field is _NVFP4_SCALE and scheme.activations == "fp8_static" and files.shape(stored)[-1:] == (k // 32,):
-                # ModelOpt's W4A8_NVFP4_FP8 has blocks of 32: two blocks of 16 with the same scale.
+                # ModelOpt's W4A8_NVFP4_FP8 has blocks of 32 elements. Read each as two blocks of 16 with the same
+                # scale.
                 tensor = _checked(files, stored, _NVFP4_SCALE_OF_32, n, k)
                 tensor = tensor.view(torch.uint8).repeat_interleave(2, 1).view(tensor.dtype)
             else:
@@ -245,7 +246,7 @@ def _refuse_unknown(files: Files, name: str, scheme: LayerScheme, known: set[str
 
 
 def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
-    """Read and check a tensor, and convert it to the dtype and meaning of the module's buffer."""
+    """Read a tensor, check it, and convert it to the dtype and meaning of the module's buffer."""
     tensor, shape = files.read(stored), field.shape(n, k)
     if tensor.dtype not in field.dtypes:
         expected = " or ".join(map(str, field.dtypes))
@@ -253,7 +254,7 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
     if [size for size in tensor.shape if size != 1] != [size for size in shape if size != 1]:
         expected = f"{shape}, for the weight ({n}, {k})" if math.prod(shape) != 1 else "one element"
         raise ValueError(f"got {files.describe(stored)} with shape {tuple(tensor.shape)}; expected {expected}")
-    if tensor.shape != shape:  # ModelOpt's block scales, for example, are (⌈N/128⌉, 1, ⌈K/128⌉, 1)
+    if tensor.shape != shape:  # dimensions of size 1, such as in ModelOpt's block scales (⌈N/128⌉, 1, ⌈K/128⌉, 1)
         tensor = tensor.reshape(shape)
     described = files.describe(stored)
     if field.shape is _blocks:
@@ -271,7 +272,7 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
 
 
 def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
-    """Return the stored tensors of a format in a style.
+    """Return the tensors that a checkpoint in this style stores for a layer in this format.
 
     Raises:
         ValueError: if the style does not support the format.
@@ -284,7 +285,8 @@ def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
 
 
 def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
-    """Return the tensors of an unmerged layer, without its bias, by the last component of their stored names."""
+    """Return the tensors of an unmerged layer, without its bias, as a checkpoint in this style stores them. Keys are
+    the last components of their names."""
     held, size = layer.tensors(), (layer.out_features, layer.in_features)
     return {
         field.stored: (_inverse(held[field.name]) if field.is_reciprocal else held[field.name]).reshape(
@@ -296,9 +298,10 @@ def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """Return the float32 number whose reciprocal is ``value``, or if there is none the nearest to ``1 / value``.
+    """Return a float32 number whose reciprocal is ``value``, or if none exists the number nearest to ``1 / value``.
 
-    The two can differ by one ulp, because the reciprocal of the number nearest to ``1 / value`` need not be ``value``.
+    Because of rounding, the reciprocal of the number nearest to ``1 / value`` need not be ``value``; then a number one
+    ulp away may be exact.
     """
     nearest = value.reciprocal()
     up, down = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (torch.inf, 0.0))

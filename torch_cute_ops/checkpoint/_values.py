@@ -1,6 +1,6 @@
-"""Checks of one-byte values in checkpoints.
+"""Checks of FP8 elements and of scales in checkpoints.
 
-Each check reads a tensor once or twice, and copies it only if it fails.
+For speed, each check reads a tensor once or twice, and copies it only if the check fails.
 """
 
 from typing import Final
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 _NAN: Final = {torch.float8_e4m3fn: 0x7F, torch.uint8: 0xFF}
-"""Byte of NaN by dtype of block scales; e8m0 scales are uint8. All larger bytes have the sign bit set."""
+"""Byte that means NaN in block scales of each dtype; e8m0 scales are stored as uint8. All larger bytes have the sign
+bit set."""
 
 
 POWERS: Final = (torch.float8_e8m0fnu, torch.uint8)
-"""Dtypes of scales that are powers of two."""
+"""Dtypes of scales that are powers of two (e8m0)."""
 
 
 def check_scales(described: str, scale: Tensor) -> None:
-    """Check that no block scale (e4m3 or e8m0) is NaN or has the sign bit set. No producer writes minus zero.
+    """Check that no block scale (e4m3 or e8m0) is NaN or has the sign bit set. The sign bit is an error even for zero,
+    because no producer writes minus zero.
 
     Args:
         described: tensor name and file, for messages.
@@ -33,7 +35,7 @@ def check_scales(described: str, scale: Tensor) -> None:
 
 
 def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> None:
-    """Check that float scales are finite and positive, or 0 if ``is_zero_allowed``.
+    """Check that float scales are finite and positive. If ``is_zero_allowed``, they may also be 0.
 
     Raises:
         ValueError: if a value is bad; the message shows the first.
@@ -44,16 +46,16 @@ def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> 
 
 
 def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
-    """Check that all elements with a scale of 0 are 0. Producers write a scale of 0 only for elements that are all
-    zero.
+    """Check that a scale of 0 belongs to elements that are all 0. Otherwise the scale would erase elements, which no
+    producer intends.
 
     Args:
         described: name and file of the scales, for messages.
-        factors: one element, (N,) or (N, 1), or (⌈N/128⌉, ⌈K/128⌉), with at least one zero.
+        factors: scales with one element, (N,) or (N, 1), or (⌈N/128⌉, ⌈K/128⌉); at least one is zero.
         weight: FP4 codes (N, K/2) uint8, or e4m3 elements (N, K).
 
     Raises:
-        ValueError: if the decoded weight would lose elements.
+        ValueError: if a scale of 0 belongs to an element that is not 0.
     """
     is_codes = weight.dtype == torch.uint8
     is_set = (weight.view(torch.uint8) & (0x77 if is_codes else 0x7F)) != 0
@@ -68,7 +70,7 @@ def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
 
 
 def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -> None:
-    """Check that a tensor contains no NaN, and that a parameter also contains no infinity.
+    """Check that a tensor contains no NaN. A parameter must not contain infinity either.
 
     Raises:
         ValueError: if a number is bad; the message names the first.
@@ -86,14 +88,13 @@ def check_finite(described: str, tensor: Tensor, *, is_parameter: bool = True) -
 
 
 def e8m0_numbers(codes: Tensor) -> Tensor:
-    """Decode e8m0 scales, given as uint8, to float32. Every scale is exact, including byte 0, which is 2^-127, a
-    subnormal number."""
+    """Decode e8m0 scales, given as uint8, to float32. Every scale is exact: byte 0 is 2^-127, a subnormal float32."""
     bits = codes.to(torch.int32) << 23
     return torch.where(codes == 0, 1 << 22, bits).view(torch.float32)
 
 
 def block_factors(described: str, scale: Tensor) -> Tensor:
-    """Check the scales of FP8 blocks, in floats or in e8m0, and return them in float32.
+    """Check the scales of FP8 blocks, which may be floats or e8m0, and return them in float32.
 
     Raises:
         ValueError: for a scale that is NaN, infinite or negative.

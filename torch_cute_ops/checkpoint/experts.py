@@ -1,4 +1,5 @@
-"""Experts of gpt-oss checkpoints as tensors for the ops, and the names of experts' layers in checkpoints."""
+"""Read the experts of gpt-oss checkpoints, and experts in parameters that were quantised as a whole; names of experts'
+layers."""
 
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -21,16 +22,16 @@ from torch_cute_ops.checkpoint.spec import LayerScheme, read_spec
 _BLOCK_BYTES = 16
 
 EXPERT_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of an expert's gate, up and down layers; Mixtral uses the second triple."""
+"""Names of an expert's gate, up and down layers. Mixtral's checkpoints use the second triple."""
 RENAMED: Final = ((".mlp.", ".block_sparse_moe."),)
-"""Pairs of (name component in models, name component in some checkpoints)."""
+"""Pairs of a name component in models and the name component that some checkpoints use instead."""
 
 
 class MXFP4Experts(NamedTuple):
-    """Experts of a layer in MXFP4: E experts, hidden size H, intermediate size I.
+    """MXFP4 weights of a layer's E experts with hidden size H and intermediate size I.
 
     Attributes:
-        gate_up: (E, 2I, H/2) uint8 codes; each expert's gate rows, then its up rows.
+        gate_up: (E, 2I, H/2) uint8 codes. For each expert, the gate's rows come before up's rows.
         gate_up_scale: (E, 2I, H/32) uint8, linear.
         gate_up_bias: (E, 2I), in the checkpoint's dtype.
         down: (E, H, I/2) uint8 codes.
@@ -57,8 +58,8 @@ def read_experts(
     Args:
         path: folder of the checkpoint.
         name: name of the layer's experts, such as ``"model.layers.0.mlp.experts"``.
-        experts: range (begin, end) of experts to read, such as a rank's experts; data of other experts is not read.
-            ``None`` reads all.
+        experts: range (begin, end) of experts to read, such as one rank's experts; data of other experts is not read.
+            ``None`` reads all experts.
         device: device of the result.
 
     Raises:
@@ -76,7 +77,7 @@ def read_experts(
 def mxfp4_experts(
     files: Files, name: str, device: torch.device | str, experts: tuple[int, int] | None = None
 ) -> MXFP4Experts:
-    """Read the experts of a gpt-oss layer from an open checkpoint; arguments as for :func:`read_experts`."""
+    """Read the experts of a gpt-oss layer from an open checkpoint. The arguments are as for :func:`read_experts`."""
     gate_up = _projection(files, f"{name}.gate_up_proj", experts)
     down = _projection(files, f"{name}.down_proj", experts)
     count, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
@@ -91,13 +92,13 @@ def mxfp4_experts(
 
 
 def gpt_oss_names(name: str) -> list[str]:
-    """Return the names of the tensors of a gpt-oss layer's experts."""
+    """Return the names of the checkpoint's tensors for the experts of a gpt-oss layer."""
     return [f"{name}.{part}_{suffix}" for part in ("gate_up_proj", "down_proj")
             for suffix in ("blocks", "scales", "bias")]  # fmt: skip
 
 
 def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (E, N, K/2), scales (E, N, K/32) and bias (E, N) of one projection."""
+    """Read one of the experts' two projections: codes (E, N, K/2), scales (E, N, K/32) and bias (E, N)."""
     blocks, scales, bias = (_of_experts(files, f"{name}_{suffix}", experts) for suffix in ("blocks", "scales", "bias"))
     for suffix, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype != torch.uint8:
@@ -119,20 +120,19 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
     return blocks.flatten(-2), scales, bias
 
 
-# Experts whose parameters (E, ...) are quantised without splitting them into layers
+# Experts whose parameters (E, ...) were quantised as a whole, not layer by layer
 
 
 def fused_names(files: Files, stored: str, part: str) -> list[str]:
-    """Return the last components of the names under which the quantised tensors of a parameter are stored, without its
-    bias."""
+    """Return the last components of the names of the tensors that store a quantised parameter, without its bias."""
     return [each for each in files.suffixes(stored) if each.startswith(part) and not each.endswith("_bias")]
 
 
 def read_fused(
     files: Files, name: str, scheme: LayerScheme, experts: int, n: int, k: int, *, is_transposed: bool
 ) -> dict[str, Tensor]:
-    """Read a three-dimensional parameter of experts that transformers (in FP8 blocks) or ModelOpt (in NVFP4) quantised
-    without splitting it into layers.
+    """Read a three-dimensional parameter of experts that was quantised as a whole: by transformers (FP8 blocks) or
+    ModelOpt (NVFP4).
 
     Args:
         files: tensors of the checkpoint.
@@ -144,7 +144,7 @@ def read_fused(
         is_transposed: True if the unquantised parameter is (E, K, N).
 
     Returns:
-        Tensors by name, with E as the first dimension. The slices of one expert are the arguments of the layer's
+        Tensors by name, with E as the first dimension. The slices of one expert are the arguments of the layer class's
         ``from_tensors``.
 
     Raises:

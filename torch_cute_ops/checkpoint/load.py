@@ -1,4 +1,4 @@
-"""Fill a model from a checkpoint, one tensor at a time."""
+"""Fill a model from a checkpoint, reading one tensor at a time."""
 
 import warnings
 from collections import defaultdict
@@ -36,12 +36,12 @@ Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Mo
 
 
 class Quantisation(NamedTuple):
-    """Modules to quantise while they are loaded from a checkpoint that is not quantised.
+    """Modules of an unquantised checkpoint that are quantised as soon as they are loaded.
 
     Attributes:
         scheme: format of the weights.
         activations: value for the layers' ``activations``.
-        selection: modules to quantise, from the same model on the meta device.
+        selection: modules to quantise, selected in the same model on the meta device.
     """
 
     scheme: Scheme
@@ -50,7 +50,8 @@ class Quantisation(NamedTuple):
 
 
 class LoadOptions(NamedTuple):
-    """Keyword arguments of :func:`load_`, which documents them, and ``quantisation``, or None to quantise nothing."""
+    """Keyword arguments of :func:`load_`, which documents them. ``quantisation`` is None if nothing is to be
+    quantised."""
 
     activations: Activations | Mapping[str, Activations] = "auto"
     device: torch.device | str | None = None
@@ -74,13 +75,14 @@ def load_(
 
     The checkpoint's tensors show whether a layer is quantised; the checkpoint's configuration says how. Other layers
     stay ``nn.Linear``. Experts become :class:`torch_cute_ops.nn.QuantExperts` if the model stores them in two
-    three-dimensional parameters, ``gate_up_proj`` and ``down_proj``, and the checkpoint stores a layer for each expert
-    or uses gpt-oss's form. Tensors are read one at a time: peak memory is the model plus twice its largest layer, or
-    for experts the model plus twice the experts' scales. If ``load_`` raises, the model is partly loaded.
+    three-dimensional parameters, ``gate_up_proj`` and ``down_proj``, and the checkpoint stores separate layers for each
+    expert, or all experts in one tensor as gpt-oss does. Tensors are read one at a time: peak memory is the model plus
+    twice its largest layer, or for experts the model plus twice the experts' scales. If ``load_`` raises, the model is
+    partly loaded.
 
-    A tensor that the model already holds with the same shape, on the same device, is overwritten in place, so that CUDA
-    graphs that read it stay valid. This includes quantised layers of an earlier ``load_`` or ``quantize_``, if their
-    class, parts and activations are the same. Other layers are replaced.
+    If the model already contains a tensor of the same shape on the same device, it is overwritten in place, so that
+    CUDA graphs that read it stay valid. This includes quantised layers of an earlier ``load_`` or ``quantize_``, if
+    their class, parts and activations are the same. Other layers are replaced.
 
     Args:
         model: model with ``nn.Linear`` layers under the checkpoint's names, or with layers of this package, on the meta
@@ -88,17 +90,17 @@ def load_(
             dtype.
         path: folder of the checkpoint: ``config.json`` or ``hf_quant_config.json``, and ``model.safetensors`` or shards
             with ``model.safetensors.index.json``.
-        activations: value for the layers' ``activations``. ``"auto"`` selects 16-bit activations for FP4 weights and
-            FP8 activations for FP8 weights; another value applies to the layers whose format supports it. A mapping
-            gives values by format, such as ``{"nvfp4": "fp4"}``; other formats use ``"auto"``. Experts ignore it: their
-            activations are FP8.
+        activations: format of the layers' activations. ``"auto"`` selects 16-bit activations for FP4 weights and FP8
+            activations for FP8 weights. Any other value applies to the layers whose weight format supports it. A
+            mapping selects a value per weight format, such as ``{"nvfp4": "fp4"}``; formats that it lacks use
+            ``"auto"``. The activations of experts are always FP8.
         device: device of the loaded tensors. ``None`` keeps the model's device, or uses the CPU for tensors on the meta
             device.
         merged: names of the model's merged layers, each with the names of the checkpoint's layers that it concatenates;
             all names are last components. The default merges q, k and v in ``qkv_proj`` and gate and up in
             ``gate_up_proj``. An entry is ignored if the checkpoint itself contains the merged layer.
-        ignore: checkpoint tensors that the model may lack: a pattern or several. A pattern is a name, a wildcard, or a
-            regular expression after ``re:``.
+        ignore: checkpoint tensors that the model may lack, as one pattern or several patterns. A pattern is a name, a
+            wildcard, or a regular expression after ``re:``.
         progress: function that takes the (name, module) pairs in loading order and returns an iterable over them, as
             ``tqdm`` does.
 
@@ -127,12 +129,12 @@ def fill(
     options: LoadOptions,
     rename: Callable[[Iterable[str]], Mapping[str, str]] | None = None,
 ) -> nn.Module:
-    """Fill a model as :func:`load_` does, with a ``spec`` that has been read from ``path``.
+    """Fill a model as :func:`load_` does, if the configuration was already read as ``spec``.
 
     Args:
         model, path, options: arguments of :func:`load_`.
         spec: quantisation of the checkpoint.
-        rename: function that returns the model's name of each of the checkpoint's tensors; ``None`` if they are equal.
+        rename: function that returns the name in the model of each checkpoint tensor; ``None`` if the names are equal.
     """
     with Files(path) as files:
         if rename is not None:
@@ -193,7 +195,7 @@ class Loader:
             )
 
     def _activations(self, fmt: str) -> Activations:
-        """Return the activations of linear layers in a format."""
+        """Return the activations' format for linear layers whose weight has the format ``fmt``."""
         given = self.options.activations
         if not isinstance(given, str):
             return given.get(fmt, "auto")
@@ -203,7 +205,7 @@ class Loader:
         """Fill the model.
 
         Args:
-            stacklevel: ``stacklevel`` of the warnings.
+            stacklevel: argument ``stacklevel`` of ``warnings.warn``.
         """
         ignore, progress = _names.as_patterns(self.options.ignore), self.options.progress
         modules, bytes_before = [*self.model.named_modules()], bytes_of(self.model)
@@ -246,7 +248,8 @@ class Loader:
         record_loaded("load_", self.model, dict(modules), bytes_before)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of scales of the KV cache, which are not used, and of input scales that are missing or 0."""
+        """Warn if the checkpoint contains scales of the KV cache, which are not used, or lacks input scales (or has
+        0)."""
         if self.uncalibrated:
             warnings.warn(
                 f"{len(self.uncalibrated)} layers have no input scale, or 0, because calibration did not reach them; "
@@ -258,14 +261,15 @@ class Loader:
             warnings.warn(f"scales of the KV cache are not used: {listed(kv_scales)}", stacklevel=stacklevel)
 
     def refuse_unused(self, names: Iterable[str]) -> None:
-        """Raise ``ValueError`` if any of these checkpoint tensors was not loaded. Scales of the KV cache are exempt."""
+        """Check that all of these checkpoint tensors were loaded, except scales of the KV cache. Raise ``ValueError``
+        if not."""
         left = [name for name in names if name not in self.used and name.rpartition(".")[2] not in KV_SCALES]
         if left:
             raise ValueError(f"the model does not use {listed([self.files.describe(name) for name in left])}")
 
     def absent_modules(self) -> list[str]:
-        """Return the names of linear layers and experts whose weight the checkpoint lacks, without layers with a tied
-        weight."""
+        """Return the names of the linear layers and experts that have no weight in the checkpoint, without layers with
+        a tied weight."""
         modules = {parent for name in self.files.file_of for parent in _names.parents(name)}
 
         def is_absent(name: str, module: nn.Module) -> bool:
@@ -277,10 +281,11 @@ class Loader:
         return [name for name, module in self.model.named_modules() if is_absent(name, module)]
 
     def quantised_modules(self) -> dict[str, nn.Module]:
-        """Return the model's current linear layers and experts, by name, that the checkpoint quantises.
+        """Return the model's linear layers and experts that the checkpoint quantises, as they are before loading, by
+        name.
 
         Raises:
-            ValueError: if one of them shares its weight with another module.
+            ValueError: if such a module shares its weight with another module.
         """
         found: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
@@ -305,18 +310,18 @@ class Loader:
         return found
 
     def load_module(self, name: str, module: nn.Module) -> None:
-        """Load a module that ``quantised_modules`` returned."""
+        """Load one of the modules that ``quantised_modules`` returned."""
         experts = float_experts(module)
         if experts is not None:
             self._load_experts(name, experts)
         elif isinstance(module, (nn.Linear, QuantLinear)):
             self._load_linear(name, module)
 
-    # Quantisation of modules that are loaded in 16 bits
+    # Quantise modules of an unquantised checkpoint after loading
 
     def _quantise(self, name: str, module: nn.Module, chosen: Quantisation) -> None:
-        """Quantise a loaded module, if the selection contains it, so that its 16-bit weight is freed before the next
-        module is loaded."""
+        """Quantise a module right after it was loaded, if it is selected, so that its 16-bit weight is freed before the
+        next module is loaded."""
         selection = chosen.selection
         if name in selection.experts:
             given, swiglu = selection.experts[name]
@@ -333,7 +338,7 @@ class Loader:
         _free(module)
 
     def _amax_of(self, name: str, chosen: Quantisation) -> Tensor | None:
-        """Return the largest magnitude of the weights of a layer and of its siblings, read from the checkpoint; or None
+        """Return the largest magnitude over the weights of a layer and its siblings, read from the checkpoint; or None
         for a layer without siblings."""
         linears = chosen.selection.linears
         if not self.siblings:
@@ -374,8 +379,8 @@ class Loader:
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
             lacks = self._note_uncalibrated(sources, schemes)
-            # If the model's layer has no input scale, the new layer gets none either: both then have the same tensors,
-            # so that the old layer can be overwritten in place.
+            # If the model's layer has no input scale, build the new layer without one, too: then both have the same
+            # tensors, and the old layer can be overwritten in place.
             has_input_scale = not lacks and getattr(module, "has_input_scale", True)
         layers = []
         for source, scheme, each in zip(sources, schemes, activations, strict=True):
@@ -394,7 +399,7 @@ class Loader:
             _names.replace(self.model, module, layer)
 
     def _note_uncalibrated(self, sources: Sequence[str], schemes: Sequence[LayerScheme]) -> bool:
-        """Return True if one of the layers lacks an input scale that is not needed, and record the layer for the
+        """Return True if one of the layers lacks an input scale that is not needed. Remember this layer for the
         warning."""
         lacking = [
             source
@@ -429,7 +434,8 @@ class Loader:
         return name
 
     def sources(self, name: str) -> list[str]:
-        """Return the names of the checkpoint's layers that make up a layer of the model."""
+        """Return the names of the checkpoint's layers that a layer of the model consists of: several if the layer is
+        merged."""
         name = self.stored(name)
         parent, _, last = name.rpartition(".")
         if not self.files.suffixes(name) and last in self.options.merged:
@@ -439,12 +445,13 @@ class Loader:
         return [name]
 
     def _is_quantised(self, source: str) -> bool:
-        """Return True if a checkpoint layer contains more than an unquantised weight and a bias."""
+        """Return True if the checkpoint's layer ``source`` has other tensors than an unquantised weight and a bias."""
         suffixes = self.files.suffixes(source) - {"bias"} - KV_SCALES
         return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
 
     def _scheme(self, source: str) -> LayerScheme | None:
-        """Return the scheme of a quantised checkpoint layer, or None if the configuration does not give it."""
+        """Return the scheme of the checkpoint's quantised layer ``source``, or None if the configuration does not give
+        it."""
         if self.spec.style == "torchao":
             return torchao.scheme_of(self.files, source)
         return self.spec.scheme_of_tensors(self.files.original(source))
@@ -456,8 +463,8 @@ class Loader:
     # Experts
 
     def expert_layers(self, name: str, experts: int) -> list[list[str]] | None:
-        """Return the checkpoint's gate, up and down layer of each expert, or None if the checkpoint does not store
-        experts as layers.
+        """Return the names of the checkpoint's gate, up and down layers of each expert, or None if the checkpoint does
+        not store experts as layers.
 
         Args:
             name: module name of the experts.
@@ -468,13 +475,13 @@ class Loader:
         return names and [[f"{stored}.{expert}.{layer}" for layer in names] for expert in range(experts)]
 
     def _load_experts(self, name: str, given: FloatExperts, current: QuantExperts | None = None) -> None:
-        """Load experts.
+        """Load the experts of one module, and replace the module by ``QuantExperts``.
 
         Args:
             name: module name.
             given: unquantised experts, or a description of ``current``.
-            current: quantised experts of the model. They are overwritten in place if class, sizes and settings match,
-                otherwise replaced.
+            current: quantised experts of the model, if it has any. They are overwritten in place if class, sizes and
+                settings match, and otherwise replaced.
         """
         stored = self.stored(name)
         layers = self.expert_layers(name, given.experts)
@@ -523,14 +530,15 @@ class Loader:
             )
 
     def _verified(self, name: str, given: FloatExperts) -> SwiGLU:
-        """Return the gate of the model's experts after checking that ``QuantExperts`` computes the same results."""
+        """Check that ``QuantExperts`` computes the same results as the model's experts, and return their gate."""
         swiglu = given.verified()
         if isinstance(swiglu, str):
             raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become QuantExperts: {swiglu}")
         return swiglu
 
     def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
-        """Stack the quantised layers of all experts; return the gate-and-up stack and the down stack."""
+        """Read the quantised layers of all experts and stack them: return the stack of gate and up layers, and the
+        stack of down layers."""
         every = [layer for each in layers for layer in each]
         schemes = {self._scheme(layer) for layer in every}
         first = layers[0][0]
@@ -553,7 +561,7 @@ class Loader:
                 got = (len(tensors["weight"]), tensors["weight"].shape[1] * (1 if is_fp8 else 2))
                 if got != (n, k):
                     raise ValueError(f"{self._describe(source)}: (N, K) is {got}; expected {(n, k)}")
-                if scheme.format == "fp8_tensor":  # each block has the tensor's scale
+                if scheme.format == "fp8_tensor":  # every block gets the tensor's scale
                     blocks = -(-n // 128), -(-k // 128)
                     tensors["weight_scale_inv"] = tensors.pop("weight_scale").expand(blocks)
                 if (f"{source}.bias" in self.files) != has_bias:
@@ -579,8 +587,8 @@ class Loader:
         )
 
     def _fused_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
-        """Read experts whose three-dimensional parameters are quantised: transformers' FP8 blocks, or ModelOpt's
-        NVFP4."""
+        """Read experts whose three-dimensional parameters were quantised as a whole: transformers' FP8 blocks, or
+        ModelOpt's NVFP4."""
         parts = {part: f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")}
         scheme = self.spec.scheme_of_tensors(self.files.original(stored))
         if scheme is None:
@@ -621,7 +629,7 @@ class Loader:
             raise ValueError(f"{self.files.describe(parts['gate_up_proj'])}: {error}") from error
 
     def _fused_biases(self, stored: str, given: FloatExperts) -> tuple[Tensor | None, Tensor | None]:
-        """Read the biases of experts into the module, and return them as ``FloatExperts.biases``."""
+        """Read the biases of experts into the module. Return them stacked, as ``FloatExperts.biases`` does."""
         device = self._device_of(given.module.down_proj)
         for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
             read = self.files.read(f"{stored}.{key}")
@@ -665,7 +673,7 @@ class Loader:
             raise ValueError(f"{self.files.describe(f'{stored}._gate_up_proj_qdata')}: {error}") from error
 
     def _load_float_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> None:
-        """Copy the layers of unquantised experts into the model's two parameters."""
+        """Copy the unquantised layers of all experts into the model's two parameters."""
         if given.is_transposed or given.is_interleaved or given.has_bias:
             raise ValueError(
                 f"{self._describe(layers[0][0])} is the layer of one expert; the model's experts are transposed, "
@@ -689,10 +697,10 @@ class Loader:
             if not self._is_kept(given.module._parameters[key]):
                 given.module._parameters[key] = nn.Parameter(new, requires_grad=False)
 
-    # Tensors that are not quantised
+    # Unquantised tensors
 
     def _load_own(self, name: str, module: nn.Module, sources: Sequence[str] = ()) -> None:
-        """Load the module's own parameters and persistent buffers."""
+        """Load the parameters and persistent buffers of the module itself, without its submodules."""
         for key, old in _names.own_tensors(module).items():
             names = [f"{source}.{key}".lstrip(".") for source in sources or (self.stored(name),)]
             identity = _names.identity(old)
@@ -727,7 +735,7 @@ class Loader:
         if key in module._buffers:
             module._buffers[key] = new
             return
-        if identity in self.filled:  # an alias has already filled this tied parameter
+        if identity in self.filled:  # this parameter is tied, and was already loaded under another name
             current = module._parameters[key]
             assert current is not None
             if not torch.equal(current, new):
@@ -741,7 +749,7 @@ class Loader:
         self.filled[_names.identity(parameter)] = names[0]
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        """Return True if a tensor of the model is overwritten instead of replaced."""
+        """Return True if a tensor of the model can be overwritten in place, and False if it must be replaced."""
         is_there = not tensor.is_meta and (self.device is None or _same_device(self.device, tensor.device))
         return is_there and tensor.is_contiguous() and is_writable(tensor)
 
@@ -750,21 +758,22 @@ class Loader:
 
 
 def _same_device(wanted: torch.device, actual: torch.device) -> bool:
-    """Return True if tensors that are created on ``wanted`` are on ``actual``; ``cuda`` is the current device."""
+    """Return True if new tensors on the device ``wanted`` would be on ``actual``. ``cuda`` means the current CUDA
+    device."""
     if wanted.type == "cuda" and wanted.index is None:
         return actual.type == "cuda" and actual.index == torch.cuda.current_device()
     return wanted == actual
 
 
 def _free(module: nn.Module) -> None:
-    """Free the weights of a module that was replaced but is still referenced."""
+    """Free the memory of a module that was replaced, because something may still reference the module."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
 
 def _as_float(experts: QuantExperts) -> FloatExperts:
-    """Describe quantised experts as a ``FloatExperts`` without weights."""
+    """Describe quantised experts by a ``FloatExperts`` that has their sizes but no weights."""
     like = experts.down_proj.weight if experts.down_proj.bias is None else experts.down_proj.bias
     module = nn.Module()
     dtype = like.dtype if like.is_floating_point() and like.itemsize > 1 else torch.bfloat16

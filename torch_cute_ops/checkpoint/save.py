@@ -1,4 +1,4 @@
-"""Write a model with quantised layers as a checkpoint that other software reads."""
+"""Write a model with quantised layers as a checkpoint that other software can read."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ PRODUCER: Final = {"name": "torch_cute_ops", "version": __version__}
 
 
 class _Entry(NamedTuple):
-    """Tensors that are created only when they are written.
+    """Tensors of a layer, whose values are computed only when they are written.
 
     Attributes:
         size: size in bytes.
@@ -47,21 +47,21 @@ def save(
 ) -> None:
     """Write a model's tensors and configuration in another producer's format.
 
-    :func:`load_` reads the same bits, with one exception. ModelOpt stores a global scale as a factor,
-    compressed-tensors stores its reciprocal. If a factor has no exact float32 reciprocal, the nearest number is
+    :func:`load_` reads the same bits again, with one exception: compressed-tensors stores the reciprocal of the factor
+    that our layers and ModelOpt use as global scale. If a factor has no exact float32 reciprocal, the nearest number is
     written.
 
     Args:
         model: model with layers of :mod:`torch_cute_ops.nn`. Parameters and buffers of other modules are written
-            unchanged, tied parameters once.
-        path: output folder, created if missing; it must not contain any file that is written. A Hugging Face model's
+            unchanged; tied parameters are written once.
+        path: output folder, created if missing. Files are never overwritten. A Hugging Face model's
             ``generation_config.json`` is written too; tokenizer files are not.
-        style: ``"modelopt"``, for NVFP4, FP8 per tensor with static activations and FP8 per channel with dynamic
-            activations; or ``"compressed-tensors"``, for every format.
+        style: ``"compressed-tensors"``, which supports every format; or ``"modelopt"``, which supports NVFP4, FP8 per
+            tensor with static activations, and FP8 per channel with dynamic activations.
         config: contents of ``config.json`` without ``quantization_config``; ``None`` uses the model's ``config`` if it
             is a Hugging Face model.
-        merged: names of merged layers and of the layers that each concatenates, as for :func:`load_`; these layers are
-            written separately, and so is each layer of an expert.
+        merged: names of merged layers, each with the names of the layers that it concatenates, as in :func:`load_`.
+            These layers are written separately, and so is each layer of an expert.
         shard_bytes: largest file size in bytes. A file with a single layer may be larger.
 
     Raises:
@@ -181,7 +181,7 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
     total = 0
     for file, shard in zip(files, shards, strict=True):
         tensors = {name: each for entry in shard for name, each in entry.make().items()}
-        # Copy the tensors, because two tensors of a file must not share memory.
+        # Copy the tensors: safetensors refuses tensors that share memory in one file.
         tensors = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
         load_safetensors().torch.save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(tensors, file)
@@ -196,28 +196,30 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Return True if a reader could mistake an unquantised module for a linear layer, such as the router of experts."""
+    """Return True if a reader could mistake an unquantised module, such as a router, for a linear layer, so that
+    ``ignore`` must list it."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
     document = _document(getattr(model, "config", None))
-    # A model that was never loaded lacks this key; serving engines need it.
+    # transformers sets this key when it loads a model. Serving engines need it, so add it to a model that was never
+    # loaded.
     if document and not document.get("architectures"):
         document["architectures"] = [type(model).__name__]
     return document
 
 
 def _document(config: Any) -> dict[str, Any]:
-    """Return a Hugging Face configuration as a dict, or an empty dict for any other object."""
+    """Return a Hugging Face configuration as a dict. For any other object, return an empty dict."""
     return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
 
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     fields_of(style, layer.scheme)
-    # In FP4 formats, an input scale means that the checkpoint is for FP4 activations; only MXFP4 supports FP4
-    # activations without an input scale. In FP8 formats, an input scale means static activations.
+    # With an FP4 weight, an input scale means that the checkpoint is for FP4 activations; only MXFP4 supports FP4
+    # activations without an input scale. With an FP8 weight, an input scale means static activations.
     activations = layer.activations
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"
@@ -284,12 +286,12 @@ def _algorithm_of(scheme: LayerScheme) -> str:
 
 
 def _group_size(fmt: str) -> dict[str, int]:
-    """Return ModelOpt's ``group_size`` entry for a format, if it uses one."""
+    """Return ModelOpt's configuration entry ``group_size`` for a format, or an empty dict if it uses none."""
     return {"group_size": 16} if fmt == "nvfp4" else {}
 
 
 def _modelopt_group(scheme: LayerScheme) -> dict[str, Any]:
-    """Return ModelOpt's description of weights and activations."""
+    """Return ModelOpt's description of how weights and activations are quantised."""
     numbers = {
         "dynamic": False, "num_bits": 4 if scheme.format == "nvfp4" else 8, "type": "float",
         **_group_size(scheme.format),

@@ -1,4 +1,4 @@
-"""Quantisation settings of a checkpoint, read from ``config.json`` or ``hf_quant_config.json``."""
+"""Read how a checkpoint is quantised from ``config.json`` or ``hf_quant_config.json``."""
 
 import functools
 import re
@@ -15,17 +15,16 @@ Style = Literal["modelopt", "compressed-tensors", "auto-round", "quark", "deepse
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """Quantisation of one linear layer.
+    """How one linear layer is quantised.
 
     Attributes:
         format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
         style: naming convention of the tensors: ``"modelopt"``, ``"compressed-tensors"``, ``"quark"``, ``"deepseek"``
             or ``"torchao"``.
-        activations: format of the activations for which the checkpoint was made: ``"16bit"``, ``"fp4"``, ``"fp8"``
-            (scales computed at run time), or ``"fp8_static"`` (FP8 with a calibrated input scale). In NVFP4, ``"fp4"``
-            means that the layer stores input scales. The caller of ``load_`` chooses the format in which activations
-            are computed, except for static FP8 with FP8 weights. Input scales for static FP8 with FP4 weights are not
-            used.
+        activations: format of activations for which the checkpoint was made: ``"16bit"``, ``"fp4"``, ``"fp8"`` (scales
+            computed at run time), or ``"fp8_static"`` (FP8 with a calibrated input scale). In NVFP4, ``"fp4"`` means
+            that the layer stores input scales. The caller of ``load_`` may choose another format, except for FP8
+            weights with static FP8 activations. If weights are FP4, input scales for static FP8 are not used.
     """
 
     format: str
@@ -35,16 +34,16 @@ class LayerScheme:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """Quantisation of a checkpoint's linear layers, as its configuration describes it.
+    """How a checkpoint's linear layers are quantised, according to its configuration.
 
     Attributes:
         path: configuration file.
-        style: producer: ``"modelopt"``, ``"compressed-tensors"``, ``"auto-round"``, ``"quark"``, ``"deepseek"``,
-            ``"gpt-oss"`` or ``"torchao"``; ``None`` if the checkpoint is not quantised. For torchao, the metadata of
-            the safetensors files gives each layer's scheme.
+        style: software that wrote the checkpoint: ``"modelopt"``, ``"compressed-tensors"``, ``"auto-round"``,
+            ``"quark"``, ``"deepseek"``, ``"gpt-oss"`` or ``"torchao"``; ``None`` if the checkpoint is not quantised.
+            For torchao, the metadata of the safetensors files gives each layer's scheme.
         groups: pairs of a scheme and its targets: ``"Linear"`` for every linear layer, names of layers or of modules
             that contain them, wildcards, or regular expressions after ``re:``.
-        ignore: layers or modules that are not quantised; a module includes everything inside it.
+        ignore: layers and modules that are not quantised. If a module is listed, everything inside it is unquantised.
     """
 
     path: Path
@@ -73,8 +72,8 @@ class QuantSpec:
 
     @functools.cached_property
     def _targets(self) -> tuple[dict[str, LayerScheme], list[tuple[str, LayerScheme]]]:
-        """Return the scheme of each target that is a plain name, and the other targets as (target, scheme) pairs, in
-        order."""
+        """Split the targets: return the scheme of each plain name, and (target, scheme) for each pattern and
+        ``"Linear"``, in order."""
         named: dict[str, LayerScheme] = {}
         patterns: list[tuple[str, LayerScheme]] = []
         for scheme, targets in self.groups:
@@ -86,16 +85,17 @@ class QuantSpec:
         return named, patterns
 
     def scheme_of_tensors(self, name: str) -> LayerScheme | None:
-        """Return the scheme of a layer whose tensors are quantised.
+        """Return the scheme of a layer whose tensors are quantised, even if ``ignore`` names the layer.
 
-        If ``ignore`` names the layer, return the checkpoint's only scheme, or ``None`` if it uses several.
+        For an ignored layer, return the checkpoint's only scheme, or ``None`` if the checkpoint uses several schemes.
         """
         schemes = {scheme for scheme, _ in self.groups}
         return self.scheme(name) or (schemes.pop() if len(schemes) == 1 else None)
 
 
 class _Names:
-    """Names of modules, wildcards and regular expressions; a configuration can list thousands of names.
+    """Set of module names, wildcards and regular expressions with a fast test, because a configuration can list
+    thousands of names.
 
     Args:
         given: names and patterns.
@@ -107,13 +107,13 @@ class _Names:
         self.exact = {*every} - {*self.patterns}
 
     def includes(self, name: str) -> bool:
-        """Return True if a name or pattern fits ``name``, or if ``name`` is inside a module with an exact name."""
+        """Return True if ``name`` is in the set, is inside a module in the set, or matches a pattern in the set."""
         inside = not self.exact.isdisjoint((name, *_names.parents(name)))
         return inside or any(_names.fits(name, pattern) for pattern in self.patterns)
 
 
 def read_spec(path: str | Path) -> QuantSpec:
-    """Read the quantisation settings of a checkpoint.
+    """Read how a checkpoint is quantised.
 
     Args:
         path: folder of the checkpoint. It contains ``config.json`` with a ``quantization_config``, or otherwise
@@ -138,7 +138,7 @@ def read_spec(path: str | Path) -> QuantSpec:
 
 
 def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
-    """Parse a ``quantization_config``.
+    """Parse the ``quantization_config`` of a configuration.
 
     Args:
         path: file that contains it, for messages.
@@ -157,7 +157,7 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
 
 
 def _expect(path: Path, prefix: str, given: Mapping[str, Any], **expected: Any) -> None:
-    """Check that each named value in ``given`` is among its expected values."""
+    """Check that the value of each name in ``given`` is among the values expected for this name."""
     for name, allowed in expected.items():
         if given.get(name) not in allowed:
             values = " or ".join(map(repr, allowed))
@@ -172,7 +172,7 @@ MODELOPT_ALGORITHMS = {
     "FP8": ("fp8_tensor", "fp8_static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", "fp8"),
 }
-"""Formats of weights and activations, by ModelOpt's ``quant_algo``, that this package reads and writes."""
+"""Formats of weights and activations for each ``quant_algo`` of ModelOpt that this package reads and writes."""
 _MODELOPT_READ = {
     **MODELOPT_ALGORITHMS,
     "W4A8_NVFP4_FP8": ("nvfp4", "fp8_static"),
@@ -181,7 +181,7 @@ _MODELOPT_READ = {
     "fp8_pb_wo": ("fp8_block", "fp8"),
 }
 _MODELOPT_BLOCKS = {"nvfp4": (16, 0, None), "mxfp4": (32, 0, None), "fp8_block": (128, 0, None)}
-"""Valid values of ``group_size``; ModelOpt leaves it out, or writes 0, for algorithms with one block size."""
+"""Valid values of ``group_size``. For algorithms with a fixed block size, ModelOpt omits the entry or writes 0."""
 
 
 def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -247,12 +247,12 @@ def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 _OFFLINE = ("weight_input", "weight_output")
-"""Locations of transforms that the producer has multiplied into the stored weights."""
+"""Places of transforms that the producer has already multiplied into the stored weights."""
 
 
 def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
-    """Raise for transforms that a model must apply at run time, such as QuIP's. Other transforms, such as SpinQuant's
-    R1 and R2, are already part of the weights."""
+    """Check that a model need not apply any transform at run time, as QuIP requires. Other transforms, such as
+    SpinQuant's R1 and R2, are already part of the weights."""
     for name, group in (transforms.get("config_groups") or {}).items():
         if not isinstance(group, Mapping):
             raise ValueError(f"{path}: transform_config: {name} is {group!r}; expected a list of what it applies")
@@ -263,8 +263,8 @@ def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
 def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
-    # One of compressed-tensors' formats can have several strategies; each strategy corresponds to a scheme of this
-    # package.
+    # A format of compressed-tensors can have several strategies, such as per tensor and per channel. This package
+    # treats each strategy as a separate format.
     of_strategy = {_GROUPS[fmt]["strategy"]: fmt for fmt, name in COMPRESSED_FORMATS.items() if name == stored}
     if not of_strategy:
         expected = ", ".join(map(repr, dict.fromkeys(COMPRESSED_FORMATS.values())))
@@ -272,7 +272,8 @@ def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overal
     _expect(path, f"{prefix}weights: ", weights, strategy=(*of_strategy,))
     fmt = of_strategy[weights["strategy"]]
     wanted: dict[str, Any] = {name: (value,) for name, value in compressed_arguments(fmt).items()}
-    # "static" and "weight" reorder columns during the calibration only. "group" and "dynamic" store a permutation.
+    # "static" and "weight" permute columns only while calibrating, so they need no support. "group" and "dynamic" store
+    # a permutation, which this package cannot apply.
     _expect(path, f"{prefix}weights: ", weights, **wanted, actorder=(None, "static", "weight"))
     _expect(path, prefix, group, output_activations=(None,))
     inputs = group.get("input_activations")
@@ -306,7 +307,7 @@ def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(given.get("modules_to_not_convert") or ()))
 
 
-# auto-round's own configuration; the tensors are stored as by compressed-tensors
+# auto-round's own configuration. Its tensors are stored as compressed-tensors stores them
 
 
 def _auto_round(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -323,7 +324,7 @@ def _auto_round(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 def _auto_round_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
-    """Return the scheme in an auto-round configuration, given for all layers or for one layer."""
+    """Return the scheme that an auto-round configuration specifies for all layers or for one layer."""
     _expect(path, prefix, given, data_type=("nv_fp", "nv_fp4", "mx_fp", "mx_fp4"), bits=(4,), sym=(None, True))
     fmt = "nvfp4" if given["data_type"].startswith("nv") else "mxfp4"
     _expect(path, prefix, given, group_size=(16 if fmt == "nvfp4" else 32,))
@@ -375,17 +376,17 @@ def _quark_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerSch
     return LayerScheme("mxfp4", "quark", "fp4")
 
 
-# gpt-oss: only experts are quantised, and they are not linear layers
+# gpt-oss, which quantises only experts. They are not linear layers
 
 
 def _gpt_oss(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "gpt-oss", (), tuple(given.get("modules_to_not_convert") or ()))
 
 
-# torchao: the configuration says little; the metadata of the safetensors files describes each tensor
+# torchao. The configuration says little, because the metadata of the safetensors files describes each tensor
 
 TORCHAO_CONFIGS = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
-"""Configurations that quantise weights to NVFP4."""
+"""torchao configurations that quantise weights to NVFP4."""
 _TORCHAO_MX = "MXDynamicActivationMXWeightConfig"
 _TORCHAO_BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
 

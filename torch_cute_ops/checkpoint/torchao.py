@@ -1,4 +1,5 @@
-"""Weights that torchao quantised to FP4: their tensors in memory and on disk. This module does not need torchao."""
+"""FP4 weights that torchao quantised: convert their tensors, from memory or from a checkpoint, to our layout. This
+module does not import torchao."""
 
 import json
 from collections.abc import Mapping
@@ -16,24 +17,24 @@ from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts
 
 FP4: Final = "float4_e2m1fn_x2"
-"""torch's name for packed e2m1, two codes per byte: the ``elem_dtype`` of an MXFP4 ``MXTensor``."""
+"""torch's name for two e2m1 codes per byte. MXFP4's ``MXTensor`` stores it as ``elem_dtype``."""
 
 _FORMATS: Final = {"NVFP4Tensor": ("nvfp4", 16, torch.float8_e4m3fn), "MXTensor": ("mxfp4", 32, torch.uint8)}
-"""Format, block size and dtype of the scales, by torchao's class name."""
+"""Format, block size and dtype of the scales of each torchao tensor class."""
 
 
 class Weight(NamedTuple):
-    """A weight (N, K), or the weights of E experts, (E, N, K).
+    """FP4 weight (N, K) of a layer, or weights (E, N, K) of E experts, from torchao.
 
     Attributes:
         format: ``"nvfp4"`` or ``"mxfp4"``.
         codes: (..., N, K/2) uint8, element 0 in the low nibble.
-        scale: block scales (..., N, K / block size), e4m3 or ue8m0 as uint8; in the 128x4 layout, of any shape, if
+        scale: block scales in e4m3, or ue8m0 as uint8: (..., N, K / block size), or any shape in the 128x4 layout if
             ``is_swizzled``.
         is_swizzled: True if the scales are in the 128x4 layout.
-        factor: float32, one element or (E, 1, 1), by which decoded weights are multiplied, like ``weight_scale_2`` of
+        factor: float32, one element or (E, 1, 1), by which decoded weights are multiplied, as by ``weight_scale_2`` of
             our layers; ``None`` means 1.
-        input_scale: float32, one element, by which decoded activations are multiplied, from calibration; or ``None``.
+        input_scale: float32, one element, calibrated, by which decoded activations are multiplied; or ``None``.
     """
 
     format: str
@@ -52,7 +53,7 @@ def weight_of(
     is_swizzled: bool | None,
     elem_dtype: str | None,
 ) -> Weight:
-    """Check the tensors of a torchao tensor subclass and return them as a :class:`Weight`.
+    """Check the attributes of a torchao tensor and return them as a :class:`Weight`.
 
     Args:
         kind: class name of the torchao tensor.
@@ -98,7 +99,7 @@ def weight_of(
 
 
 def linear_tensors(weight: Weight) -> dict[str, Tensor]:
-    """Return the tensors of a layer of this package with the weight (N, K), by name; scales are linear.
+    """Convert a weight (N, K) to the tensors of our layer, by name. Scales are linear.
 
     Raises:
         ValueError: for the weights of several experts, or scales of a wrong size.
@@ -126,12 +127,12 @@ def _linear_scales(weight: Weight, n: int, k: int) -> Tensor:
 def expert_stacks(
     gate_up: Weight, down: Weight, given: FloatExperts, device: torch.device | None = None
 ) -> tuple[QuantLinear, QuantLinear]:
-    """Build the gate-and-up stack and the down stack of experts, with the biases of ``given``.
+    """Build two stacked layers from the weights of experts: gate and up, and down. Biases are taken from ``given``.
 
     Args:
         gate_up: (E, 2I, H).
         down: (E, H, I), in the same format.
-        given: experts that are replaced.
+        given: experts that are to be replaced.
         device: device of the result; ``None`` uses the device of the weights.
 
     Raises:
@@ -150,7 +151,7 @@ def expert_stacks(
             raise ValueError(f"{name} has qdata of shape {tuple(weight.codes.shape)}; expected {(experts, n, k // 2)}")
         if weight.is_swizzled and n % 128:
             raise ValueError(f"{name} has tiled scales and {n} rows per expert; expected a multiple of 128")
-        # An expert's rows fill whole tiles, so the scales of all experts convert as one matrix.
+        # The scales of all experts are one matrix, because the rows of each expert fill whole tiles.
         scale = _linear_scales(weight, experts * n, k).unflatten(0, (experts, n))
         factor = torch.ones(1, device=scale.device) if weight.factor is None else weight.factor
         factors = factor.reshape(-1).expand(experts)
@@ -172,11 +173,12 @@ def expert_stacks(
     )
 
 
-# On disk: the tensors of ``a.b.weight`` are ``a.b._weight_qdata`` and so on; the files' metadata describes them
+# Checkpoints of torchao: the tensors of ``a.b.weight`` are stored as ``a.b._weight_qdata`` and so on, described by the
+# files' metadata
 
 
 def scheme_of(files: Files, module: str) -> LayerScheme | None:
-    """Return the scheme of the linear layer ``module``, or None if torchao did not quantise it."""
+    """Return the scheme of the linear layer ``module`` in a checkpoint, or None if torchao did not quantise it."""
     described = _described(files, f"{module}.weight")
     if described is None:
         return None
@@ -186,7 +188,7 @@ def scheme_of(files: Files, module: str) -> LayerScheme | None:
 
 
 def tensor_names(files: Files, name: str) -> dict[str, str]:
-    """Return the stored names of the tensors of the parameter ``name``, by torchao's attribute names.
+    """Return the names in the checkpoint of the tensors of the parameter ``name``, keyed by torchao's attribute names.
 
     Raises:
         ValueError: if the metadata does not describe the parameter.
@@ -199,7 +201,7 @@ def tensor_names(files: Files, name: str) -> dict[str, str]:
 
 
 def read_weight(files: Files, name: str) -> Weight:
-    """Read the parameter ``name`` on the CPU; its tensors may be mapped from the files.
+    """Read the parameter ``name`` to the CPU. Its tensors may be mapped from the files.
 
     Raises:
         ValueError: for a tensor that is missing or has a wrong shape, dtype or value, and for an unsupported class.
@@ -228,8 +230,7 @@ def read_weight(files: Files, name: str) -> Weight:
 
 
 def read_linear(files: Files, name: str) -> dict[str, Tensor]:
-    """Read the tensors of the linear layer with the weight ``name``, as :func:`linear_tensors`. Errors name the
-    file."""
+    """Read a linear layer, given the name of its weight, and return the tensors of our layer. Errors name the file."""
     weight = read_weight(files, name)
     try:
         return linear_tensors(weight)
@@ -238,7 +239,7 @@ def read_linear(files: Files, name: str) -> dict[str, Tensor]:
 
 
 def _described(files: Files, name: str) -> dict[str, Any] | None:
-    """Return the metadata of a parameter, or None if it is missing or describes a plain tensor."""
+    """Return the metadata of a parameter, or None if none exists or the parameter is a plain tensor."""
     module, _, parameter = name.rpartition(".")
     try:
         described = json.loads(files.metadata.get(f"{files.original(module)}.{parameter}".lstrip("."), "null"))
