@@ -1,6 +1,6 @@
 """Models on several GPUs with ``torch.distributed``: sharding rules for DTensor, tensor and expert parallelism.
 
-Importing this package registers a sharding strategy for every op with DTensor.
+Importing this package registers a DTensor sharding strategy for every op.
 """
 
 # Import this module before torch does so lazily, for example inside a dispatch mode. If it is imported late, default

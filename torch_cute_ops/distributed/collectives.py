@@ -1,4 +1,4 @@
-"""Collectives of quantised rows, sent as bytes, and a counter of their traffic."""
+"""Collectives for quantised rows, which are sent as bytes, and a counter of the bytes sent."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ TILE_ROWS = 128
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View FP8 as uint8, which every collective backend supports; return other dtypes unchanged."""
+    """View an FP8 tensor as uint8, because not every collective backend supports FP8. Return other dtypes unchanged."""
     return tensor.view(torch.uint8) if is_byte_float(tensor.dtype) else tensor
 
 
@@ -28,7 +28,7 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``, in the order of the ranks.
 
     Args:
-        tensor: tensor of the same shape and dtype on every rank; FP8 is sent as uint8.
+        tensor: this rank's tensor; shape and dtype are the same on every rank. FP8 is sent as uint8.
         group: ranks.
         dim: 0 or 1.
 
@@ -52,7 +52,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
         group: ranks.
 
     Raises:
-        ValueError: for another M.
+        ValueError: if M is not a multiple of the number of ranks.
     """
     world = dist.get_world_size(group)
     if tensor.shape[0] % world:
@@ -69,17 +69,16 @@ def all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> QuantizedRows:
-    """Concatenate the ranks' quantised rows, in the order of the ranks. Codes and scales are sent; nothing is
-    requantised.
+    """Concatenate the quantised rows of all ranks, in the order of the ranks. Only codes and scales are sent.
 
     Args:
-        layer: layer that takes the rows, in the form that its ``quantize`` returns.
-        rows: rows of this rank; every rank has the same number.
+        layer: layer whose ``quantize`` made the rows and whose GEMM will read them.
+        rows: rows of this rank; the number of rows is the same on every rank.
         group: ranks.
 
     Returns:
-        Rows whose first leading dimension is multiplied by the number of ranks. The rows equal ``layer.quantize`` of
-        all ranks' rows, bit for bit.
+        Rows whose first leading dimension is multiplied by the number of ranks. They equal ``layer.quantize`` of the
+        concatenated input, bit for bit.
 
     Raises:
         ValueError: for rows without a leading dimension.
@@ -103,14 +102,14 @@ def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Ten
         k = layer.in_features
         linear = all_gather(convert_scales(scale, count, k, "128x4", "linear"), group)
         return convert_scales(linear, linear.shape[0], k, "linear", "128x4")
-    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # block scales, which stay column-major
+    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # FP8 block scales are column-major
         return all_gather(scale.t(), group, dim=1).t()
-    # A static scale is equal on all ranks.
+    # A static scale need not be sent, because it is equal on all ranks.
     return scale if layer.has_input_scale else all_gather(scale, group)
 
 
 class Sent(NamedTuple):
-    """Data that a rank sends in one collective.
+    """Description of the data that a rank sent in one collective.
 
     Attributes:
         name: collective, such as ``"all_gather"``.
@@ -133,17 +132,17 @@ _COLLECTIVES = {
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
-"""Name of each collective, by its name in torch's dispatcher."""
+"""Name in ``Sent`` of each collective, keyed by its name in torch's dispatcher."""
 
 
 class count_traffic(TorchDispatchMode):
-    """Counts the data that this rank passes to collectives in a ``with`` block of eager code.
+    """Context manager that counts the data that this rank passes to collectives in eager code.
 
     Example:
         ``with count_traffic() as traffic: layer(x)``, then ``traffic.nbytes()``.
 
     Attributes:
-        sent: collectives in order.
+        sent: the collectives so far, in order.
     """
 
     def __init__(self) -> None:
@@ -151,14 +150,14 @@ class count_traffic(TorchDispatchMode):
         self.sent: list[Sent] = []
 
     def nbytes(self, name: str | None = None) -> int:
-        """Return the bytes of all collectives, or of the collectives with this name."""
+        """Return the total bytes of all collectives, or of the collectives with this name."""
         return sum(each.nbytes for each in self.sent if name in (None, each.name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = _COLLECTIVES.get(func._schema.name.rpartition("::")[2])
             if name is not None:
-                # c10d passes the output first, if there is one.
+                # If a collective has an output argument, c10d passes it before the input.
                 tensors = [each for each in args[:2] if isinstance(each, Tensor)]
                 given = tensors[-1] if tensors else args[0][0]
                 self.sent.append(Sent(name, given.dtype, given.nbytes))

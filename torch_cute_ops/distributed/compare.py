@@ -1,4 +1,4 @@
-"""Comparison of facts among the processes of a group through the group's store, without collectives or device
+"""Compare settings and sizes among the ranks of a group through the group's store, without collectives or device
 synchronisation."""
 
 import json
@@ -19,18 +19,18 @@ log = logging.getLogger("torch_cute_ops")
 Group = dist.ProcessGroup
 
 SHOWN: Final = 4
-"""Number of differences that a message lists."""
+"""Maximum number of differences in a message."""
 PATIENCE_S: Final = 10.0
-"""Seconds after which a rank that waits for the others' rows logs a warning."""
+"""Seconds after which a rank that waits for other ranks' numbers of rows logs a warning."""
 DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
-"""Time-out for a store without one."""
+"""Time-out to use if a store defines none."""
 
 
 class Members(NamedTuple):
-    """Ranks of a group.
+    """Ranks of a process group.
 
     Attributes:
-        ranks: ranks in the numbering of the group.
+        ranks: the group's ranks, numbered as in the group.
         numbers: numbers of the same ranks in the default group, for messages.
     """
 
@@ -39,7 +39,7 @@ class Members(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        """Time-out of the process group's collectives, seconds."""
+        """Time-out of the group's collectives, seconds."""
         return float(getattr(self.ranks.store, "timeout", DEFAULT_TIMEOUT).total_seconds())
 
     def post(self, name: str, text: str, timeout_s: float) -> dict[int, str]:
@@ -55,15 +55,15 @@ class Members(NamedTuple):
             raise RuntimeError(f"{name.partition('/')[0]}: rank {me} cannot reach the store: {error}") from error
 
     def missing(self, found: Mapping[int, str]) -> str:
-        """Return the ranks that posted nothing, in words; an empty string if all ranks posted."""
+        """Name the ranks that are missing in ``found``; return an empty string if all ranks posted."""
         absent = [number for rank, number in enumerate(self.numbers) if rank not in found]
         return ", ".join(map(str, absent)) and f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 
 
 def members(group: Group | None = None) -> Members | None:
-    """Return the ranks of a group, or of the default group for None; None if this rank is alone."""
+    """Return the ranks of a group, or of the default group for None. Return None if the group has only one rank."""
     everyone = ranks()
-    if everyone is None or dist.get_backend(group) == "fake":  # "fake": one process simulates all ranks
+    if everyone is None or dist.get_backend(group) == "fake":  # the backend "fake" simulates all ranks in one process
         return None
     if group is None:
         return Members(everyone, [*range(everyone.world)])
@@ -75,15 +75,17 @@ def members(group: Group | None = None) -> Members | None:
 
 
 _comparisons: Counter[object] = Counter()
-"""Comparisons by name and group. All ranks count in the same order, so that the numbers identify posts."""
+"""Number of comparisons so far, keyed by name and group. All ranks make the same comparisons in the same order, so the
+number identifies a comparison on all ranks."""
 
 
 def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, timeout_s: float | None = None) -> None:
-    """Compare facts among the ranks of a group. Every rank must make the same calls of ``compare`` in the same order.
+    """Check that facts are equal on all ranks of a group. Every rank must make the same calls of ``compare`` in the
+    same order.
 
     Args:
-        name: caller, for messages.
-        facts: JSON-serialisable facts.
+        name: name of the caller, for messages.
+        facts: values to compare, by name; JSON-serialisable.
         group: process group; ``None`` for the default group.
         timeout_s: seconds to wait for other ranks; ``None`` for the time-out of the collectives.
 
@@ -112,30 +114,30 @@ def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, tim
             raise RuntimeError(f"{name}: rank {who.numbers[rank]} differs: {shown}{more}")
 
 
-# Rows
+# Numbers of rows
 
 
 @dataclass
 class _Rows:
-    """Leading dimensions of the ranks' last rows, and the number of comparisons so far."""
+    """Leading dimensions that the ranks last agreed on, and the number of comparisons so far."""
 
     lead: tuple[int, ...] = ()
     comparisons: int = 0
 
 
 _rows: dict[str, _Rows] = {}
-"""State by group name; a group as key would never be freed."""
+"""State of each group, keyed by the group's name. A group as key would never be freed."""
 
 
 def agree_on_rows(name: str, lead: tuple[int, ...], group: Group) -> None:
-    """Check that the numbers of rows are equal on all ranks, before a collective.
+    """Check before a collective that all ranks pass equally many rows.
 
-    If the number is the same as in the last call, nothing is exchanged. If it changes, it must change on all ranks in
-    the same call; the ranks then compare it through the store. Compiled code compares nothing. A CUDA graph compares
-    only during capture.
+    If the number of rows is the same as in this rank's last call, the ranks exchange nothing. If it has changed, it
+    must have changed on all ranks, which then compare it through the store. Compiled code does not check. A CUDA graph
+    checks only during capture.
 
     Args:
-        name: layer, for messages.
+        name: name of the layer, for messages.
         lead: leading dimensions of this rank's rows.
         group: group of the collective that follows.
 
@@ -168,7 +170,7 @@ def _compare_rows(name: str, lead: tuple[int, ...], state: _Rows, who: Members) 
             f"{name}: {waits}{who.missing(found)}, which did not come within {limit:g} s or kept its number of rows; "
             "expected equally many rows on all ranks"
         )
-    state.comparisons += 1  # count even if rows differ, because the next call must not read these posts
+    state.comparisons += 1  # count failed comparisons too: the next comparison must not read these posts
     counts = {who.numbers[rank]: tuple(json.loads(each)) for rank, each in found.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"rank {number} has {_counted(each)}" for number, each in sorted(counts.items()))

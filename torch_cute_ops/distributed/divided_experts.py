@@ -1,4 +1,4 @@
-"""Parallel style for experts that are divided among ranks while every rank sees all tokens."""
+"""Parallel style that divides experts among ranks which all have the same tokens."""
 
 from typing import Any, Final, Literal, get_args
 
@@ -42,17 +42,17 @@ class _Experts(Divided):
         dtype = hidden_states.dtype
         check_routing(top_k_index, top_k_weights, module.experts * (self.world if self.style.by == "expert" else 1))
         own = top_k_index - self.first
-        own = torch.where((own >= 0) & (own < module.experts), own, -1)  # -1 for other ranks' experts
+        own = torch.where((own >= 0) & (own < module.experts), own, -1)  # -1: computed by another rank
         y: Tensor = module.summed(hidden_states, own, top_k_weights, self.style.sums or dtype)
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Return the result that undivided experts would return, so that all ranks choose the same path."""
+        """Decide by the total number of experts, not by this rank's, so that all ranks choose the same code path."""
         world = self.world if self.style.by == "expert" else 1
         return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // world), topk))
 
     def forward_dense(self, *_: Any, **__: Any) -> Tensor:
-        """Raise an error, because divided experts must be called on all ranks, with expert ids.
+        """Refuse the call: divided experts need expert ids, and must be called on all ranks.
 
         Raises:
             RuntimeError: always.
@@ -63,7 +63,8 @@ class _Experts(Divided):
 
 
 class DividedExperts(Style):
-    """Divide experts among ranks that process the same tokens, as between tensor-parallel layers; results are summed.
+    """Divide experts among ranks that process the same tokens, as between tensor-parallel layers. The ranks' partial
+    results are summed.
 
     For :class:`torch_cute_ops.nn.QuantExperts`. If tokens differ between ranks, use :class:`ExpertParallel`, which
     sends tokens to their experts.
@@ -71,12 +72,12 @@ class DividedExperts(Style):
     Args:
         by: ``"expert"``: each expert is on one rank, which computes it for the tokens that are routed to it.
             ``"tensor"``: every expert's intermediate size is sharded, so that the load is balanced for any routing.
-        sums: dtype in which the ranks' partial sums are sent and added. ``None`` uses the dtype of the activations, to
-            which each partial sum and each sum are rounded. With ``torch.float32``, experts' results are not rounded
+        sums: dtype in which the ranks' partial sums are sent and added. ``None`` uses the dtype of the activations, so
+            each partial sum and each sum is rounded to it. With ``torch.float32``, experts' results are not rounded
             before they are summed.
 
     Raises:
-        ValueError: for another ``by``.
+        ValueError: if ``by`` is neither ``"expert"`` nor ``"tensor"``.
     """
 
     _kind = _Experts
@@ -109,7 +110,7 @@ class DividedExperts(Style):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace whole experts by this rank's shard and connect them to the other ranks."""
+        """Replace the experts of one GPU by this rank's shard, in place, and make their forward sum over the ranks."""
         assert isinstance(module, QuantExperts)
         self._refuse_shared_scales(module)
         begin, end = self.own(module.experts, module.intermediate_size, mesh)
@@ -139,7 +140,8 @@ class DividedExperts(Style):
             )
 
     def _refuse_shared_scales(self, module: QuantExperts) -> None:
-        """Check that the ranks' shards of a token's activations between the two layers share no scale."""
+        """Check that no scale of the activations between an expert's two layers would cover elements on several
+        ranks."""
         if self.by == "tensor" and module.scheme == "fp8_channel":
             raise ValueError(
                 "DividedExperts: by is 'tensor', but with weights in fp8_channel the activations of a token share one "
@@ -147,8 +149,8 @@ class DividedExperts(Style):
             )
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
-        """Connect experts that are already sharded to the other ranks."""
+        """Make the forward of experts that are already sharded sum over the ranks."""
         self._refuse_shared_scales(module)
-        # If every rank computes partial sums, only the first rank adds the bias.
+        # With by="tensor", every rank computes partial sums of every expert, so only the first rank adds the bias.
         fit_bias_(module.down_proj, self.sums, is_added=self.by == "expert" or mesh.get_local_rank() == 0)
         self.bind(module, mesh).first = mesh.get_local_rank() * module.experts if self.by == "expert" else 0

@@ -29,13 +29,13 @@ Back = Literal["16bit", "fp8"]
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of one of the two GEMMs of E experts.
+    """Weights of E experts for one of their two GEMMs.
 
     Attributes:
         codes: (E, N, K) float8_e4m3fn, or (E, N, K/2) uint8, two e2m1 codes per byte.
         scale: FP8: (E, ⌈N/128⌉, ⌈K/128⌉) float32. FP4: (E, N, K/block_size), linear, or scales of all E · N rows in
             ``scale_layout``.
-        alpha: float32 factor of the result: one element, (E,) or (E, N), as for ``grouped_mm_fp8``; ``None`` means 1.
+        alpha: float32, factor of the result: one element, (E,) or (E, N), as in ``grouped_mm_fp8``; ``None`` means 1.
         bias: (E, N), or ``None``.
         block_size: elements per FP4 scale: 16 for NVFP4, 32 for MXFP4.
         scale_layout: layout of FP4 scales: ``"linear"`` or ``"128x4"``.
@@ -50,7 +50,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def is_fp4(self) -> bool:
-        """True if the weights are in FP4, False if in FP8."""
+        """True if the weights are FP4, False if they are FP8."""
         return self.codes.dtype == torch.uint8
 
     def multiply(self, a: Tensor, a_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -81,15 +81,16 @@ class ExpertWeights(NamedTuple):
         return self._with(_copied(self.codes, 0, own), _copied(self._linear(), 0, own), alpha, bias)
 
     def of_rows(self, rank: int, world: int, parts: int = 1) -> "ExpertWeights":
-        """Return a rank's shard of each expert's rows (N).
+        """Return one rank's shard of the rows (N) of each expert's weight.
 
         Args:
             rank: index of the rank.
             world: number of ranks.
-            parts: number of equal parts that are sharded separately: 2 for gate and up.
+            parts: number of equal parts of N that are sharded separately: 2 for gate and up.
 
         Raises:
-            ValueError: if the rows cannot be divided among the ranks, in FP8 in whole blocks of 128.
+            ValueError: if the rows cannot be divided among the ranks. FP8 weights can be divided only into whole blocks
+                of 128.
         """
         n = self.codes.shape[1]
         own = self._shard_size("N", n // parts, world, 1 if self.is_fp4 else BLOCK, 8)
@@ -104,7 +105,8 @@ class ExpertWeights(NamedTuple):
         return self._with(rows(self.codes, 1), rows(self._linear(), each), alpha, bias)
 
     def of_columns(self, rank: int, world: int) -> "ExpertWeights":
-        """Return a rank's shard of the columns (K), for partial sums. Only the first rank keeps the bias.
+        """Return one rank's shard of the columns (K) of each expert's weight. Its GEMM gives partial sums, so only the
+        first rank keeps the bias.
 
         Raises:
             ValueError: if the columns cannot be divided among the ranks in whole blocks of 128.
@@ -123,7 +125,7 @@ class ExpertWeights(NamedTuple):
         return own
 
     def _linear(self) -> Tensor:
-        """Return the scales in linear layout, with a dimension for the experts."""
+        """Return the scales in the linear layout, with the experts as the first dimension."""
         if not self.is_fp4 or self.scale_layout == "linear":
             return self.scale
         experts, n, half = self.codes.shape
@@ -148,11 +150,11 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 class ExpertParallel(nn.Module):
     """Experts of a layer, divided among ranks by expert, by intermediate size, or both.
 
-    Each rank has its own tokens. For each pair of a token and an expert, ``all_to_all_single`` sends a row of codes and
-    scales to the expert's rank. That rank computes ``down(swiglu(up(row)))`` and sends the result back. The token's
-    rank sums the results with the routing weights, in the order of the token's experts. With ``back="16bit"``, which
-    returns the second GEMM's rows unchanged, a token's result equals the result on one rank with all experts, bit for
-    bit, for the same backend and tactic.
+    Each rank processes different tokens. For each pair of a token and an expert, ``all_to_all_single`` sends a row of
+    codes and scales to the expert's rank. That rank computes ``down(swiglu(up(row)))`` and sends the result back. The
+    token's rank sums the results with the routing weights, in the order of the token's experts. With ``back="16bit"``,
+    results are sent back unchanged. A token's result then equals the result on one rank with all experts, bit for bit,
+    for the same backend and tactic.
 
     Without ``max_rows``, only routed rows are sent, and their numbers are copied to the host. With ``max_rows``, the
     host does not wait, so the call can be captured if the backend's collectives can be captured, as with NCCL. Each
@@ -169,9 +171,9 @@ class ExpertParallel(nn.Module):
             precision.
         back: format of the results that are sent: ``"16bit"``, or ``"fp8"`` with one scale per 128 elements. FP8 loses
             precision.
-        max_rows: largest number of rows that a rank sends to an expert. A rank's number of tokens is always enough.
-            ``None`` sends only routed rows.
-        swiglu_alpha, swiglu_beta, swiglu_limit: arguments of ``moe_swiglu_fp8quant``.
+        max_rows: largest number of rows that a rank sends to an expert. If it is the rank's number of tokens, no pair
+            is ever dropped. ``None`` sends only routed rows.
+        swiglu_alpha, swiglu_beta, swiglu_limit: as in ``moe_swiglu_fp8quant``.
 
     Raises:
         ValueError: for weights of inconsistent sizes, or an unknown format.
@@ -223,7 +225,7 @@ class ExpertParallel(nn.Module):
                 compare("ExpertParallel", facts, each)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the tensors without casting them: codes and scales stay as in the checkpoint."""
+        """Move the tensors without casting them, because codes and scales must stay as in the checkpoint."""
         return super()._apply(partial(moved, fn), recurse)
 
     def _weights(self, name: str) -> ExpertWeights:
@@ -251,7 +253,7 @@ class ExpertParallel(nn.Module):
         expanded, permuted, _, counts = moe_route_ids(ids, total, 1, self.max_rows)
         operands = self._rows(x, permuted, expanded, topk)
         received = self._exchange(counts)
-        # Numbers of rows sent to each rank, and received from each rank.
+        # Numbers of rows for each rank and from each rank; None if they are fixed by max_rows.
         sizes = None if self.max_rows is not None else _host_sizes(counts.view(self.world, -1), received)
         operands = tuple(self._sent(each, sizes) for each in operands)
         y = self._computed(operands, self._ids_of(received, operands[0].shape[0]), x.dtype)
@@ -263,18 +265,20 @@ class ExpertParallel(nn.Module):
         return (sums if residual is None else sums + residual).to(x.dtype)
 
     def _rows(self, x: Tensor, permuted: Tensor, expanded: Tensor, topk: int) -> tuple[Tensor, ...]:
-        """Return the codes and scales of each pair's row, as bytes, in the order of the experts."""
+        """Quantise the tokens; return the codes and scales of each pair's row, as bytes, in the order of the
+        experts."""
         if self.wire == "fp8":
             codes, scale = moe_permute_fp8quant(x, permuted, topk, expanded)
             return as_bytes(codes), scale.contiguous()
-        if not len(x):  # with max_rows, a rank without tokens sends padding
+        if not len(x):  # with max_rows, a rank without tokens still sends padding
             x = x.new_zeros(1, x.shape[1])
         codes, scale = fp4_quantize(x, scale_layout="linear")
         token = permuted.clamp(min=0) // topk
         return codes[token], as_bytes(scale)[token]
 
     def _exchange(self, counts: Tensor) -> Tensor:
-        """Return the number of rows that each rank sends to each of this rank's experts, (ranks, own experts)."""
+        """Tell each rank how many rows it will receive. Return the number of rows from each rank for each expert of
+        this rank, (ranks, experts of this rank)."""
         counts = counts.view(self.world, self.experts)
         if self.group is None:
             return counts
@@ -293,20 +297,20 @@ class ExpertParallel(nn.Module):
         return received
 
     def _ids_of(self, received: Tensor, rows: int) -> Tensor:
-        """Return the index among this rank's experts of each received row, (rows, 1); -1 for padding."""
+        """Return, for each received row, the index of its expert among this rank's experts, (rows, 1); -1 for
+        padding."""
         experts = torch.arange(self.experts, dtype=torch.int32, device=received.device)
         if self.max_rows is None:
             ends = received.flatten().cumsum(0)
             run = torch.searchsorted(ends, torch.arange(rows, device=received.device), right=True)
-            # Rows after the last expert's rows belong to pairs without an expert. They occur only if the layer has no
-            # process group.
+            # Without a process group, the rows of pairs without an expert come after the last expert's rows.
             ids = torch.where(run < ends.numel(), run % self.experts, -1)
             return ids.to(torch.int32).unsqueeze(1)
         place = torch.arange(self.max_rows, device=received.device)
         return torch.where(place < received.unsqueeze(-1), experts.view(1, -1, 1), -1).reshape(-1, 1)
 
     def _computed(self, operands: tuple[Tensor, ...], ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the experts' results for rows in the order of arrival."""
+        """Compute the experts on the received rows, and return the results in the order in which the rows arrived."""
         codes, scale = operands
         place, order, offsets, _ = moe_route_ids(ids, self.experts, 1)
         if self.wire == "fp8":
@@ -321,7 +325,8 @@ class ExpertParallel(nn.Module):
         return y[place[:, 0].clamp(min=0)]
 
     def _returned(self, y: Tensor, sizes: tuple[list[int], list[int]] | None, rows: int) -> Tensor:
-        """Send the results back and return the results of this rank's pairs, in the order of the experts."""
+        """Send the results back to the tokens' ranks. Return the results of this rank's pairs, in the order of the
+        experts."""
         if self.group is None:
             return y
         if self.back == "fp8":
@@ -335,6 +340,6 @@ class ExpertParallel(nn.Module):
 
 
 def _host_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows for each rank and from each rank, on the host."""
+    """Copy to the host the number of rows for each rank and the number of rows from each rank."""
     both = torch.stack((sent.sum(1), received.sum(1))).tolist()
     return both[0], both[1]

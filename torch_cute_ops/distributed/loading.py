@@ -1,4 +1,4 @@
-"""Load a checkpoint directly into shards: each rank reads its shard of each tensor."""
+"""Load a checkpoint directly into shards: each rank reads only its shard of each tensor."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,21 +44,22 @@ def load_(
     ignore: str | Iterable[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Fill a model from a checkpoint, in place, each rank with its shards of the layers in a plan.
+    """Fill a model from a checkpoint, in place. Each rank loads only its shards of the layers in the plan.
 
-    Equivalent to :func:`torch_cute_ops.checkpoint.load_` and then ``parallelize_module(model, mesh, plan)``, but a rank
-    reads and holds only its shards of divided layers. Other layers, norms and embeddings are read whole. At the end the
-    ranks compare their models, as :func:`check_ranks` does.
+    The result equals :func:`torch_cute_ops.checkpoint.load_` followed by ``parallelize_module(model, mesh, plan)``, but
+    a rank never reads or stores the shards of other ranks. Layers that the plan does not name, norms and embeddings are
+    read whole. At the end the ranks compare their models, as :func:`check_ranks` does.
 
-    Experts can be divided if the checkpoint stores them layer by layer or in gpt-oss's form, but not in torchao's form.
+    Experts can be divided if the checkpoint stores them as separate layers or in gpt-oss's format, but not in torchao's
+    format.
 
     Args:
         model: model with ``nn.Linear`` layers and experts in the checkpoint's sizes and names, best on the meta device.
         path: folder of the checkpoint, readable by every rank.
         mesh: one-dimensional mesh of the ranks that divide the layers.
-        plan: styles by layer name; each component between dots may be a wildcard, as for ``parallelize_module``. Names
-            that the model lacks are ignored.
-        activations, device, merged, ignore, progress: arguments of :func:`torch_cute_ops.checkpoint.load_`.
+        plan: parallel style for each layer name. Each component between dots may be a wildcard, as in
+            ``parallelize_module``. Names that the model lacks are ignored.
+        activations, device, merged, ignore, progress: as in :func:`torch_cute_ops.checkpoint.load_`.
 
     Returns:
         ``model``.
@@ -103,7 +104,7 @@ def load_(
 
 
 def _resolve(model: nn.Module, plan: Plan) -> dict[str, LinearStyle | DividedExperts]:
-    """Return the style of each module that the plan names."""
+    """Return the parallel style of each module whose name matches the plan."""
     chosen: dict[str, LinearStyle | DividedExperts] = {}
     for pattern, style in plan.items():
         if not isinstance(style, LinearStyle | DividedExperts):
@@ -133,7 +134,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _resized(module: nn.Linear, files: "ShardedFiles", sources: Sequence[str]) -> nn.Linear:
-    """Return an uninitialised layer of the size of this rank's shard."""
+    """Return an uninitialised linear layer with the size of this rank's shard."""
     sizes = [files.own_size(source) for source in sources]
     n, k = sum(size[0] for size in sizes), sizes[0][1]
     whole = sum(files.size(source)[0] for source in sources), files.size(sources[0])[1]
@@ -148,7 +149,8 @@ def _resized(module: nn.Linear, files: "ShardedFiles", sources: Sequence[str]) -
 
 
 def _divide_experts(loader: Loader, files: "ShardedFiles", name: str, style: DividedExperts, mesh: DeviceMesh) -> None:
-    """Make ``files`` show this rank's shard of the experts, and resize the model's experts to match, uninitialised."""
+    """Restrict ``files`` to this rank's shard of the experts, and replace the model's experts by uninitialised experts
+    of this size."""
     given, stored = float_experts(loader.model.get_submodule(name)), loader.stored(name)
     assert given is not None
     begin, end = style.own(given.experts, given.width, mesh, name)
@@ -184,13 +186,13 @@ def _resize_experts(given: FloatExperts, style: DividedExperts, begin: int, end:
 
 
 class ShardedFiles(Files):
-    """Tensors of a checkpoint, restricted to one rank's shards of divided layers and to the rank's experts.
+    """Tensors of a checkpoint, as if it contained only one rank's shards of the divided layers and one rank's experts.
 
     Args:
         path: folder of the checkpoint.
 
     Attributes:
-        shards: shard of each divided layer, by name.
+        shards: shard of each divided layer, keyed by the layer's name.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -199,12 +201,12 @@ class ShardedFiles(Files):
         self._slices: dict[str, tuple[int, int, int]] = {}
 
     def keep_experts(self, name: str, experts: int, begin: int, end: int) -> None:
-        """Show only the experts from ``begin`` to ``end`` of the experts ``name``, renumbered from 0.
+        """Hide all experts of the module ``name`` except ``begin`` to ``end``, and number these from 0.
 
         Raises:
             ValueError: for tensors with another number of experts.
         """
-        for suffix in self.suffixes(name):  # tensors that hold all experts
+        for suffix in self.suffixes(name):  # tensors that contain all experts
             tensor = f"{name}.{suffix}"
             if super().shape(tensor)[0] != experts:
                 shape = super().shape(tensor)
@@ -220,7 +222,7 @@ class ShardedFiles(Files):
         self.rename(own)
 
     def shard_gpt_oss(self, name: str, begin: int, end: int) -> None:
-        """Show only the elements from ``begin`` to ``end`` of the intermediate size, for experts in gpt-oss's form.
+        """Restrict experts in gpt-oss's format to the elements from ``begin`` to ``end`` of their intermediate size.
 
         Raises:
             ValueError: if the range does not consist of whole blocks.
@@ -229,7 +231,7 @@ class ShardedFiles(Files):
         if begin % block or end % block:
             raise ValueError(f"{name}: cut at {begin} and {end}; expected multiples of {block}, which share a scale")
         for tensor in gpt_oss_names(name):
-            if ".gate_up_proj_" in tensor:  # gate and up rows are interleaved
+            if ".gate_up_proj_" in tensor:  # rows of gate and up alternate
                 self._slices[tensor] = (1, 2 * begin, 2 * end)
             elif not tensor.endswith("bias"):
                 self._slices[tensor] = (2, begin // block, end // block)
@@ -249,7 +251,7 @@ class ShardedFiles(Files):
         raise ValueError(f"{self.path} contains no weight of {layer}")
 
     def own_size(self, layer: str) -> tuple[int, int]:
-        """Return N and K of this rank's shard."""
+        """Return N and K of this rank's shard of a layer."""
         size, shard = self.size(layer), self.shards.get(layer)
         if shard is None:
             return size

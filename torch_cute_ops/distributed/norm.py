@@ -1,4 +1,4 @@
-"""Norm before a divided layer: quantises this rank's tokens before they are gathered."""
+"""Norm before a divided layer, which quantises this rank's tokens so that only codes and scales are gathered."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _NORMS = {
     ("fp8", False): rmsnorm_fp8quant,
     ("fp8", True): add_rmsnorm_fp8quant,
 }
-"""Ops by format of the result and presence of a residual."""
+"""Op for each (format of the result, whether a residual is added)."""
 
 
 def normed_rows(
@@ -24,7 +24,7 @@ def normed_rows(
 ) -> QuantizedRows:
     """Apply RMSNorm to rows and quantise them for the next layer, in one pass over memory.
 
-    Pass the result instead of a tensor to ``layer``, or to other layers with the same input scale. A
+    Pass the result to ``layer`` instead of a tensor, or to other layers with the same input scale. A
     :class:`ColumnParallel` layer with ``sequence=True`` then gathers codes and scales instead of 16-bit rows.
 
     Args:

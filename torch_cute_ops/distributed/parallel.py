@@ -19,20 +19,20 @@ from torch_cute_ops.nn._base import _SHARED
 from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
 
 BLOCK: Final = 128
-"""Rows and columns of an FP8 block; the last block may be smaller."""
+"""Rows and columns of an FP8 block. The last block of a matrix may be smaller."""
 SHARING: Final = (1, 2, 16, 32)
-"""Numbers of columns of a weight that can share a byte or an FP4 scale."""
+"""Numbers of columns of a weight that can share one byte or one FP4 scale."""
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """A rank's shard of the rows (N) or columns (K) of a weight.
+    """Position of one rank's shard in the rows (N) or columns (K) of a weight.
 
     Attributes:
         dim: 0 to shard rows, 1 to shard columns.
         rank: index of the shard.
         world: number of shards.
-        unit: rows or columns that stay together, such as the rows of a head.
+        unit: number of rows or columns that must stay on one rank, such as the rows of a head.
     """
 
     dim: int
@@ -43,7 +43,7 @@ class WeightShard:
     def bounds(self, size: int, name: str = "weight") -> tuple[int, int]:
         """Return this rank's range (begin, end) of the rows or columns of a weight.
 
-        If there are fewer units than ranks, as can happen for key and value heads, several ranks get the same unit.
+        If a weight has fewer units than ranks, as can happen with key and value heads, several ranks get the same unit.
 
         Args:
             size: rows or columns of the weight.
@@ -64,10 +64,10 @@ class WeightShard:
         return self.rank * own, (self.rank + 1) * own
 
     def within(self, extent: int, size: int, name: str) -> tuple[int, int]:
-        """Return this rank's range (begin, end) of a tensor with ``extent`` elements for the ``size`` rows or columns
-        of the weight.
+        """Convert the range of this rank to the range (begin, end) of another tensor of the layer, which has ``extent``
+        elements for the ``size`` rows or columns of the weight.
 
-        The elements are packed codes or block scales.
+        Such tensors are packed codes and block scales.
 
         Raises:
             ValueError: if a shard would begin or end inside a byte or block.
@@ -84,8 +84,8 @@ class WeightShard:
 def shard_range(
     shard: WeightShard, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
 ) -> tuple[int, int, int] | None:
-    """Return (dimension, begin, end) of a rank's shard of a layer's tensor, or None if every rank holds the whole
-    tensor.
+    """Return the range (dimension, begin, end) of a rank's shard in one tensor of a layer, or None if every rank stores
+    the whole tensor.
 
     Args:
         shard: shard of the weight.
@@ -95,7 +95,7 @@ def shard_range(
         name: name of the tensor, for messages.
 
     Raises:
-        ValueError: if the tensor cannot be sharded there.
+        ValueError: if the shard would begin or end inside a byte or block of this tensor.
     """
     if not shape or ("weight" not in suffix and suffix != "bias") or (len(shape) == 1 and shape[0] == 1 != weight[0]):
         return None
@@ -128,7 +128,7 @@ def shard_(layer: QuantLinear | nn.Linear, shard: WeightShard) -> None:
 
 
 def _sharded(layer: QuantLinear, shard: WeightShard) -> QuantLinear:
-    """Return the shard of a layer as a layer."""
+    """Return one rank's shard of a layer as a new layer."""
     layers = []
     for each in layer.split():
         size, tensors = (each.out_features, each.in_features), {}
@@ -155,8 +155,8 @@ def keep_parts_(layer: QuantLinear, begin: int, end: int) -> None:
 
 
 def fit_bias_(layer: nn.Linear | QuantLinear, sums: torch.dtype | None, *, is_added: bool) -> None:
-    """Convert, in place, the bias of a layer that computes partial sums to a dtype that its GEMM accepts if the result
-    is in ``sums``.
+    """Convert the bias of a layer that computes partial sums, in place, to a dtype that its GEMM accepts together with
+    results in the dtype ``sums``.
 
     Args:
         layer: layer with or without a bias.
@@ -177,12 +177,12 @@ def _made(layer: QuantLinear, in_features: int, tensors: dict[str, Tensor], bias
 
 
 def _adopt(layer: QuantLinear, other: QuantLinear) -> None:
-    """Copy everything except the hooks from ``other`` to ``layer``."""
+    """Copy all attributes of ``other`` except its hooks to ``layer``."""
     for name in ("in_features", "out_features", "parts", "_buffers", "_parameters", "_non_persistent_buffers_set"):
         setattr(layer, name, getattr(other, name))
 
 
-# Layers that compute with other ranks
+# Layers that communicate with other ranks
 
 
 class Divided:
@@ -200,11 +200,11 @@ class Divided:
 
     @property
     def divided(self) -> str:
-        """Description of the division; equal on all ranks."""
+        """Description of the division in words, equal on all ranks."""
         return f"{self.style!r} among {dist.get_world_size(self.group)}"
 
     def extra_repr(self) -> str:
-        """Return the text that ``print`` shows."""
+        """Return the settings that ``print(module)`` shows."""
         return f"{self.base.extra_repr(self)}, {self.style!r}, rank {dist.get_rank(self.group)} of {self.world}"
 
     @property
@@ -217,18 +217,18 @@ class Divided:
         raise ValueError(f"{cls.__name__}: build and merge a layer before you divide it among ranks")
 
     def split(self) -> Any:
-        """Split this rank's shard as the undivided class would, into plain layers."""
+        """Undo the merging of this rank's shard: return its parts as plain layers, which do not communicate."""
         plain = object.__new__(self.base)
         plain.__dict__ = {name: each for name, each in self.__dict__.items() if name not in OWN}
         return plain.split()
 
 
 OWN: Final = ("style", "group", "whole_parts", "first")
-"""Attributes that only divided modules use."""
+"""Names of attributes that divided modules add to the undivided class."""
 
 
 class _Column(Divided):
-    """A layer whose weight is sharded by rows: each rank computes columns of the result.
+    """Layer of which each rank stores some rows of the weight and computes the matching columns of the result.
 
     Attributes:
         whole_parts: number of rows of each part of the undivided layer, and of the columns that ``gather_output``
@@ -252,13 +252,13 @@ class _Column(Divided):
         return self._gathered(y) if self.style.gather_output else y
 
     def _gathered(self, y: Tensor) -> Tensor:
-        """Return all columns in the order of the undivided layer: for each part, the ranks' columns in order."""
+        """Gather the columns of all ranks, and return them in the order of the undivided layer, part by part."""
         columns = all_gather(y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0), self.group, dim=1)
         of_ranks = columns.unflatten(1, (self.world, -1))
         shard = WeightShard(0, 0, self.world, self.style.unit)
         own = [end - begin for begin, end in (shard.bounds(rows) for rows in self.whole_parts)]
         parts = [
-            # If several ranks share heads, use only the first copy.
+            # If several ranks computed the same heads, use only the first copy.
             part[:, :: rows * self.world // whole].flatten(1)
             for part, rows, whole in zip(of_ranks.split(own, 2), own, self.whole_parts, strict=True)
         ]
@@ -269,7 +269,7 @@ class _Column(Divided):
 
 
 class _Row(Divided):
-    """A layer whose weight is sharded by columns: each rank computes partial sums."""
+    """Layer of which each rank stores some columns of the weight and computes partial sums of the whole result."""
 
     style: "RowParallel"
 
@@ -305,7 +305,7 @@ def _lead(x: Any) -> tuple[int, ...]:
 
 
 def refuse_gradient(module: nn.Module, x: Tensor) -> None:
-    """Check that no input requires grad, because the collectives would lose the gradient.
+    """Check that no input or parameter requires grad, because the collectives would lose the gradient.
 
     Raises:
         ValueError: for an input or a parameter that requires grad while gradients are enabled.
@@ -318,10 +318,10 @@ def refuse_gradient(module: nn.Module, x: Tensor) -> None:
 
 
 def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
-    """Check that the collectives give correct results for the input.
+    """Check that the collectives of a divided layer can give correct results for this input.
 
     Raises:
-        ValueError: for an input that requires grad; with ``sequence``, for an input without a dimension for rows.
+        ValueError: for an input that requires grad; with ``sequence``, for an input with a single dimension.
     """
     if isinstance(x, QuantizedRows):
         return
@@ -337,7 +337,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
     """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
-    amax = torch.where(amax.isfinite(), amax, torch.inf)  # backends differ in max(NaN, x)
+    amax = torch.where(amax.isfinite(), amax, torch.inf)  # replaced, because collective backends differ in max(NaN, x)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     scale = torch.where(amax.isfinite(), amax / E4M3_MAX, torch.nan)
     is_zero = (scale == 0) | scale.isnan()
@@ -347,7 +347,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
 
 @functools.cache
 def divided_class(kind: Any, name: str, base: Any) -> Any:
-    """Return a subclass of ``base`` with the ``forward`` of ``kind``, under the given name."""
+    """Create a subclass of ``base`` that has the ``forward`` of ``kind`` and this name."""
     return type(name, (kind, base), {"__module__": __name__, "__doc__": base.__doc__, "base": base})
 
 
@@ -358,7 +358,7 @@ class Style(ParallelStyle):
     """Base class of the parallel styles of this package.
 
     Args:
-        options: arguments of the style by name, which ranks compare.
+        options: arguments of the style by name. Ranks compare them to detect different settings.
     """
 
     _kind: ClassVar[type[Divided]]
@@ -374,12 +374,12 @@ class Style(ParallelStyle):
         """Check that the style supports the module.
 
         Raises:
-            TypeError: for a module of another kind.
+            TypeError: if it does not.
         """
         raise NotImplementedError
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace a whole module by this rank's shard and connect it to the other ranks.
+        """Replace a module by this rank's shard, in place, and make it communicate with the other ranks.
 
         Raises:
             ValueError: for sizes that cannot be divided among the ranks.
@@ -387,7 +387,7 @@ class Style(ParallelStyle):
         raise NotImplementedError
 
     def bind(self, module: nn.Module, mesh: DeviceMesh) -> Any:
-        """Connect a sharded module to the other ranks, in place; return the module."""
+        """Make a module that is already sharded communicate with the other ranks, in place. Return the module."""
         base: Any = type(module)
         kind: Any = self._kind
         module.__class__ = divided_class(kind, f"{type(self).__name__}{base.__name__}", base)
@@ -415,7 +415,7 @@ def check_mesh(name: str, mesh: DeviceMesh) -> None:
 
 
 class LinearStyle(Style):
-    """Base class of the styles of linear layers."""
+    """Base class of the parallel styles for linear layers."""
 
     dim: ClassVar[int]
 
@@ -433,19 +433,19 @@ class LinearStyle(Style):
             raise TypeError(f"{type(self).__name__} is for linear layers; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace a whole layer by this rank's shard and connect it to the other ranks."""
+        """Replace a linear layer by this rank's shard, in place, and make it communicate with the other ranks."""
         layer: Any = module
         whole = layer.parts if isinstance(layer, QuantLinear) else (layer.out_features,)
         shard_(layer, self.weight_shard(mesh))
         self.bind_layer(layer, mesh, whole)
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Connect a sharded layer to the other ranks.
+        """Make a sharded layer communicate with the other ranks.
 
         Args:
             layer: layer with this rank's shard.
             mesh: one-dimensional mesh of the ranks.
-            whole: rows of each part of the undivided layer.
+            whole: number of rows of each part of the undivided layer.
         """
         self.bind(layer, mesh)
 
@@ -457,12 +457,13 @@ class ColumnParallel(LinearStyle):
     equals the undivided layer's columns bit for bit, for the same backend and tactic.
 
     Args:
-        unit: rows that stay together: ``head_dim`` for q, k and v. A part with fewer units than ranks, such as the key
-            and value heads of grouped attention, is repeated.
-        sequence: True if each rank passes different tokens. The rank quantises its tokens to the format of the layer's
-            GEMM; codes and scales are gathered along the first dimension. 16-bit activations are gathered unchanged.
-        gather_output: True to return the columns of all ranks, in the order of the undivided layer. ``whole_parts`` of
-            the layer gives the rows of its parts.
+        unit: number of rows that must stay on one rank: ``head_dim`` for q, k and v. If a part has fewer units than
+            ranks, as key and value heads of grouped-query attention may, several ranks store copies of a unit.
+        sequence: True if each rank passes different tokens. Each rank quantises its tokens to the format of the layer's
+            GEMM, and the codes and scales of all ranks are gathered along the first dimension. 16-bit activations are
+            gathered without quantisation.
+        gather_output: True to return the columns of all ranks, in the order of the undivided layer. The divided layer's
+            attribute ``whole_parts`` contains the number of columns of each part.
     """
 
     dim = 0
@@ -473,22 +474,24 @@ class ColumnParallel(LinearStyle):
         self.unit, self.sequence, self.gather_output = unit, sequence, gather_output
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Connect a sharded layer to the other ranks; see ``LinearStyle.bind_layer``."""
+        """Make a sharded layer communicate with the other ranks; see ``LinearStyle.bind_layer``."""
         self.bind(layer, mesh).whole_parts = tuple(whole)
 
 
 class RowParallel(LinearStyle):
-    """Shard the columns of the weight (K), so that each rank takes some columns of the input, and add the partial sums.
+    """Shard the columns of the weight (K). Each rank multiplies its columns of the input, and the ranks add their
+    partial sums.
 
     Use it for layers after a :class:`ColumnParallel` layer, such as o and down. The bias is added once. Codes and
     scales of the input are the same as in the undivided layer. With ``sums=torch.float32``, results differ from the
     undivided layer's only by the order of float32 additions.
 
     Args:
-        sequence: True to return to each rank an equal part of the tokens, the first dimension, instead of all tokens.
-        sums: dtype in which partial sums are sent and added. ``None`` uses the dtype of the activations, as other
-            tensor-parallel layers do; each partial sum and each sum are rounded to this dtype. ``torch.float32`` rounds
-            once but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return
+        sequence: True to return to each rank only an equal part of the tokens (the first dimension) instead of all
+            tokens.
+        sums: dtype in which partial sums are sent and added. ``None`` uses the dtype of the activations, as most
+            tensor-parallel layers do, so each partial sum and each sum is rounded to it. ``torch.float32`` rounds only
+            once, but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return
             float32 on a GPU, so each call decodes the weight.
     """
 
@@ -500,6 +503,6 @@ class RowParallel(LinearStyle):
         self.sequence, self.sums = sequence, sums
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """Connect a sharded layer to the other ranks; see ``LinearStyle.bind_layer``."""
+        """Make a sharded layer communicate with the other ranks; see ``LinearStyle.bind_layer``."""
         fit_bias_(layer, self.sums, is_added=mesh.get_local_rank() == 0)  # added on one rank only
         self.bind(layer, mesh)

@@ -17,15 +17,16 @@ def decoder_plan(
     sums: torch.dtype | None = None,
     prefix: str = "model.layers.*",
 ) -> dict[str, ColumnParallel | RowParallel | DividedExperts]:
-    """Return the plan of a decoder with the layer names of Llama, Mistral and Qwen.
+    """Return the plan for a decoder whose layers are named as in Llama, Mistral and Qwen.
 
     Args:
-        head_dim: rows of a head.
+        head_dim: number of rows of one attention head.
         merged: True if q, k and v are one layer, ``qkv_proj``, and gate and up are one layer, ``gate_up_proj``.
-        experts: division of ``mlp.experts``, as ``by`` of :class:`DividedExperts`; ``None`` for a model without
-            experts. The plan does not include shared experts and routers.
-        sequence: argument of the linear styles. True if, between the divided layers, each rank holds different tokens.
-        sums: argument of :class:`RowParallel`.
+        experts: how ``mlp.experts`` is divided: ``by`` of :class:`DividedExperts`. ``None`` for a model without
+            experts. The plan does not divide shared experts and routers.
+        sequence: True if each rank processes different tokens between the divided layers, as in :class:`ColumnParallel`
+            and :class:`RowParallel`.
+        sums: as in :class:`RowParallel`.
         prefix: name pattern of the decoder layers.
 
     Raises:

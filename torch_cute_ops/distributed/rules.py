@@ -1,6 +1,7 @@
-"""Sharding rules of the ops for one dimension of a device mesh, as pure functions of a call's shapes and arguments.
+"""Rules that say how a call of an op can be sharded over one dimension of a device mesh. They are pure functions of the
+call's shapes and arguments.
 
-A rule gives the dimension along which each tensor is sharded, or declares a result to be a partial sum.
+A rule says along which dimension each tensor is sharded, and whether a result is a partial sum.
 :mod:`torch_cute_ops.distributed.sharding` passes the rules to DTensor.
 """
 
@@ -33,7 +34,7 @@ WITHOUT: Final[dict[str, str]] = {
     "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route the tokens of each rank by "
     "themselves, as ExpertParallel does",
 }
-"""Reason by op, for ops that support only replicated tensors."""
+"""Ops that support only replicated tensors, each with the reason."""
 OUT_REASON: Final = (
     "an overload .out writes into its arguments, which DTensor may replace by redistributed copies; call the "
     "functional op"
@@ -42,12 +43,12 @@ OUT_REASON: Final = (
 
 @dataclass(frozen=True)
 class Multiple:
-    """Condition on a size: every shard must get an equal multiple of ``divisor``.
+    """Condition that every shard's size must be an equal multiple of ``divisor``.
 
     Attributes:
         name: name of the size, for messages.
         size: size before sharding.
-        divisor: required divisor of a shard's size.
+        divisor: number that must divide a shard's size.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Multiple:
     divisor: int
 
     def reason_unfit(self, shards: int) -> str | None:
-        """Return the reason that the size cannot be divided into this many shards, or None."""
+        """Return the reason that the size cannot be divided into this many equal shards, or None."""
         if self.size % (shards * self.divisor) == 0:
             return None
         expected = f"a multiple of {shards * self.divisor}, {self.divisor} for each of {shards} shards"
@@ -68,9 +69,9 @@ class Rule:
 
     Attributes:
         over: sharded dimension of the problem: ``"rows"``, ``"columns"``, ``"k"``, ``"experts"``, or ``""`` for none.
-        inputs, outputs: placements by name; other tensors are replicated.
+        inputs, outputs: placements of the sharded tensors by name. All other tensors are replicated.
         multiples: conditions on the sizes of the shards.
-        refusal: reason that these placements are wrong although the sizes fit; or ``None``.
+        refusal: reason that the call cannot be sharded in this way even if the sizes fit; or ``None``.
     """
 
     over: str
@@ -81,14 +82,15 @@ class Rule:
 
 
 Call = Mapping[str, Any]
-"""Arguments of a call by name, with defaults; an object with ``shape`` and ``dtype`` stands for each tensor."""
+"""Arguments of a call by name, including defaults. Each tensor is represented by an object with its ``shape`` and
+``dtype``."""
 
 Path = BackendPath[Any]
 REPLICATED: Final = Rule("", {}, {})
 
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
-    """Return the rules for a call. The first rule replicates all tensors."""
+    """Return all ways to shard a call. The first rule replicates all tensors."""
     if _has_foreign_tiles(call):
         return [REPLICATED]
     if isinstance(spec.path, RowQuant):
@@ -101,7 +103,8 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
 
 
 def _has_foreign_tiles(call: Call) -> bool:
-    """Return True if tiles of FP4 scales have another library's shape, whose dimensions are not rows and blocks."""
+    """Return True if tiled FP4 scales are in another library's shape, whose dimensions cannot be sharded like rows or
+    blocks."""
     if call.get("scale_layout") not in ("128x4", "8x4"):
         return False
     scales = (call.get(name) for name in ("scale", "a_scale", "b_scale", "w_scale"))
@@ -117,7 +120,7 @@ def has_rules(spec: OpSpec) -> bool:
 
 
 def reason_without(op: str) -> str:
-    """Return the reason that an op without rules cannot be sharded."""
+    """Return the reason that calls of an op without rules cannot be sharded."""
     return WITHOUT.get(op, "this op has no sharding rule")
 
 
@@ -130,7 +133,7 @@ def _tiles(name: str, rows: int, layout: ScaleLayout) -> list[Multiple]:
 
 
 def _rows_before(shape: Sequence[int], dim: int) -> int:
-    """Return the product of dimensions ``dim`` to -2."""
+    """Return the product of the dimensions from ``dim`` to the last but one: the number of rows."""
     rows = 1
     for extent in shape[dim:-1]:
         rows *= extent
@@ -171,7 +174,7 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
                 multiples.append(Multiple(f"dimension {dim} of input", shape[dim], 1))
         yield Rule("rows", inputs, outputs, multiples, refusal)
     if path.normalises or path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
-        return  # each row, or its gate and up halves, must stay on one rank
+        return  # a row, or its gate and up halves, cannot be divided
     scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(last)
     if is_fp4 and not layout.is_linear:
         scale, block = Shard(1), TILE_BLOCKS * block
@@ -186,7 +189,7 @@ def _dequantize(call: Call) -> Iterator[Rule]:
     if call["scale_layout"] is None:
         fitting = fitting_layouts(scale_shape, shape[:-1], 2 * shape[last] // block)
         if len(fitting) != 1:
-            return  # the op refuses the call
+            return  # the op itself raises an error for this call
         (layout,) = fitting
     else:
         layout = SCALE_LAYOUTS[call["scale_layout"]]
@@ -211,12 +214,12 @@ def _dequantize(call: Call) -> Iterator[Rule]:
 
 
 def _blocks_together(layout: ScaleLayout) -> int:
-    """Return the number of a row's blocks that must stay on one rank."""
+    """Return the number of neighbouring blocks of a row that must stay on one rank: the width of a scale tile, or 1."""
     return 1 if layout.is_linear else TILE_BLOCKS
 
 
 def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
-    """Return the scale layouts of FP4 activations and of an FP4 weight, and the required divisor of K."""
+    """Return the scale layouts of FP4 activations and of an FP4 weight, and the number that must divide K."""
     if path.b == "fp8":
         return None, None, BLOCK
     if call["scale_layout"] is None:
@@ -228,7 +231,7 @@ def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | 
 
 
 def _given(call: Call, **placements: Placement) -> dict[str, Placement]:
-    """Return the placements of tensors that the call passes."""
+    """Keep only the placements of tensors that the call actually passes."""
     return {name: placement for name, placement in placements.items() if call.get(name) is not None}
 
 
@@ -264,7 +267,7 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
         multiples.append(Multiple("N", n, 8))
     yield Rule("columns", columns, {"out": Shard(1)}, multiples)
     if path.prologue_gate:
-        return  # the gate and up halves of a row must stay on one rank
+        return  # the gate and up halves of a row cannot be divided
     sums = _given(call, a=Shard(1), a_scale=Shard(1), b=Shard(0), b_scale=Shard(1))
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _bias_refusal(call))
 
@@ -314,7 +317,7 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
 
 
 def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
-    """Yield the rules of ``moe_fc2_*``, whose experts lie one after the other along K."""
+    """Yield the rules of ``moe_fc2_*``, in which each expert owns a range of K."""
     (m, _), (held, n), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
     a_layout, w_layout, block = _layouts(path, call)
     assert w_layout is not None
@@ -328,8 +331,8 @@ def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
 
 
 def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
-    """Yield the rules of ``moe_fc1_*``. Experts lie one after the other along N, and an expert's gate and up must stay
-    on one rank."""
+    """Yield the rules of ``moe_fc1_*``, in which each expert owns a range of N. Its gate and up columns must stay on
+    one rank."""
     m, experts = call["routing"].shape
     a_layout, w_layout, block = _layouts(path, call)
     assert w_layout is not None
@@ -379,7 +382,7 @@ _GEMMS: Final[dict[str, Callable[[Path, Call], Iterator[Rule]]]] = {
     "k": _expert_sum,
     "n": _gated_experts,
 }
-"""Rules of the GEMM ops, by the dimension along which experts lie."""
+"""Function that yields the rules of a GEMM op, keyed by the dimension that is divided among experts."""
 
 _OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
     "fp4_dequantize": _dequantize,
@@ -391,5 +394,5 @@ _OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
 
 
 def is_byte_float(dtype: torch.dtype) -> bool:
-    """Return True for FP8 and FP4 dtypes, which some collective backends refuse."""
+    """Return True for FP8 and FP4 dtypes, which some collective backends cannot send."""
     return dtype.is_floating_point and dtype.itemsize == 1

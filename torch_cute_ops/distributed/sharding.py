@@ -19,7 +19,7 @@ from torch_cute_ops.registry import OPS
 
 
 def reason_unsharded(op: str) -> str | None:
-    """Return the reason that an op refuses sharded tensors, or None if sharding rules exist.
+    """Return the reason that an op accepts no sharded tensors, or None if it has sharding rules.
 
     Args:
         op: name of the op, or ``"fp4_quantize.out"`` for the ``.out`` overload of ``fp4_quantize``.
@@ -36,10 +36,10 @@ def reason_unsharded(op: str) -> str | None:
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Call ``tensor.redistribute(placements=placements)``, but send FP8 tensors as uint8 and keep the strides.
+    """Redistribute a tensor as ``tensor.redistribute`` does, but send FP8 as uint8, and preserve the strides.
 
-    gloo refuses FP8, and so does NCCL on some GPUs. Collectives return contiguous tensors, so a transposed view, such
-    as the weight of a GEMM, is sent as the row-major tensor that it views.
+    gloo cannot send FP8, and NCCL cannot on some GPUs. Collectives return contiguous tensors. So if the tensor is a
+    transposed view, such as the weight of a GEMM, the row-major tensor behind the view is sent.
 
     Args:
         tensor: tensor of any dtype; an FP8 tensor cannot be ``Partial``.
@@ -65,7 +65,7 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 
 def _permuted(tensor: DTensor, order: Sequence[int], dtype: torch.dtype) -> DTensor:
-    """Return the view of a tensor with permuted dimensions, as ``dtype``."""
+    """Return a view of a tensor with permuted dimensions and the dtype ``dtype``."""
     inverse = [order.index(dim) for dim in range(tensor.ndim)]
     return DTensor.from_local(
         tensor.to_local().view(dtype).permute(*order),
@@ -78,24 +78,24 @@ def _permuted(tensor: DTensor, order: Sequence[int], dtype: torch.dtype) -> DTen
 
 
 def _moved(placement: Placement, to: Sequence[int]) -> Placement:
-    """Return the placement of a permuted tensor; dimension ``i`` became dimension ``to[i]``."""
+    """Return the placement of a tensor after a permutation in which dimension ``i`` becomes ``to[i]``."""
     return Shard(to[placement.dim]) if isinstance(placement, Shard) else placement
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """Call ``tensor.full_tensor()``, but send FP8 tensors as uint8."""
+    """Return the full tensor as ``tensor.full_tensor()`` does, but send FP8 tensors as uint8."""
     return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
 class _Choice:
-    """One rule per mesh dimension, with the cost of redistributing a call's tensors as these rules require."""
+    """One rule per mesh dimension, with the cost of redistributing a call's tensors for these rules."""
 
     def __init__(
         self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int], hints: Collection[str]
     ) -> None:
         self.rules, self.sizes = rules, sizes
         self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
-        # An argument that is only a hint, such as ``prefetch``, keeps its placement, because no result depends on it.
+        # No result depends on a hint such as ``prefetch``, so a hint keeps its placement.
         self.inputs |= {name: spec.placements for name, spec in given.items() if name in hints}
         self.moved = [
             name
@@ -107,7 +107,7 @@ class _Choice:
         self.cost = (sum(nbytes), len(self.changed))
 
     def outputs(self, names: Sequence[str]) -> list[tuple[Placement, ...]]:
-        """Return the placements of each output."""
+        """Return the placement of each output on each mesh dimension."""
         return [tuple(rule.outputs.get(name, Replicate()) for rule in self.rules) for name in names]
 
     def reason_unfit(self, spec: OpSpec, given: dict[str, DTensorSpec]) -> str | None:
@@ -145,7 +145,7 @@ def _dtype(spec: DTensorSpec) -> torch.dtype:
 
 
 def _is_local(old: Placement, new: Placement) -> bool:
-    """Return True if no rank needs data from another rank."""
+    """Return True if a tensor can get the new placement without communication."""
     return old == new or (isinstance(old, Replicate) and isinstance(new, Shard))
 
 
@@ -154,7 +154,7 @@ def _shown(placements: Sequence[Placement]) -> str:
 
 
 def _bound(spec: OpSpec, schema: OpSchema) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults, and with tensors replaced by their specs."""
+    """Return the arguments of a call by name, including defaults. Tensors are replaced by their DTensor specs."""
     parameters = spec.signature.parameters
     call = {each.name: None if each.default is inspect.Parameter.empty else each.default for each in parameters}
     call.update(zip(spec.signature.names, map(_as_spec, schema.args_schema), strict=False))
@@ -167,7 +167,7 @@ def _as_spec(value: object) -> object:
 
 
 class _Seen:
-    """Tensor of a call as rules see it: the global shape, not a shard."""
+    """Stand-in for a tensor in the call that a rule sees. It has the tensor's global shape, not a shard's."""
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.shape, self.ndim = tuple(spec.shape), spec.ndim
@@ -177,8 +177,9 @@ class _Seen:
 
 
 def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
-    """Return the single sharding strategy of a call: the permitted combination of rules that moves the fewest bytes."""
-    schema: OpSchema = given_by_torch[-1]  # the last argument: some torch versions pass a mesh before it
+    """Return the only sharding strategy of a call: of all permitted combinations of rules, the combination that moves
+    the fewest bytes."""
+    schema: OpSchema = given_by_torch[-1]  # the last argument, because some torch versions pass a mesh before it
     call = _bound(spec, schema)
     given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}
     mesh = next(iter(given.values())).mesh
@@ -200,7 +201,7 @@ def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
     inputs = [
         DTensorSpec(mesh, placements, tensor_meta=given[name].tensor_meta) for name, placements in chosen.inputs.items()
     ]
-    # torch uses costs to compare several strategies; a single strategy needs none.
+    # torch compares strategies by cost. This is the only strategy, so its cost does not matter.
     costs = [[0.0] for _ in inputs]
     return OpStrategy([Strategy(outputs if len(outputs) > 1 else outputs[0], inputs, costs)])
 
@@ -210,8 +211,7 @@ def _refuse_out(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
 
 
 def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
-    """Return the description of the arguments that torch puts into its cache key: all tensors, and all arguments after
-    the first non-tensor."""
+    """Tell torch which arguments belong in its cache key: all tensors, and all arguments after the first non-tensor."""
     first = next((i for i, each in enumerate(spec.signature.parameters) if not each.is_tensor), 100)
     return RuntimeSchemaInfo(first, needs_pytree=True)
 
@@ -220,10 +220,9 @@ def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
 def register() -> None:
     """Register a strategy for every op with DTensor, once per process.
 
-    This calls the functions that
-    ``torch.distributed.tensor.experimental.register_sharding`` calls. ``register_sharding`` itself would let torch
-    select among rules: torch would redistribute tensors that an op updates in place, and gather tensors that a rule
-    refuses to shard.
+    The function calls internals of torch instead of ``torch.distributed.tensor.experimental.register_sharding``,
+    because ``register_sharding`` would let torch choose among the rules. Torch would then redistribute tensors that an
+    op updates in place, and gather tensors instead of reporting why they cannot be sharded.
     """
     propagator: Final = DTensor._op_dispatcher.sharding_propagator
     for spec in OPS.values():

@@ -1,5 +1,5 @@
-"""Checks of ranks at the start and during a run: errors name mismatching or dead ranks, where the program would
-otherwise hang."""
+"""Detect mismatched ranks at the start and dead ranks during a run, and name them in an error. Without these checks the
+program would hang."""
 
 import contextlib
 import json
@@ -23,9 +23,10 @@ from torch_cute_ops.runtime.provenance import source_digest
 log = logging.getLogger("torch_cute_ops")
 
 LONGEST_WAIT: Final = 5.0
-"""Seconds that the end of a block waits for a call to a store that may be dead."""
+"""Seconds for which the end of a block waits for a call to a store that may be unreachable."""
 _blocks = 0
-"""Number of ``watched_ranks`` blocks. All ranks count in the same order, so that the numbers identify posts."""
+"""Number of ``watched_ranks`` blocks so far. All ranks enter the same blocks in the same order, so the number
+identifies a block on all ranks."""
 
 
 def check_ranks(
@@ -33,16 +34,16 @@ def check_ranks(
 ) -> None:
     """Compare the ranks of a process group before their first collective.
 
-    Every rank must call this function. It compares the versions of torch, Python, CUDA and this package; digests of the
-    package's sources; names, classes, shapes and dtypes of the model's tensors; and the division of the model's layers.
-    If ranks differed, a collective would hang or return wrong numbers. Without a process group, or with a single rank,
-    the function does nothing.
+    Every rank must call this function. It compares the versions of torch, Python, CUDA and this package; a digest of
+    the package's sources; the names, classes, shapes and dtypes of the model's tensors; and how the model's layers are
+    divided. If ranks differed, a collective would hang or return wrong numbers. Without a process group, or with a
+    single rank, the function does nothing.
 
     Args:
-        model: model with equal shapes on all ranks; shards of divided layers have equal shapes.
+        model: model whose tensors, including shards of divided layers, have equal shapes on all ranks; or ``None``.
         group: process group; ``None`` for the default group.
         timeout_s: seconds to wait for other ranks.
-        facts: further JSON-serialisable facts that must be equal, such as ``batch=64``.
+        facts: additional JSON-serialisable values that must be equal on all ranks, such as ``batch=64``.
 
     Raises:
         RuntimeError: on every rank, if a rank differs or is late. The message names the rank and the differences.
@@ -52,7 +53,7 @@ def check_ranks(
 
 
 def versions() -> dict[str, Any]:
-    """Return the facts that must be equal on all ranks, for any model."""
+    """Return the versions that must be equal on all ranks."""
     return {
         "torch_cute_ops": __version__,
         "sources": source_digest(),
@@ -63,8 +64,8 @@ def versions() -> dict[str, Any]:
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the facts that must be equal on all ranks of a divided model: class, shape and dtype of each tensor by
-    name, and the division of each module."""
+    """Return the properties of a divided model that must be equal on all ranks: class, shape and dtype of each tensor
+    by name, and the division of each module."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         divided = getattr(module, "divided", None)
@@ -83,8 +84,8 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
     """Watch for dead ranks during a block, so that errors on the other ranks name the dead ranks.
 
-    Every rank must enter the block. Each rank writes a sign of life to the store of the default process group. If a
-    rank gives no sign for ``timeout_s``, or ends with an error, the other ranks log the rank's number, host and
+    Every rank must enter the block. Each rank regularly writes a sign of life to the store of the default process
+    group. If a rank writes none for ``timeout_s``, or ends with an error, the other ranks log its number, host and
     process. A collective then raises an error: with gloo at once, while NCCL's watchdog ends the process after the
     group's time-out. The block raises that error again and adds the name of the dead rank. ``timeout_s`` must be
     shorter than the time-out of the process group.
@@ -115,12 +116,13 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
 
 
 class _Watch:
-    """Thread of a ``watched_ranks`` block."""
+    """Thread that writes and reads the signs of life in a ``watched_ranks`` block."""
 
     def __init__(self, everyone: Ranks, timeout_s: float, prefix: str) -> None:
         self.prefix = prefix
         self.store = everyone.store
-        # Use a separate connection if the store supports it: a waiting thread can lock the group's connection.
+        # Use a separate connection if the store supports it, because a thread that waits can lock the group's
+        # connection.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             self.store = everyone.store.clone()
         self.rank, self.world, self.timeout_s = everyone.rank, everyone.world, timeout_s
@@ -143,7 +145,7 @@ class _Watch:
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
     def gone_after(self, error: BaseException) -> str:
-        """Describe the dead ranks, whose signs of life no longer change, or return an empty string if all ranks are
+        """Describe the dead ranks (their signs of life no longer change), or return an empty string if all ranks are
         alive."""
         try:
             before = self._states()
@@ -191,8 +193,7 @@ class _Watch:
                 log.error("rank %d (%s) %s; collectives with it will not end", rank, who, found)
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Return the state of each rank that gave a sign of life, with a text that names the rank's host and
-        process."""
+        """Return the state of each rank that wrote a sign of life, and a text with the rank's host and process."""
         found = {}
         for rank in range(self.world):
             if self.store.check([self._key(rank)]):
