@@ -299,7 +299,7 @@ def _finalized(
 ) -> str | None:
     (out,) = outputs
     if before["residual"] is not None and before["residual"].data_ptr() == out.data_ptr():
-        return None  # the result overwrote ``input``, so the expected result cannot be computed
+        return None  # the result overwrote ``residual``, so the expected result is unknown
     rows = _chosen(len(out), out.device)
     names = ("expanded_to_permuted", "weights", "residual")
     own = {name: None if before[name] is None else before[name][rows] for name in names}
