@@ -1,9 +1,9 @@
 """Run NVIDIA's kernels, which are known to be correct, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
-Results are compared bit for bit with float64, on inputs whose partial sums are exact. If the emulator's result of a
-kernel that works on a GPU differs, or the emulator reports a fault in the kernel, the emulator is wrong. ``--on-gpu``
-compares the emulator with this machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own
-Hopper kernels run (``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
+Results are compared bit for bit with float64, on inputs whose partial sums are exact. These kernels work on GPUs. So if
+a result differs, or the emulator reports a fault, the emulator is wrong. ``--on-gpu`` compares the emulator with this
+machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own Hopper kernels run
+(``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
 
 ``--write`` saves the table. Three tables exist, each with its own page: CUTLASS's kernels without a GPU, CUTLASS's
 kernels on a GPU, and our kernels on a GPU.
@@ -38,13 +38,13 @@ from ptx_emulator.values import E2M1, SCALES, TINY  # noqa: E402
 
 NOTES = ROOT / "docs" / "notes"
 SEEDS = (None, 0, 1)
-"""Seeds of the order of warps and copies: None runs them in lockstep; a number draws a random order."""
+"""Seeds that order the emulator's warps and copies: None runs all warps in lockstep; a number draws a random order."""
 NAN = {E4M3: 0x7F, E8M0: 0xFF}
-"""NaN codes of the scale formats, put where a kernel must not use the scale."""
+"""NaN code of each scale format. It is stored in padding, which a kernel must not use."""
 
 
 class Operand(NamedTuple):
-    """Bytes of a matrix and of its scales, and the decoded numbers."""
+    """A matrix as bytes of codes and scales, and its decoded numbers."""
 
     data: Any
     scales: Any
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
 
 def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Operand:
-    """Return a random matrix (rows, k) in the formats of ``case``."""
+    """Return a random matrix (rows, k) in the formats of A and B in ``case``."""
     if not case.block:
         numbers = random.integers(-4, 5, (rows, k)).astype(np.float64)
         if case.operand is E4M3:
@@ -66,8 +66,8 @@ def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Opera
 
 
 def in_blocks(scales: Any, nan: int) -> Any:
-    """Return scales in the 128x4 layout: 512 bytes per 128 rows × 4 scales. Padding rows are ``nan``, padding columns
-    0."""
+    """Return scales in the 128x4 layout: 512 bytes per 128 rows × 4 scales. Padding rows are filled with the code
+    ``nan``, padding columns with 0."""
     rows, columns = scales.shape
     padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
     padded[rows:] = nan
@@ -77,7 +77,7 @@ def in_blocks(scales: Any, nan: int) -> Any:
 
 
 class Problem(NamedTuple):
-    """Sizes (m, n, k), buffers (C is the last), and the expected bits of C."""
+    """Sizes (m, n, k) of a GEMM, its buffers (the last is C), and the expected bits of C."""
 
     sizes: tuple[int, int, int]
     buffers: list[Any]
@@ -99,7 +99,7 @@ def problem(case: Case, m: int, n: int, k: int) -> Problem:
 
 
 class Emulated(NamedTuple):
-    """Bits of C, and the time that the emulator took."""
+    """Bits of C that the emulator computed, and the time that it took."""
 
     bits: Any
     seconds: float
@@ -142,13 +142,13 @@ def on_gpu(case: Case, compiled: Any, given: Problem) -> Any:
 
 
 def difference(found: Any, expected: Any) -> str:
-    """Return the share of elements that differ as text, or an empty string if all are equal."""
+    """Return the fraction of elements that differ as text, or an empty string if all elements are equal."""
     share = float((found != expected).mean())
     return f"{share:.1%} of elements differ" if share else ""
 
 
 class Row(NamedTuple):
-    """A line of the table."""
+    """A row of the table on a calibration page."""
 
     name: str
     arch: str
@@ -159,7 +159,7 @@ class Row(NamedTuple):
 
 
 def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
-    """Compile a case and run it on each of its problems."""
+    """Compile one of NVIDIA's kernels and run it on each of its problems."""
     try:
         compiled = compile_case(root, case, optimised=gpu)
     except Exception as error:
@@ -174,7 +174,7 @@ def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
 
 
 def calibrate_own(case: OwnCase, gpu: bool) -> Row:
-    """Run one of our kernels, whose results are fp32."""
+    """Run one of our kernels, whose results are float32."""
 
     def emulated(seed: int | None) -> Emulated:
         start = time.perf_counter()
@@ -215,7 +215,7 @@ def _first_line(error: Exception) -> str:
 
 
 def revision(root: Path) -> str:
-    """Return the revision of a checkout, if git knows it."""
+    """Return the git revision of a checkout, or an empty text if git does not know it."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(
             ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
@@ -224,7 +224,8 @@ def revision(root: Path) -> str:
 
 
 def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
-    """Return the page with the table; ``kernels`` is the page's sentence on the origin and version of the kernels."""
+    """Return the Markdown page with the table. ``kernels`` is a sentence about the origin and version of the
+    kernels."""
     against = "with float64" if gpu is None else f"with an {gpu}'s, and these with float64's"
     lines = [
         f"# Calibration of the PTX emulator{'' if gpu is None else f' on an {gpu}'}",
@@ -246,7 +247,7 @@ def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
 
 
 def main() -> None:
-    """Run the cases; exit with a message if a result is wrong."""
+    """Run the cases that the command line selects; exit with a message if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "cutlass", type=Path, nargs="?", metavar="PATH_TO_CUTLASS", help="checkout of NVIDIA/cutlass; default: ours"
@@ -273,7 +274,8 @@ def main() -> None:
 
 
 def measured(cutlass: Path | None, only: str, gpu: bool) -> Iterator[Row]:
-    """Yield the rows of all cases whose name contains ``only`` and, if ``gpu``, that this machine's GPU can run."""
+    """Run all cases whose name contains ``only`` and yield their rows. If ``gpu``, skip cases that this machine's GPU
+    cannot run."""
     arch = "sm_{}{}a".format(*torch.cuda.get_device_capability()) if gpu else None
     if cutlass is not None:
         for case in CASES:
@@ -284,7 +286,7 @@ def measured(cutlass: Path | None, only: str, gpu: bool) -> Iterator[Row]:
 
 
 def write(rows: list[Row], cutlass: Path | None, given_revision: str, on_gpu: bool) -> None:
-    """Save the table in ``NOTES``."""
+    """Save the table in the page of ``NOTES`` that belongs to these kernels."""
     gpu = torch.cuda.get_device_name() if on_gpu else None
     options = ["PATH_TO_CUTLASS"] * (cutlass is not None) + ["--on-gpu"] * on_gpu + ["--write"]
     command = " ".join(["tools/calibrate_ptx.py", *options])

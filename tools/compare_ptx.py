@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def digest(case: Any) -> str:
-    """Return the PTX digest of one test case."""
+    """Return the digest of the PTX of a test case's kernel."""
     from support.ptx_digests import digest_of
 
     return digest_of(case)
 
 
 def main() -> int:
-    """Run the command line."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout whose kernels are compiled")
     parser.add_argument("--against", type=Path, default=ROOT / "tests" / "ptx_digests.json", help="file of digests")
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the file instead of comparing")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
     options = parser.parse_args()
-    # Processes of the pool import from the same checkout.
+    # The processes of the pool must import the same checkout.
     os.environ["PYTHONPATH"] = os.pathsep.join((str(options.root), str(options.root / "tests")))
     sys.path[:0] = [str(options.root), str(options.root / "tests")]
     from support.ptx_digests import every_checked_case

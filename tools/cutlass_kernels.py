@@ -1,7 +1,7 @@
 """Compile kernels of CUTLASS's CuTe DSL examples without a GPU, for ``calibrate_ptx.py``.
 
-All kernels compute ``C = A @ B.T`` with row-major A ``(m, k)``, B ``(n, k)`` and C ``(m, n)``. The examples are not
-changed: only the examples' ``run`` functions query a GPU, and the ``run`` functions are never called.
+All kernels compute ``C = A @ B.T`` with row-major A ``(m, k)``, B ``(n, k)`` and C ``(m, n)``. The examples are used
+unchanged. Only their ``run`` functions query a GPU, and this file never calls these functions.
 """
 
 import importlib.util
@@ -21,14 +21,15 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 EXAMPLES = "examples/python/CuTeDSL/cute"
 CLUSTERS = 2
-"""Clusters of persistent kernels, few enough that each computes several tiles of a problem small enough to emulate."""
+"""Number of clusters of persistent kernels. It is small, so that a cluster computes several tiles even of a small
+problem."""
 
 
 class Case(NamedTuple):
-    """One kernel with its configuration.
+    """One kernel of an example with its configuration.
 
     Attributes:
-        name: text that ``--only`` searches.
+        name: name that ``--only`` selects by.
         arch: target architecture, such as ``sm_100a``.
         file: path of the example, relative to ``EXAMPLES``.
         make: function that builds the kernel from the example's module and ``config``.
@@ -57,7 +58,7 @@ def example(root: Path, file: str) -> Any:
     """Import an example and return its module."""
     for folder in (root / EXAMPLES, root / EXAMPLES / Path(file).parent, (root / EXAMPLES).parent):
         if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # some examples import modules from their own folder
+            sys.path.append(str(folder))  # some examples import modules from their folder
     name = "cutlass_example_" + Path(file).stem
     spec = importlib.util.spec_from_file_location(name, root / EXAMPLES / file)
     if spec is None or spec.loader is None or not (root / EXAMPLES / file).exists():
@@ -69,12 +70,13 @@ def example(root: Path, file: str) -> Any:
 
 
 def row_major(pointer: cute.Pointer, rows: Any, columns: Any) -> cute.Tensor:
-    """Return a row-major tensor (rows, columns, 1)."""
+    """Return a row-major tensor (rows, columns, 1) that starts at ``pointer``."""
     return cute.make_tensor(pointer, cute.make_ordered_layout((rows, columns, 1), order=(1, 0, 2)))
 
 
 class Dense:
-    """Entry point, with pointers and sizes as arguments, of a kernel without scales that expects tensors."""
+    """Kernel without scales that takes pointers and sizes. It converts them to the tensors that the example's kernel
+    expects."""
 
     def __init__(self, kernel: Any, *rest: Any):
         self.kernel = kernel
@@ -98,7 +100,7 @@ class Dense:
 
 
 class BlockScaled:
-    """Entry point, with pointers and sizes as arguments, of a block-scaled kernel. Subclasses define ``launch``."""
+    """Base class of block-scaled kernels that take pointers and sizes. Subclasses define ``launch``."""
 
     def __init__(self, kernel: Any, *rest: Any):
         self.kernel = kernel
@@ -126,7 +128,7 @@ class BlockScaled:
 
 
 class OfTensors(BlockScaled):
-    """Entry point of a kernel that expects tensors. The kernel ignores the shapes of the scales."""
+    """Block-scaled kernel whose example expects tensors. The example ignores the shapes of the scales."""
 
     def launch(self, pointers: tuple[cute.Pointer, ...], sizes: tuple[cutlass.Int32, ...], stream: CUstream) -> None:
         (m, n, k), (a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr) = sizes, pointers
@@ -137,7 +139,7 @@ class OfTensors(BlockScaled):
 
 
 class OfPointers(BlockScaled):
-    """Entry point of a kernel that expects pointers and the size of the problem."""
+    """Block-scaled kernel whose example expects pointers and sizes."""
 
     def launch(self, pointers: tuple[cute.Pointer, ...], sizes: tuple[cutlass.Int32, ...], stream: CUstream) -> None:
         problem = (*sizes, cutlass.Int32(1))
@@ -148,7 +150,8 @@ class OfPointers(BlockScaled):
 
 
 def compile_case(root: Path, case: Case, optimised: bool) -> Any:
-    """Return the compiled function, with its PTX. It takes pointers, ``m``, ``n``, ``k`` and a stream."""
+    """Compile a kernel; return its function with the PTX as an attribute. The function takes pointers, ``m``, ``n``,
+    ``k`` and a stream."""
     kernel = case.make(example(root, case.file), *case.config)
     scales = [make_ptr(case.scale, 0, cute.AddressSpace.gmem, assumed_align=32)] * 2 if case.block else []
     pointers = [

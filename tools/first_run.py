@@ -1,4 +1,5 @@
-"""Run the suite, the sanitizer and the benchmarks on a new type of GPU, and pack their logs and results.
+"""Run the suite, the sanitizer and the benchmarks on a GPU model on which they have never run, and pack logs and
+results.
 
     python tools/first_run.py                  # all steps, in the folder first-run; about an hour
     python tools/first_run.py suite benchmarks # some steps
@@ -21,7 +22,7 @@ PYTHON = sys.executable
 
 
 def steps(folder: Path) -> dict[str, list[str]]:
-    """Return the command of each step by name, in the order in which they run."""
+    """Return the commands of all steps, keyed by name, in the order in which they run."""
     each = ["-n", str(min(os.cpu_count() or 1, 16)), "--dist", "loadgroup", "--max-worker-restart", "0"]
     results = str(folder / "results")
     return {
@@ -34,7 +35,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run the steps that the command line names, and print a line for each."""
+    """Run the steps that the command line names, and print a line about each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=Path("first-run"), help="folder of logs and results")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(steps(Path())))

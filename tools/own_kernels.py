@@ -1,8 +1,7 @@
-"""Run our own wgmma GEMMs in the PTX emulator, on a GPU, and by the reference, for ``calibrate_ptx.py`` without
-CUTLASS.
+"""Run our wgmma GEMMs in the PTX emulator, on a GPU and by the reference, for ``calibrate_ptx.py`` without CUTLASS.
 
-Partial sums are exact, so that all results must be equal. A case is a problem, a number of rows, and a tactic of a
-backend. The backend's launcher computes the case on a GPU, or with kernels that the emulator executes.
+Operands are chosen so that partial sums are exact and all results must be equal. A case is a problem, a number of rows,
+a backend and its tactic. The backend's launcher computes the case, on a GPU or with kernels that the emulator executes.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +30,7 @@ Tensor = torch.Tensor
 ARCH = "sm_90a"
 CPU = torch.device("cpu")
 SMS = 6
-"""SMs that backends plan for. Also given on a GPU, because the order of additions depends on it."""
+"""Number of SMs that backends plan for, also on a GPU, because the order of additions depends on it."""
 FP32 = torch.float32
 
 
@@ -78,7 +77,7 @@ OWN_CASES = (
 
 
 def operands(case: OwnCase) -> tuple[Operands, Tensor]:
-    """Return random operands whose partial sums are exact, and a result full of NaN."""
+    """Return random operands whose partial sums are exact, and a result tensor full of NaN."""
     problem, m = case.problem, case.m
     torch.manual_seed(problem.k)
     a_scale = alpha = None
@@ -105,14 +104,14 @@ def _fp4_matrix(rows: int, k: int, operand: Operand) -> tuple[Tensor, Tensor]:
 
 
 def by_reference(case: OwnCase) -> Tensor:
-    """Return the result of the reference, computed in float64."""
+    """Compute the case with the reference, in float64."""
     given, out = operands(case)
     Reference().launcher(case.problem, (), Target(CPU, None, 1))(given, out)
     return out
 
 
 def by_emulator(case: OwnCase, seed: int | None) -> Tensor:
-    """Return the result of the emulator; ``seed`` chooses the order of warps and copies."""
+    """Compute the case in the emulator. ``seed`` selects the order of warps and copies."""
     given, out = operands(case)
     with _emulated(seed):
         _launcher(case, CPU)(given, out)
@@ -120,7 +119,7 @@ def by_emulator(case: OwnCase, seed: int | None) -> Tensor:
 
 
 def by_gpu(case: OwnCase) -> Tensor:
-    """Return the result of this machine's GPU."""
+    """Compute the case on this machine's GPU."""
     given, out = operands(case)
     device = torch.device("cuda", torch.cuda.current_device())
     result = out.to(device)
@@ -142,7 +141,7 @@ def _launcher(case: OwnCase, device: torch.device) -> Callable[..., Any]:
 
 @contextmanager
 def _emulated(seed: int | None) -> Iterator[None]:
-    """Return a context in which the backends' launchers execute their kernels in the emulator."""
+    """Make the backends' launchers execute their kernels in the emulator while the ``with`` block runs."""
 
     def compile_kernel(kernel: Any, arch: Any) -> Callable[..., Any]:
         return lambda *call: run_kernel(kernel.make(), arch, *call, seed=seed, max_steps=2_000_000)

@@ -21,11 +21,11 @@ from samples import Sample, sample_inputs
 from support.parts import part_of
 
 NAMES = sorted({backend.name for backend in BACKENDS})
-"""Names of the backends of all ops."""
+"""Names of the backends of all GEMM ops."""
 
 
 def main() -> None:
-    """Run the samples; exit with a message at the first wrong output."""
+    """Run the samples that the command line selects; exit with a message at the first wrong output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="leave out these backends")
@@ -36,7 +36,7 @@ def main() -> None:
     device, (first, step) = torch.device(given.device), given.part
     calls = 0
     for spec in [OPS[name] for name in given.ops or OPS]:
-        # Each sample is made twice, because some ops update an argument.
+        # Make each sample twice, because some ops update an argument in place.
         pairs = list(zip(samples(spec, device), samples(spec, device), strict=True))
         for sample, same in pairs[first - 1 :: step]:
             results = as_tuple(spec.reference(*same.args, **same.kwargs))
@@ -46,8 +46,8 @@ def main() -> None:
                 outputs = (*defined(spec, sample, called(spec, sample, choice, results)), *updated(spec, sample))
                 for name, output, reference in zip((*spec.outputs, *spec.updated), outputs, expected, strict=True):
                     share = differing(output, reference, relative(spec), more)
-                    # A norm adds in another order than the reference, so that about one element in 1,000 rounds
-                    # differently. In a small tensor, the share may be larger.
+                    # A norm is summed in another order than the reference's, so about one element in 1,000 rounds
+                    # differently. In a small tensor the fraction may be larger.
                     if share > 2e-2:
                         raise SystemExit(f"{spec.name} {sample.name} {choice}: {share:.1%} of {name} differs")
                 calls += 1
@@ -55,22 +55,22 @@ def main() -> None:
 
 
 def relative(spec: OpSpec) -> float:
-    """Return the relative tolerance, in addition to the output dtype's. GEMMs have a larger tolerance, because terms of
-    a sum may cancel."""
+    """Return the relative tolerance that is added to the output dtype's. It is larger for GEMMs, because terms of a sum
+    may cancel."""
     return 2.0**-18 if not spec.has_backends else 2.0**-14
 
 
 def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
-    """Return a bound on the absolute error of FP8 tensor cores per output element, or None for other ops.
+    """Return a bound on the absolute error that FP8 tensor cores cause in each output element, or None for other ops.
 
     An MMA step aligns its 32 products and the accumulator to the largest of these terms, and keeps 14 bits. A block of
     one scale takes four steps. With per-token scales, tensor cores add up 512 elements of K in 16 steps, or all of K.
-    The bound replaces the largest term by the sum of all magnitudes, which is at least as large.
+    Instead of the largest term, the bound uses the sum of all magnitudes, which is at least as large.
     """
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
-    if given["b"].dtype == torch.uint8:  # packed FP4 codes
+    if given["b"].dtype == torch.uint8:  # FP4 codes, two per byte
         given["b"] = given["b"].view(torch.float4_e2m1fn_x2)
     steps = 4
     if given["b"].dtype == torch.float8_e4m3fn and given["b_scale"].dim() < given["b"].dim():
@@ -82,7 +82,7 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
 
 
 def magnitude(argument: Any) -> Any:
-    """Return the magnitudes of a floating-point tensor, or any other argument unchanged."""
+    """Return the absolute values of a floating-point tensor. Return any other argument unchanged."""
     if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
         return argument
     if argument.dtype == torch.float8_e4m3fn:
@@ -93,16 +93,16 @@ def magnitude(argument: Any) -> Any:
 
 
 def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
-    """Return the op's samples, with the same data in each call."""
+    """Return the op's samples. Every call returns the same data."""
     torch.manual_seed(0)
     return list(sample_inputs(spec.name, device))
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None) -> list[dict[str, Any]]:
-    """Return keyword arguments for runs of the sample: one dict per backend that can compute the sample.
+    """Return the backends to run the sample with, as keyword arguments: one dict per backend that can compute it.
 
-    The dict is empty if the sample names a backend, or the op takes no ``backend``. No dict is returned if the named
-    backend cannot compute the sample or is left out.
+    If the sample names a backend, or the op has none, the only dict is empty. The list is empty if the named backend
+    cannot compute the sample or is in ``without``.
     """
     if not spec.has_backends:
         return [] if only else [{}]
@@ -115,7 +115,7 @@ def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None)
     if only:
         return [{}] if named == only and named in able else []
     if named == "auto" and device.type == "cuda":
-        # "auto" never chooses the reference on a GPU, and might choose a backend that is left out.
+        # "auto" never chooses the reference on a GPU, and might choose a backend in ``without``.
         return [{}] if able != ["reference"] and not without else []
     return [{}] if named in ("auto", *able) else []
 
@@ -123,9 +123,9 @@ def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None)
 def called(
     spec: OpSpec, sample: Sample, choice: dict[str, Any], like: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the op's outputs, after filling their memory with 0xFF bytes.
+    """Fill output memory with 0xFF bytes, call the op, and return its outputs.
 
-    The bytes initialise the outputs for initcheck, which does not see the writes of bulk copies.
+    Filling counts as initialisation for initcheck, which does not see the writes of bulk copies.
     """
     op = getattr(torch.ops.cute, spec.name)
     outputs = tuple(torch.empty_like(result) for result in like)
@@ -137,12 +137,12 @@ def called(
 
 
 def defined(spec: OpSpec, sample: Sample, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the outputs, with zeros in the elements that the op leaves unspecified."""
+    """Set the elements that the op leaves unspecified to zero, and return the outputs."""
     return outputs if spec.defined is None else spec.defined(outputs, *sample.args, **sample.kwargs)
 
 
 def updated(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
-    """Return the arguments that the op updates."""
+    """Return the sample's arguments that the op updates in place."""
     return tuple(arguments(spec, sample)[name] for name in spec.updated)
 
 
@@ -153,7 +153,7 @@ def arguments(spec: OpSpec, sample: Sample) -> dict[str, Any]:
 
 
 def differing(output: torch.Tensor, reference: torch.Tensor, least: float, more: torch.Tensor | None) -> float:
-    """Return the fraction of elements that differ.
+    """Return the fraction of output elements that differ from the reference by more than allowed.
 
     Codes and integers must be equal. Other numbers may differ by a few ulps or the relative tolerance ``least``, or by
     the absolute tolerance ``more``.

@@ -7,8 +7,8 @@ Each process runs some samples of an op, or one test.
     python tools/sanitize.py mm_fp4 --only wgmma              # by one backend
     python tools/sanitize.py --tests tests/gemm/test_fp8_fp4_gemm_gpu.py::test_every_tactic
 
-Each process first runs without a tool to fill the kernel cache, because compiling under a tool is slow. The exit status
-is 1 if any run failed or a tool reported an error.
+Each process first runs without a sanitizer tool, to fill the kernel cache: compiling under a tool is slow. The exit
+status is 1 if any run failed or a tool reported an error.
 
 ``racecheck`` reports false hazards in kernels in which lane 0 of a warp arrives at an mbarrier for the whole warp. The
 warp barrier before the arrival orders the other lanes' accesses, but ptxas removes it if the warp is converged, because
@@ -34,13 +34,14 @@ from torch_cute_ops.registry import OPS
 
 SAMPLES = Path(__file__).with_name("run_samples.py")
 OURS = ("--kernel-name", "kns=torch_cute_ops")
-"""Option to instrument only our kernels: instrumented kernels of PyTorch would take most of the time."""
+"""Option to instrument only our kernels. Instrumenting PyTorch's kernels, too, would take most of the time."""
 WITHOUT_CUBLAS = ("--without", "cublas")
 TOOLS = {
     # When the DSL compiles under the tool, it asks the driver for functions that the driver lacks, and the tool would
     # count each failed query as an error. If an API call of ours fails, it raises an exception anyway.
     "memcheck": ((*OURS, "--report-api-errors", "no"), ()),
-    # With any kernel filter, even a plain torch.mm makes the tool fail with "failed to handle a hardware exception".
+    # No cuBLAS: with any kernel filter, even a plain torch.mm makes the tool fail with "failed to handle a hardware
+    # exception".
     "racecheck": ((*OURS, "--racecheck-report", "all", "--print-limit", "0"), WITHOUT_CUBLAS),
     "synccheck": (OURS, ()),
     # No kernel filter: initcheck must see the writes of PyTorch's kernels. It does not see bulk stores of cuBLAS:
@@ -51,14 +52,14 @@ TOOLS = {
 
 
 FOUND = 9
-"""Exit status of the sanitizer if it found something."""
+"""Exit status that tells the sanitizer to use if it found an error."""
 HAZARD = re.compile(
     r"Potential (RAW|WAR|WAW) hazard detected at .*\n"
     r"=+ +(\w+) Thread \((\d+),.*\n"
     r"=+ +(\w+) Thread \((\d+),"
 )
-"""A reported hazard: its kind, and for each of its two accesses ``Read`` or ``Write`` and the thread's x index. Our
-blocks extend along x only."""
+"""A reported hazard: its kind, and for each of its two accesses ``Read`` or ``Write`` and the thread's x index. The x
+index identifies a thread, because our blocks extend along x only."""
 SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards?")
 
 
@@ -67,7 +68,7 @@ class Run(NamedTuple):
 
     Attributes:
         name: name in the report and of the log.
-        is_samples: True for ``run_samples.py``, which takes further options.
+        is_samples: True if the program is ``run_samples.py``, which takes additional options.
         command: command line.
     """
 
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def runs_of_ops(ops: Iterable[str], parts: int, only: str | None) -> list[Run]:
-    """Return the runs of ops' samples, with each op's samples divided into ``parts`` runs."""
+    """Return the runs that execute the ops' samples. The samples of each op are divided into ``parts`` runs."""
     runs = []
     for op, part in itertools.product(ops, range(1, parts + 1)):
         command = sys.executable, str(SAMPLES), op, "--part", f"{part}/{parts}", *(("--only", only) if only else ())
@@ -117,7 +118,7 @@ def runs_of_ops(ops: Iterable[str], parts: int, only: str | None) -> list[Run]:
 
 
 def runs_of_tests(named: Sequence[str]) -> list[Run]:
-    """Return a run for each test that pytest finds by these names."""
+    """Return one run for each test that pytest finds under these names."""
     pytest = sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"
     found = subprocess.run([*pytest, "--collect-only", *named], stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode != 0:
@@ -127,7 +128,7 @@ def runs_of_tests(named: Sequence[str]) -> list[Run]:
 
 
 def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
-    """Run a program under a tool, or alone if ``tool`` is None.
+    """Run a program under a sanitizer tool, or without a tool if ``tool`` is None.
 
     Returns:
         A line for the report, and True if the run passed.
@@ -146,7 +147,7 @@ def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
     if tool == "racecheck" and done.returncode == FOUND:
         last, passed = judge_hazards(done.stdout)
     line = f"{run.name:60} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
-    # Do not count skipped tests, which prove nothing: for example, they may lack a GPU.
+    # A skipped test does not count as passed: for example, it may need a GPU that is absent.
     return line, passed and " skipped in " not in last
 
 
@@ -154,10 +155,11 @@ def judge_hazards(report: str) -> tuple[str, bool]:
     """Count the hazards that a ``racecheck`` report lists.
 
     Returns:
-        A line for the report, and True if all hazards follow from a removed warp barrier; see the module's docstring.
+        A line for the report, and True if all hazards are false because ptxas removed a warp barrier; see the module's
+        docstring.
     """
     hazards = HAZARD.findall(report)
-    # Of two writes, either may be the earlier one.
+    # of two writes, either may be the earlier
     earlier = {"RAW": "Write", "WAR": "Read", "WAW": "Write"}
     by_lane_0 = sum(
         any(access == earlier[kind] and int(thread) % 32 == 0 for access, thread in zip(accesses, threads, strict=True))

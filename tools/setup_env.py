@@ -75,7 +75,8 @@ def main() -> None:
 
 
 def create(venv: Path, python: Path) -> None:
-    """Make an environment at `venv` unless one exists, and make a suitable torch of this Python visible in it."""
+    """Make an environment at `venv` unless one exists. If this Python has a suitable torch, make it visible in the
+    environment."""
     if python.exists():
         return
     if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
@@ -83,11 +84,12 @@ def create(venv: Path, python: Path) -> None:
     print(f"making {venv}", flush=True)
     base = probe(sys.executable)
     if subprocess.call([sys.executable, "-m", "venv", "--clear", str(venv)]):
-        # On Debian without the package python3-venv, the new environment lacks pip.
+        # A failed attempt, as on Debian without the package python3-venv, leaves an environment without pip.
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(1)
     if torch_is_right(base["torch"]):
-        # Do not use --system-site-packages: inside a virtual environment, it shows the packages of the system's Python.
+        # --system-site-packages would not do: inside a virtual environment, it shows the packages of the system's
+        # Python.
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
         Path(site_packages(python), "base_packages.pth").write_text("".join(lines))
 
@@ -113,7 +115,7 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         extras.add("torch29")
     target = f"{ROOT}[{','.join(sorted(extras))}]"
     print(f"installing {target}", flush=True)
-    # torch and packages from outside this environment keep their versions.
+    # Keep the versions of torch and of packages from outside this environment.
     kept = {"torch", *map(_name, found["foreign"])}
     pins = [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in kept]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,8 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
         # Build without isolation: an isolated build would import the linked Python's setuptools, which may be too old.
         _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
-    # pip compiles in one process; compileall uses all processors. Some packages contain files that do not compile.
+    # Compile bytecode with all processors, because pip would use one. Ignore errors: some packages contain files that
+    # do not compile.
     subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
     return found
 
@@ -134,13 +137,14 @@ def probe(python: str | Path) -> dict[str, Any]:
 
 
 def site_packages(python: Path) -> str:
-    """Return the folder of `python`'s own packages."""
+    """Return the site-packages folder of `python`."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
     return subprocess.check_output([python, "-c", code], text=True)
 
 
 def requirement(package: str) -> str:
-    """Return pyproject.toml's requirement of a package. It is searched as text: tomllib needs Python 3.11."""
+    """Return pyproject.toml's requirement for a package. The file is searched as text, because tomllib needs Python
+    3.11."""
     match = re.search(rf'"({package}>=[^"]+)"', PYPROJECT.read_text())
     if match is None:
         sys.exit(f"{PYPROJECT} does not require {package}>=VERSION")
