@@ -1,4 +1,4 @@
-"""Operands whose products cancel, so that sums depend on the order in which the products are added."""
+"""Matrices whose products cancel, so that the result of a GEMM depends on the order of additions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch_cute_ops.formats import NVFP4, FP4Format
 def cancelling_matrix(
     rows: int, k: int, fmt: FP4Format, power: int, *, takes_away: bool, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (rows, k / 2) and linear scale bytes (rows, k / B) of a matrix whose two halves of k are alike.
+    """Return codes (rows, k / 2) and linear scale bytes (rows, k / B) of a matrix whose second half along k repeats the
+    first half.
 
-    Three quarters of the blocks get a scale of 2^``power``; in the second half of k, they repeat the elements of the
-    first half, negated if ``takes_away``. The other blocks get a scale of 2^-``power`` and random elements. If exactly
-    one of two multiplied matrices is negated, the large products cancel. The products of the small blocks remain,
-    together with the rounding errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 shows
-    rounding in float32, 13 in float64.
+    Three quarters of the blocks have a scale of 2^``power``; the second half repeats their elements, negated if
+    ``takes_away``. The other blocks have a scale of 2^-``power`` and random elements in both halves. Multiply a matrix
+    with ``takes_away`` by a matrix without: the large products cancel. What remains are the products of the small
+    blocks, and the rounding errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 makes rounding
+    in float32 visible, 13 rounding in float64.
     """
     assert k % (8 * fmt.block_size) == 0 and power <= (6 if fmt == NVFP4 else 63)
     codes = torch.randint(0, 256, (rows, 2, k // 4), dtype=torch.uint8, device=device)

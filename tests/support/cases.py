@@ -1,4 +1,4 @@
-"""Samples of all ops as test parameters, and the ways to call an op. The vocabulary of the tests:
+"""Samples of all ops as test parameters, and functions that call an op. The tests use these words:
 
 - A *sample* is a call that an op accepts, an *error input* a call that it refuses. Both come from ``tests/samples``.
 - A *case* is a ``pytest.param`` of an op and the name of a sample or an error input. ``sample_cases()`` lists all
@@ -46,7 +46,7 @@ Input = TypeVar("Input", Sample, ErrorInput)
 
 
 def sample_cases(*names: str) -> list[Any]:
-    """Return the cases (op, name of a sample) of all samples, or of the samples with these names."""
+    """Return cases (op, name of a sample) of all samples, or only of the samples with these names."""
     return [
         _case(op, sample)
         for op in OPS.values()
@@ -57,11 +57,11 @@ def sample_cases(*names: str) -> list[Any]:
 
 @cache
 def form_cases() -> tuple[Any, ...]:
-    """Return cases (op, name of a sample) for tests that depend on the *form* of a call, but not on values or sizes.
+    """Return cases (op, name of a sample) for tests that depend on the *form* of a call but not on values or sizes.
 
-    The dispatcher, fakes, graphs and the compiler see dtypes, dimensions, strides and arguments. For each op, the
-    sample with the most such features is taken first, then the sample that adds the most new features, until every
-    feature is covered.
+    The form is all that the dispatcher, fakes, graphs and the compiler see: dtypes, dimensions, strides and arguments.
+    For each op, the sample with the most such features is selected first, then always the sample that adds the most new
+    features, until every feature is covered.
     """
     cases = []
     for op in OPS.values():
@@ -75,7 +75,7 @@ def form_cases() -> tuple[Any, ...]:
 
 
 def form_groups(most: int) -> list[Any]:
-    """Return cases (op, names of samples) of `form_cases`, with at most ``most`` samples in each."""
+    """Return cases (op, names of up to ``most`` samples) that together contain all samples of `form_cases`."""
     names: dict[str, list[str]] = {}
     for case in form_cases():
         op, name = case.values
@@ -88,7 +88,7 @@ def form_groups(most: int) -> list[Any]:
 
 
 def form_of(op: OpSpec, sample: Sample) -> set[Any]:
-    """Return the features of the form of a call."""
+    """Return the features of a call's form: dtypes, dimensions, strides and arguments."""
     given = arguments(op, sample)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     features: set[Any] = {("positional", len(sample.args))}
@@ -105,7 +105,8 @@ def form_of(op: OpSpec, sample: Sample) -> set[Any]:
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Describe a tensor's memory layout: each stride compared with a contiguous one, and whether rows are aligned."""
+    """Describe a tensor's memory layout: whether each stride is below, at or above the contiguous stride, and whether
+    rows are aligned."""
     strides, contiguous = [], 1
     for stride, extent in reversed(list(zip(tensor.stride(), tensor.shape, strict=True))):
         strides.append(extent > 1 and ("0" if stride == 0 else (stride > contiguous) - (stride < contiguous)))
@@ -115,8 +116,8 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
-    """Return cases (op, name of an error input, device), with or without bad addresses. For CUDA, there are also bad
-    inputs with tensors on the CPU."""
+    """Return cases (op, name of an error input, device). ``addresses`` includes inputs whose only error is their
+    address. For CUDA, some inputs contain CPU tensors."""
     return [
         pytest.param(op, error.name, device, id=f"{device}-{op.name}-{error.name}")
         for device in devices
@@ -127,13 +128,15 @@ def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
 
 
 CHUNK = 16
-"""Consecutive samples of an op that one pytest item checks: few enough for items of seconds and balanced workers."""
+"""Number of consecutive samples of an op that one pytest item checks. It is so small that an item takes seconds, and
+workers get equal loads."""
 
 
 def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
-    """Parametrise a check of (op, name of a sample) with these cases, in chunks.
+    """Parametrise a check of (op, name of a sample) with these cases, divided into chunks.
 
-    A sample belongs to the chunk with the same id in every test, so that one worker compiles its kernel.
+    In every test, a sample belongs to the chunk with the same id, so that the same worker runs it and its kernel is
+    compiled once.
     """
     return each_case(
         ("op", "name"), cases, lambda op, name: f"{op.name}-samples-{_chunk(_samples(op.name, 'cpu'), name)}"
@@ -141,18 +144,18 @@ def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
 
 
 def each_error(cases: Iterable[Any]) -> Callable[[Check], Check]:
-    """Parametrise a check of (op, name of an error input, device) with these cases, in chunks."""
+    """Parametrise a check of (op, name of an error input, device) with these cases, divided into chunks."""
     chunk_of = lambda op, name, on: f"{on}-{op.name}-errors-{_chunk(_errors(op.name, on), name)}"  # noqa: E731
     return each_case(("op", "name", "on"), cases, chunk_of)
 
 
 def each_of_op(*names: str, cases: Iterable[Any]) -> Callable[[Check], Check]:
-    """Parametrise a check with these cases, whose first value is an op. All cases of an op form a chunk."""
+    """Parametrise a check with cases whose first value is an op. All cases of an op form one chunk."""
     return each_case(names, cases, lambda op, *_: op.name)
 
 
 def _chunk(entries: dict[str, Any], name: str) -> int:
-    """Return the position of the first entry of the chunk that contains this entry."""
+    """Return the position in ``entries`` of the first entry of the chunk that contains ``name``."""
     return [*entries].index(name) // CHUNK * CHUNK
 
 
@@ -165,11 +168,11 @@ def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
 
 
 PLAIN = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
-"""Names of samples with bfloat16 rows and the layout that GEMMs read. Each op has one of them."""
+"""Names of samples with bfloat16 rows and the scale layout that GEMMs read. Each op has one of these samples."""
 
 
 def plain_sample(op: OpSpec, device: str) -> Sample:
-    """Return a sample without special features."""
+    """Return the sample of an op that has no special features."""
     sample = next(sample for sample in sample_inputs(op.name, device) if sample.name in PLAIN)
     return with_usable_backend(op, sample, torch.device(device))
 
@@ -180,8 +183,7 @@ def _plain_on_meta(name: str) -> Sample:
 
 
 def sample_with(op: OpSpec, device: str, *names: str) -> Sample:
-    """Return a copy of a sample that passes nonempty tensors as these arguments. It is the plain sample if that passes
-    them."""
+    """Return a copy of a sample in which these arguments are nonempty tensors: the plain sample, if possible."""
     return copied(_sample_with(op.name, device, names))
 
 
@@ -196,17 +198,17 @@ def _sample_with(name: str, device: str, names: tuple[str, ...]) -> Sample:
 
 
 def get_sample(op: OpSpec, name: str, device: str) -> Sample:
-    """Return a fresh copy of the sample. Its data depends on the seed of the run, and is the same for each test."""
+    """Return a fresh copy of a sample. Its data depends only on the seed of the run, not on the test."""
     return copied(_samples(op.name, device)[name])
 
 
 def new_sample(op: OpSpec, name: str, device: str) -> Sample:
-    """Return the sample with fresh data."""
+    """Return a sample with new random data."""
     return with_usable_backend(op, _named(sample_inputs(op.name, device), name), torch.device(device))
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
-    """Return the error input with a copy of its arguments. Bad outputs are shared, not copied."""
+    """Return an error input with copies of its arguments. Wrong outputs are shared instead of copied."""
     error = _errors(op.name, device)[name]
     if all(tensor.is_leaf for tensor in tensors_in(error)):
         return copied(error)
@@ -224,8 +226,8 @@ def _errors(op: str, device: str) -> dict[str, ErrorInput]:
 
 
 def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str) -> dict[str, Input]:
-    # Make samples only once, because making them takes longer than most tests; and use a separate seed, so that the
-    # order of tests does not matter.
+    # Make samples once per process, because this takes longer than most tests. A separate seed makes their data
+    # independent of the order of tests.
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
@@ -233,8 +235,8 @@ def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str
 
 
 def with_usable_backend(op: OpSpec, entry: Input, device: torch.device) -> Input:
-    """Return the call. If no other backend can compute it on a GPU, name the reference, which ``auto`` never takes
-    there."""
+    """Return the call. If on a GPU only the reference can compute it, set ``backend`` to the reference, which ``auto``
+    never chooses there."""
     if not op.has_backends or device.type != "cuda":
         return entry
     given = arguments(op, entry)
@@ -249,7 +251,7 @@ def with_usable_backend(op: OpSpec, entry: Input, device: torch.device) -> Input
 
 
 def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool:
-    """Return whether a backend other than the reference can compute a GEMM call. Refused calls count as computable."""
+    """Return True if a backend other than the reference can compute a GEMM call, or if the op refuses the call."""
     try:
         reasons = op.backends(device, **given)
     except (TypeError, ValueError):
@@ -259,7 +261,7 @@ def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool
 
 @cache
 def compiled_op_cases() -> tuple[Any, ...]:
-    """Return the ops whose plain calls run a kernel on a Hopper GPU."""
+    """Return the ops whose plain sample runs a kernel on a Hopper GPU."""
 
     def is_compiled(op: OpSpec) -> bool:
         sample = plain_sample(op, "meta")
@@ -276,17 +278,17 @@ def _named(inputs: Iterable[Any], name: str) -> Any:
 
 
 def good_outputs_error(op: OpSpec, device: str) -> ErrorInput:
-    """Return an error input whose fault is an output, so that its arguments are good."""
+    """Return an error input whose only error is in its outputs, so that its arguments are valid."""
     return copied(next(error for error in _errors(op.name, device).values() if error.out is not None))
 
 
 def expected_of(op: OpSpec) -> ModuleType:
-    """Return the module ``expected/<op>.py``."""
+    """Return the module ``expected/<op>.py``, which computes expected results."""
     return importlib.import_module(f"expected.{op.name}")
 
 
 def properties_for(op: OpSpec) -> dict[str, Any]:
-    """Return static properties, as ``warmup`` takes them, of a call that passes every optional tensor."""
+    """Return static properties of a call that passes every optional tensor, as ``warmup`` takes them."""
     name, dtype = op.name, torch.bfloat16
     if name == "moe_route_ids":
         return {"experts": 16}
@@ -319,12 +321,12 @@ def overload(op: OpSpec, name: str = "default") -> Any:
     return getattr(getattr(torch.ops.cute, op.name), name)
 
 
-# Calls. ``call…`` functions call with the sample's own tensors. ``run…`` functions leave the sample as it is: they copy
-# arguments that the op updates, return their final values after the outputs, and set unspecified results to zero.
+# Calls. Functions named ``call…`` use the sample's tensors. Functions named ``run…`` leave the sample unchanged: they
+# copy arguments that the op updates, return the copies after the outputs, and set unspecified elements to zero.
 
 
 def call(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
-    """Return the op's outputs as a tuple."""
+    """Call the op and return its outputs as a tuple."""
     return as_tuple(overload(op)(*sample.args, **sample.kwargs))
 
 
@@ -335,7 +337,7 @@ def call_out(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors) -> None:
 
 
 def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | None = None) -> Tensors:
-    """Return the results of the typed Python function, called with ``out=`` if there are outputs."""
+    """Call the op's typed Python function, with ``out=`` if outputs are given, and return the results."""
     kwargs = dict(sample.kwargs)
     if outputs is not None:
         kwargs["out"] = outputs if len(op.outputs) > 1 else outputs[0]
@@ -343,26 +345,26 @@ def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | No
 
 
 def run(op: OpSpec, sample: Sample) -> Tensors:
-    """Return the op's outputs and the final values of updated arguments."""
+    """Call the op with copies; return its outputs and the final values of updated arguments."""
     sample = copy_updated(op, sample)
     return *defined(op, sample, call(op, sample)), *updated(op, sample)
 
 
 def run_out(op: OpSpec, sample: Sample, outputs: Tensors) -> Tensors:
-    """Return ``outputs``, written by the ``.out`` overload, and the final values of updated arguments."""
+    """Call the ``.out`` overload with copies; return ``outputs`` and the final values of updated arguments."""
     sample = copy_updated(op, sample)
     call_out(op, sample, outputs)
     return *defined(op, sample, outputs), *updated(op, sample)
 
 
 def run_function(op: OpSpec, sample: Sample, outputs: Tensors | None = None) -> Tensors:
-    """Return the outputs of the typed Python function and the final values of updated arguments."""
+    """Call the typed Python function with copies; return its outputs and the final values of updated arguments."""
     sample = copy_updated(op, sample)
     return *defined(op, sample, call_function(op, sample, outputs)), *updated(op, sample)
 
 
 def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tensors:
-    """Return these outputs of the call, after setting elements that the op leaves unspecified to zero, in place."""
+    """Set the elements of these outputs that the op leaves unspecified to zero, in place, and return the outputs."""
     outputs = tuple(outputs)
     if op.defined is not None:
         for output, value in zip(outputs, op.defined(outputs, *sample.args, **sample.kwargs), strict=True):
@@ -371,26 +373,26 @@ def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tens
 
 
 def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
-    """Return the arguments that the op updates."""
+    """Return the sample's arguments that the op updates in place."""
     given = arguments(op, sample)
     return tuple(given[name] for name in op.updated)
 
 
 def copy_updated(op: OpSpec, sample: Input) -> Input:
-    """Return the sample with copies of the arguments that the op updates."""
+    """Return the sample with copies of the arguments that the op updates in place."""
     return copied(sample, updated(op, sample))
 
 
 def require_grad(sample: Sample) -> None:
-    """Make the sample's inputs require grad if they can, except one-byte scales."""
+    """Make all tensors of the sample that can require grad do so, except one-byte scales."""
     for tensor in tensors_in(sample):
         if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.requires_grad_()
 
 
 def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Input:
-    """Return the sample with copies of these tensors, or of all tensors. Whole storages are copied, so that views and
-    overlaps stay as they are, also with other tensors."""
+    """Return the sample with copies of these tensors, or of all tensors. Whole storages are copied, so that the copies
+    are the same views and overlap in the same way."""
     originals = tuple(tensors_in(sample) if tensors is None else tensors)
     assert all(tensor.is_leaf for tensor in originals), "a copy would have no history"
     storages = {_storage(tensor): tensor.untyped_storage() for tensor in originals if not tensor.is_meta}
@@ -410,12 +412,12 @@ def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Inpu
 
 
 def faked(sample: Input, mode: FakeTensorMode) -> Input:
-    """Return the sample with fake tensors."""
+    """Return the sample with all tensors replaced by fake tensors."""
     return _mapped(lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value, sample)
 
 
 def on_meta(sample: Input) -> Input:
-    """Return the sample on the meta device, with the same views and overlaps."""
+    """Return the sample on the meta device, with the same views and overlaps between tensors."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
 
@@ -454,8 +456,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
-    """Check that calls with the sample's own tensors write the arguments that the op updates and increment their
-    versions, and that no other argument and no memory between their elements changes."""
+    """Check that calls in this block change only the arguments that the op updates, and increment only their versions.
+    Memory between the elements of a strided tensor must not change either."""
     written = updated(op, sample)
     storages = {_storage(target): target.untyped_storage() for target in written}
     others = [tensor for tensor in tensors_in(sample) if _storage(tensor) not in storages]
@@ -474,7 +476,7 @@ def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
 
 
 def arguments(op: OpSpec, sample: Sample | ErrorInput) -> dict[str, Any]:
-    """Return the sample's arguments by name, defaults filled in."""
+    """Return the sample's arguments by name, including defaults."""
     bound = _signature(op.function).bind(*sample.args, **sample.kwargs)
     bound.apply_defaults()
     bound.arguments.pop("out")
@@ -485,30 +487,30 @@ _signature = cache(inspect.signature)
 
 
 def named(op: OpSpec, given: dict[str, Any]) -> Sample:
-    """Return a sample with these arguments by name."""
+    """Return a sample whose arguments are given by name."""
     return Sample(op.name, (), given)
 
 
-# Calls of any size
+# Calls with a chosen size
 
 
 def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Return every granularity with every layout that the op takes, as arguments. The FP4 format is always the
-    default."""
+    """Return every granularity with every layout that the op supports, as keyword arguments. The FP4 format is always
+    the default."""
     names = inspect.signature(op.function).parameters
     if "granularity" in names:
         pairs = (("token", "row"), ("tensor", "row"), ("block128", "row"), ("block128", "column"))
         return [{"granularity": granularity, "scale_layout": layout} for granularity, layout in pairs]
     if "scale_layout" not in names:
         return [{}]
-    # The 8x4 layout is for activations; the activations of weight-only ops are not quantised.
+    # The 8x4 layout is only for activations, and the activations of weight-only ops are not quantised.
     return [
         {"scale_layout": name} for name in SCALE_LAYOUTS if not (op.name.endswith("_weight_only") and name == "8x4")
     ]
 
 
 def choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Return choices of formats and layouts, leaving out choices whose outputs differ from others only in tile size or
+    """Return ``all_choices_of`` without choices whose outputs differ from another choice's only in tile size or in the
     number of scales."""
     alike: tuple[Any, ...] = ({"scale_layout": "8x4"}, {"granularity": "block128", "scale_layout": "row"})
     return [choices for choices in all_choices_of(op) if choices not in alike]
@@ -517,8 +519,9 @@ def choices_of(op: OpSpec) -> list[dict[str, Any]]:
 def make_call(
     op: OpSpec, *shape: int, device: str, dtype: torch.dtype = torch.bfloat16, **choices: Any
 ) -> dict[str, Any]:
-    """Return arguments by name of a call that quantises (or returns) a tensor of ``shape``, with random data. The
-    default is NVFP4 in 128x4, or FP8 by row. If the module of samples defines ``call``, that function makes the call.
+    """Return arguments, by name, of a call with random data whose result is, or is computed from, a tensor of
+    ``shape``. The default is NVFP4 in 128x4, or FP8 by row. If the op's module of samples defines ``call``, that
+    function makes the call.
     """
     samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "call"):
@@ -551,7 +554,7 @@ def make_call(
 
 
 def split_call(op: OpSpec, *lead: int, device: str, **choices: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors and the other arguments of a call with these leading dimensions."""
+    """Return a call with these leading dimensions, split into its tensors and its other arguments."""
     width = 256 if choices.get("granularity") == "block128" else 80
     given = make_call(op, *lead, width, device=device, **choices)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -559,7 +562,8 @@ def split_call(op: OpSpec, *lead: int, device: str, **choices: Any) -> tuple[dic
 
 
 def dynamic_shapes(op: OpSpec, tensors: dict[str, torch.Tensor], rows: Any) -> dict[str, dict[int, Any] | None]:
-    """Return the dimensions of a call's tensors that are ``rows``, as ``torch.export`` takes them."""
+    """Return the ``dynamic_shapes`` for ``torch.export``: which dimensions of a call's tensors are the number of
+    rows."""
     samples = importlib.import_module(f"samples.{op.name}")
     where = {name: 0 for name, t in tensors.items() if t.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale")}
     where = getattr(samples, "ROW_DIMENSIONS", where)
@@ -567,13 +571,13 @@ def dynamic_shapes(op: OpSpec, tensors: dict[str, torch.Tensor], rows: Any) -> d
 
 
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
-    """Return arguments by name of an NVFP4 GEMM with random data. ``a`` (M, K) has the flattened ``shape``; the result
-    has 136 columns, or five experts of 64 columns with a gate."""
+    """Return arguments, by name, of an NVFP4 GEMM with random data. ``a`` is (M, K), the flattened ``shape``. The
+    result has 136 columns, or five experts of 64 columns if the GEMM has a gate."""
     samples = importlib.import_module(f"samples.{op.name}").SAMPLES
     *lead, width = shape
-    # The samples of expert GEMMs contain an alpha.
+    # make_call already gives expert GEMMs an alpha
     kwargs = {} if op.name.startswith("moe_") else {"alpha": torch.rand(1, device=device)}
-    # The numbers of columns differ from every M of the tests, because PyTorch treats equal sizes as one symbol.
+    # The numbers of columns must differ from every M in the tests, because PyTorch treats equal sizes as one symbol.
     columns = 5 * 64 if op.name.startswith("moe_fc1_") else 136
     sizes = (math.prod(lead), columns, input_width(op, width))
     sample = samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), **kwargs)
@@ -581,7 +585,7 @@ def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x
 
 
 def quantises_rows(op: OpSpec) -> bool:
-    """Return whether each row of an input becomes a row of codes."""
+    """Return True if the op turns each row of an input into a row of codes."""
     return next(iter(inspect.signature(op.function).parameters)) == "input" and not op.name.startswith("moe_")
 
 
@@ -590,8 +594,8 @@ def is_for_experts(op: OpSpec) -> bool:
 
 
 def input_width(op: OpSpec, width: int) -> int:
-    """Return the length of input rows that become rows of ``width``; for experts, at least five times 64. The length
-    differs from every M of the tests, because PyTorch treats equal sizes as one symbol."""
+    """Return the length of input rows from which the op computes rows of ``width``. For experts it is at least 5 · 64,
+    and differs from every M in the tests, because PyTorch treats equal sizes as one symbol."""
     samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "input_width"):
         return int(samples.input_width(width))
@@ -603,7 +607,8 @@ def input_width(op: OpSpec, width: int) -> int:
 
 
 def forget(op: OpSpec) -> None:
-    """Reset an op to its state before the first call, so that it chooses backends, compiles and loads again."""
+    """Reset an op to its state before the first call, so that its next call chooses a backend, compiles and loads
+    again."""
     op.path.launchers.clear()
     _call._launched.clear()
 
@@ -612,18 +617,19 @@ def forget(op: OpSpec) -> None:
 
 
 def out_for(op: OpSpec, results: Tensors) -> Tensors:
-    """Return poisoned tensors for the op's outputs, which are among these results of ``run``."""
+    """Return poisoned output tensors for the op, given results of ``run``, which contain the outputs."""
     return poisoned(results[: len(op.outputs)])
 
 
 def poisoned(like: Iterable[torch.Tensor]) -> Tensors:
-    """Return tensors of these shapes with every byte 0xAA, or NaN if the dtype is a float of at least two bytes."""
+    """Return tensors with these shapes and strides, filled with 0xAA bytes, or with NaN if the dtype is a float of at
+    least two bytes."""
     return tuple(_poison(t) for t in like)
 
 
 def _poison(like: torch.Tensor) -> torch.Tensor:
     if like.dtype.is_floating_point and like.dtype.itemsize > 1:
-        return torch.empty_like(like).fill_(torch.nan)  # with the strides of ``like``, such as column-major scales
+        return torch.empty_like(like).fill_(torch.nan)  # keeps strides, such as column-major scales
     if like.dtype.itemsize > 1:
         return torch.full(like.shape, 0xAAAAAAAA - 2**32, dtype=like.dtype, device=like.device)
     return torch.full(like.shape, 0xAA, dtype=torch.uint8, device=like.device).view(like.dtype)

@@ -1,4 +1,5 @@
-"""Checkpoints of random numbers, written as their producers write them, and the weights that they decode to."""
+"""Write checkpoints of random numbers in the formats of various producers, and compute the weights to which they
+decode."""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ def compressed(fmt: str, weight: dict[str, Any], inputs: dict[str, Any] | None, 
 
 
 class Kind(NamedTuple):
-    """Quantisation of a checkpoint.
+    """One way in which a producer quantises a checkpoint.
 
     Attributes:
         scheme: scheme of the layers, as the modules name it.
         quantization: quantisation section of ``config.json``.
-        style: producer whose tensor names are used.
-        has_input_scale: True if layers have scales for their activations.
+        style: name of the producer, which determines the names of tensors.
+        has_input_scale: True if the checkpoint contains scales of activations.
     """
 
     scheme: str
@@ -109,7 +110,8 @@ KINDS = {
 
 
 def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
-    """Return the tensors of a layer (N, K) by the last components of their names, and the layer's weight in float64."""
+    """Return a random layer (N, K): its tensors, keyed by the last component of their names, and its decoded weight in
+    float64."""
     one = torch.rand(1) + 0.5
     codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
     if kind.scheme == "fp8_block":
@@ -145,7 +147,7 @@ def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, shards: int = 1) -> None:
-    """Write a checkpoint of these tensors; ``quantization`` goes into its ``config.json``."""
+    """Write these tensors as a checkpoint, with ``quantization`` in its ``config.json``."""
     folder.mkdir(exist_ok=True)
     config = {"model_type": "test"} | ({} if quantization is None else {"quantization_config": quantization})
     (folder / "config.json").write_text(json.dumps(config))
@@ -165,7 +167,8 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, 
 def gpt_oss_experts(
     experts: int, hidden: int, width: int, *, name: str = "mlp.experts", scales: tuple[int, int] = (118, 124)
 ) -> Tensors:
-    """Return random experts ``name`` in gpt-oss's form, with scale bytes from ``range(*scales)``."""
+    """Return random tensors of the experts ``name`` as gpt-oss stores them, with scale bytes from
+    ``range(*scales)``."""
     tensors = {}
     for part, n, k in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
         rows = experts, n, k // 32
@@ -176,7 +179,7 @@ def gpt_oss_experts(
 
 
 def note_reads(read: list[object]) -> None:
-    """Make ``read`` list the parts of checkpoints that this process reads."""
+    """Append to ``read`` each tensor or slice that this process reads from a checkpoint from now on."""
     whole, part = Files.read, Files.read_slice
     Files.read = lambda files, name: read.append(name) or whole(files, name)
     Files.read_slice = lambda files, *which: read.append(which) or part(files, *which)

@@ -1,5 +1,5 @@
-"""Tests of many cases. Each pytest item checks a chunk of cases, because an item costs pytest and pytest-xdist more
-time than most cases take."""
+"""Check many cases in one pytest item (a chunk), because an item costs pytest and pytest-xdist more time than most
+cases take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Check = Callable[..., None]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Cases that one item checks.
+    """Cases that one pytest item checks.
 
     Attributes:
         id: id of the item's parameter.
@@ -28,21 +28,22 @@ class Chunk:
     cases: tuple[Any, ...]
 
     def selected(self, pattern: str | None) -> tuple[Any, ...]:
-        """Return the cases whose ids match ``--sample``, or all cases without it."""
+        """Return the cases whose ids match the pattern given by ``--sample``, or all cases without a pattern."""
         return tuple(case for case in self.cases if pattern is None or fnmatch.fnmatchcase(case.id, pattern))
 
 
 def each_case(names: tuple[str, ...], cases: Iterable[Any], chunk_of: Callable[..., str]) -> Callable[[Check], Check]:
-    """Return a decorator like ``pytest.mark.parametrize`` whose items are chunks of cases.
+    """Return a decorator like ``pytest.mark.parametrize`` that makes one pytest item per chunk of cases.
 
-    Every case is checked, even if others fail, with random data that depends on the seed and the case's id only.
+    Every case is checked, even if earlier cases fail. Its random data depends only on the seed and the case's id.
     Fixtures are made once per chunk. If a fixture's value has a method ``anew``, it is called before each case to
     restore its state.
 
     Args:
-        names: parameters of the check that a case provides values for.
+        names: names of the check's parameters whose values a case provides.
         cases: cases made by ``pytest.param``, each with an id.
-        chunk_of: function from a case's values to the id of its chunk. Tests with the same id share a worker.
+        chunk_of: function that returns the id of a case's chunk, given the case's values. Chunks with the same id run
+            on the same worker.
     """
     chunks: dict[str, list[Any]] = {}
     for case in cases:
@@ -77,7 +78,7 @@ def run_cases(
     names: tuple[str, ...],
     fixtures: Iterable[Any],
 ) -> None:
-    """Check each case of a chunk; raise one error for all failures, or skip if all cases are skipped."""
+    """Check each case of a chunk. Then raise one error that lists all failures, or skip if all cases were skipped."""
     restarts = [fixture.anew for fixture in fixtures if hasattr(fixture, "anew")]
     cases = chunk.selected(config.getoption("sample"))
     failures: dict[str, BaseException] = {}

@@ -1,4 +1,4 @@
-"""Values at which rounding and range matter."""
+"""Numbers at which rounding and range matter."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ def every_finite(dtype: torch.dtype) -> torch.Tensor:
 
 
 def neighbours(values: np.ndarray, ulps: int = 2) -> torch.Tensor:
-    """Return fp32 values, both signs, and their neighbours."""
+    """Return these numbers with both signs, and their fp32 neighbours up to ``ulps`` away."""
     bits = np.asarray(values, np.float32).view(np.int32)[:, None] + np.arange(-ulps, ulps + 1, dtype=np.int32)
     near = np.maximum(bits, 0).view(np.float32).reshape(-1)
     near = near[np.isfinite(near)]
@@ -21,6 +21,7 @@ def neighbours(values: np.ndarray, ulps: int = 2) -> torch.Tensor:
 
 
 def fp32_edges() -> torch.Tensor:
-    """Return values around each e2m1 value and boundary, powers of two, zero, and the largest number."""
+    """Return fp32 numbers around each e2m1 number, each rounding boundary, powers of two, zero, and the largest fp32
+    number."""
     powers = 2.0 ** np.arange(-149, 128)
     return neighbours(np.array([*spec.E2M1, *spec.E2M1_BOUNDARIES, 7, 8, spec.FLT_MAX, *powers]))

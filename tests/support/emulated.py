@@ -1,4 +1,5 @@
-"""Shared by tests of emulated kernels: poison, comparison by bits, orders of threads, and edits of PTX."""
+"""Helpers for tests that run kernels in the emulator: poison, bitwise comparison, orders of threads, and edits of
+PTX."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,25 +16,26 @@ POISON = 0xEE
 HOPPER, BLACKWELL, CONSUMER = "sm_90a", "sm_100a", "sm_120a"
 WAIT = r"mbarrier\.try_wait\S*\s+(\w+),"
 PASSED = r"setp.eq.u32 \1, 0, 0;"
-"""Replacement of a wait: it returns at once."""
+"""Replacement for a wait instruction that makes the wait return at once."""
 KERNEL_WAIT = r"griddepcontrol\.wait"
 WEIGHT = ("b", "b_scale")
 INPUTS = ("a", "a_scale", "alpha", "bias")
-"""Arguments of a GEMM that ``static_weight`` does, and does not, promise to be complete early."""
+"""Arguments of a GEMM other than the weight. ``static_weight`` does not promise that they are complete early."""
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of bytes that no kernel writes, so that unwritten elements are detected."""
+    """Return a tensor filled with bytes that no kernel writes, so that unwritten elements are detected."""
     return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
 def is_static(run: Any) -> Any:
-    """Return a run, a named tuple with the field ``case``, with a static weight."""
+    """Return a copy of ``run`` (a named tuple with the field ``case``) whose weight is static."""
     return run._replace(case=replace(run.case, static_weight=True))
 
 
 def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch.Tensor]]:
-    """Return arguments with poison in the named arguments, and the values that the previous kernel writes to them.
+    """Replace the named arguments by poison. Return the arguments, and the values that the previous kernel is to write
+    over the poison.
 
     The values are keyed by argument index, for ``run_kernel``.
     """
@@ -46,17 +48,18 @@ def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch
 
 
 def check_static_weight(execute: Callable[..., Any], run: Any) -> None:
-    """Check that only a static weight, without its scales, is read before the wait for the previous kernel.
+    """Check that a kernel reads a static weight, but no other argument, before it waits for the previous kernel.
 
-    ``execute`` runs a kernel, while the previous kernel writes the arguments in ``late`` as late as possible. It
-    returns the result and the expected result.
+    ``execute`` runs the kernel after a simulated previous kernel, which writes the arguments in ``late`` at the last
+    moment. It returns the result and the expected result.
     """
     got, want = execute(is_static(run), late=("b_scale", *INPUTS))
     assert torch.equal(got, want)
 
 
 def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
-    """Check that a weight is read before the wait only if it is static."""
+    """Check that a kernel reads the weight before its wait for the previous kernel if the weight is static, and not
+    otherwise."""
     got, want = execute(run, late=(*WEIGHT, *INPUTS))
     assert torch.equal(got, want)
     got, want = execute(is_static(run), late=("b",))
@@ -64,9 +67,9 @@ def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
 
 
 def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: Any = None) -> None:
-    """Check that a run yields the expected result in ``orders`` orders of its threads.
+    """Check that a kernel gives the expected result in ``orders`` different orders of its threads.
 
-    ``execute`` runs the kernel, with PTX edited by ``edit``, and returns the result and the expected result.
+    ``execute`` runs the kernel, whose PTX is first changed by ``edit``, and returns the result and the expected result.
     """
     for seed in range(orders):
         got, want = execute(run._replace(seed=seed), edit)
@@ -74,13 +77,13 @@ def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: An
 
 
 def to_prefetch(case: Any) -> torch.Tensor | None:
-    """Return a matrix for a case that prefetches, or None. The matrix takes more than one request, and the last request
+    """Return a matrix to prefetch if the case prefetches, or None. The matrix needs several requests; the last request
     is not full."""
     return poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
 
 
 def check_prefetched(machines: Sequence[Machine], matrix: torch.Tensor | None) -> None:
-    """Check that the CTAs of the last launch prefetched each byte of the matrix once, and nothing else."""
+    """Check that the CTAs of the last launch together prefetched each byte of the matrix once, and nothing else."""
     requests = sorted(machines[-1].prefetched)
     ends = [address + size for address, size in requests]
     assert [address for address, _ in requests[1:]] == ends[:-1]
@@ -91,7 +94,7 @@ def check_prefetched(machines: Sequence[Machine], matrix: torch.Tensor | None) -
 
 
 def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
-    """Check that tensors are equal bit for bit. All NaNs of 16-bit and 32-bit dtypes count as equal."""
+    """Check that two tensors are bitwise equal, where all NaNs of a 16-bit or 32-bit dtype count as equal."""
     if want is not None:
         if want.dtype in (BF16, FP16, FP32):
             got, want = (t.masked_fill(t.isnan(), torch.nan) for t in (got, want))
@@ -101,18 +104,18 @@ def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> Non
 
 
 def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
-    """Return an edit of PTX that replaces, or removes, an instruction that matches ``pattern``.
+    """Return a function that edits PTX: it replaces, or removes, an instruction that matches ``pattern``.
 
     Args:
         pattern: regular expression for the beginning of the instruction.
         number: index among the matching instructions, or None for all.
-        to: replacement, which may name groups of the pattern.
+        to: replacement, which may refer to groups of the pattern; empty to remove the instruction.
     """
 
     def edit(ptx: str) -> str:
         matches = list(re.finditer(rf"{pattern}[^;]*;", ptx))
         if not matches:
-            raise LookupError(pattern)  # not an exception that tests of edits expect
+            raise LookupError(pattern)  # tests of edits expect other exceptions, so this one fails them
         for match in reversed(matches if number is None else [matches[number]]):
             ptx = ptx[: match.start()] + match.expand(to) + ptx[match.end() :]
         return ptx
@@ -122,9 +125,10 @@ def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
 
 ACQUIRE = r"fence\.acquire\.sync_restrict"
 RELEASE = r"@p fence\.release\.sync_restrict"
-"""Beginnings of the fences that order accesses to shared memory between CTAs of a cluster."""
+"""Patterns of the fences that order accesses to shared memory between CTAs of a cluster."""
 
 
 def told_twice(ptx: str) -> str:
-    """Edit PTX so that a warp that arrives at barriers of two CTAs arrives twice at its own CTA's barrier."""
+    """Edit PTX so that a warp arrives twice at its own CTA's barrier instead of once at its own and once at the other
+    CTA's."""
     return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)

@@ -1,4 +1,4 @@
-"""Epilogues of GEMMs: operands, and results computed with NumPy."""
+"""Operands for GEMM epilogues, and the epilogues' results, computed with NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def epilogues(alphas: tuple[str | None, ...]) -> list[Epilogue]:
-    """Return epilogues that cover every pair of result dtype, alpha and bias (none, float32, result dtype)."""
+    """Return epilogues that together contain every pair of result dtype, alpha and bias (none, float32, result
+    dtype)."""
     chosen = []
     for i, alpha in enumerate(alphas):
         for j, bias in enumerate((None, torch.float32, "out")):
@@ -23,7 +24,7 @@ def epilogues(alphas: tuple[str | None, ...]) -> list[Epilogue]:
 
 
 def operands(epilogue: Epilogue, n: int, experts: int | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """Return random ``alpha`` and bias. Most products with alpha, and additions of the bias, need rounding."""
+    """Return random ``alpha`` and bias for which most products and sums of the epilogue must be rounded."""
     vector = (n,) if experts is None else (experts, n)
     sizes = {None: None, "one": (1,), "expert": (experts,), "column": vector, "expert_column": vector}
     size = sizes[epilogue.alpha]
@@ -35,13 +36,13 @@ def operands(epilogue: Epilogue, n: int, experts: int | None = None) -> tuple[Te
 def finished(
     sums: Tensor, epilogue: Epilogue, alpha: Tensor | None, bias: Tensor | None, expert: int | None = None
 ) -> Tensor:
-    """Return the epilogue's result for float32 accumulators ``sums`` (rows, N).
+    """Apply the epilogue to float32 accumulators ``sums`` (rows, N).
 
     The product with alpha is rounded to float32, the sum with the bias is rounded to float32, and the result is rounded
     to its dtype.
 
     Args:
-        expert: index of the rows' expert in a grouped GEMM, or None.
+        expert: index of the expert that owns the rows in a grouped GEMM, or None.
     """
     total = sums.numpy()
     assert total.dtype == np.float32
@@ -64,8 +65,8 @@ def finished_by_expert(
     bias: Tensor | None,
     untouched: float,
 ) -> Tensor:
-    """Apply ``finished`` to each expert's rows of a grouped GEMM's accumulators ``sums`` (..., N). Rows without an
-    expert are ``untouched``."""
+    """Apply ``finished`` to the rows of each expert in a grouped GEMM's accumulators ``sums`` (..., N). Fill rows
+    without an expert with ``untouched``."""
     rows = sums.view(-1, sums.shape[-1])
     want = torch.full(rows.shape, untouched, dtype=epilogue.out_dtype)
     owner = expert_of_rows(len(rows), offsets, counts)

@@ -1,4 +1,4 @@
-"""Helpers for tests of the examples: folder and output of the scripts, and the numbers that they should compute."""
+"""Helpers for tests of the examples: run a script, read its output, and compute the numbers that it should print."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ def printed(out: str) -> dict[str, str]:
 
 
 def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, status: int = 0) -> tuple[str, str]:
-    """Return the script's output and its last line, after checking its exit status."""
+    """Run the script, check its exit status, and return its output and the last line."""
     assert script.main([*arguments]) == status
     out = capsys.readouterr().out
     return out, out.strip().splitlines()[-1]
@@ -28,8 +28,8 @@ def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str,
 def rows_of_layers(
     script: ModuleType, capsys: pytest.CaptureFixture, columns: str, *arguments: str
 ) -> tuple[str, list[tuple[str, ...]]]:
-    """Run an expert layer's script with 1 and 6 tokens. Return its output, and the values of each row that match
-    ``columns``, a regular expression, after the number of tokens."""
+    """Run the script of an expert layer with 1 and 6 tokens. Return its output, and for each printed row the values
+    that the regular expression ``columns`` finds after the number of tokens."""
     out, last = run_main(script, capsys, "--tokens", "1", "6", "--hidden", "128", *arguments)
     assert last == "SUCCESS: every check passed"
     count, *rows = zip(*re.findall(rf"^ +(\d+) +{columns}", out, re.MULTILINE), strict=True)
@@ -38,12 +38,12 @@ def rows_of_layers(
 
 
 def nearest(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return the number of the ascending ``numbers`` nearest to each value; ties may go either way."""
+    """Return, for each value, the nearest of the ascending ``numbers``; ties may go either way."""
     return numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, value)]
 
 
 def rounded(numbers: np.ndarray, fmt: str = "nvfp4") -> np.ndarray:
-    """Return ``numbers`` (M, H) rounded to the format; NVFP4 with the global scale for their amax."""
+    """Return ``numbers`` (M, H) rounded to the format. For NVFP4, the global scale follows from their amax."""
     blocks = numbers.reshape(len(numbers), -1, 16 if fmt == "nvfp4" else 32)
     amax = np.abs(blocks).max(-1, keepdims=True)
     if fmt == "nvfp4":
@@ -62,8 +62,8 @@ def mixed(
     chosen: Iterable[int],
     weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """Return the weighted sum of the ``chosen`` experts' results for a token, with weights in proportion to their
-    scores. ``weights_of(e)`` returns an expert's gate, up and down."""
+    """Return the weighted sum of the ``chosen`` experts' results for one token. The weights are proportional to the
+    experts' scores. ``weights_of(e)`` returns gate, up and down of expert e."""
     total = sum(scores[e] for e in chosen)
     parts = []
     for e in chosen:

@@ -1,4 +1,5 @@
-"""Modules that store experts in two parameters, as Hugging Face's modules do, and the experts' results in float64."""
+"""Modules that store experts in two parameters, as Hugging Face models do, and expected results of experts in
+float64."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ GPT_OSS = (1.702, 1.0, 7.0)
 
 
 class _Forward(nn.Module):
-    """Forward of experts: a loop over tokens and their experts, in the dtype of the weights."""
+    """Base class with the forward of experts: a loop over tokens and their experts, in the dtype of the weights."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -31,7 +32,7 @@ class _Forward(nn.Module):
 
 
 class Experts(_Forward):
-    """Experts whose gate rows precede their up rows."""
+    """Experts whose gate rows come before their up rows."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I, act_fn: nn.Module | None = None) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Experts(_Forward):
 
 
 class GptOssExperts(_Forward):
-    """Experts as in gpt-oss: transposed, gate and up interleaved, with biases and a modified gate."""
+    """Experts as in gpt-oss: transposed parameters, alternating gate and up rows, biases, and a modified gate."""
 
     def __init__(self, experts: int = E, hidden: int = H, width: int = I) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class SimpleNamespaceModule(nn.Module):
 
 
 def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
-    """Return the names of this package's ops that a call runs."""
+    """Call the experts and return the names of this package's ops that ran."""
     called: set[str] = set()
 
     class Seen(TorchDispatchMode):
@@ -110,8 +111,8 @@ def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
 
 
 def multiplied(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights (E, 2I, H) and (E, H, I) by which FP8 activations are multiplied: FP4 weights are rounded to
-    FP8."""
+    """Return the weights (E, 2I, H) and (E, H, I) by which FP8 activations are multiplied: FP4 weights are re-encoded
+    in FP8."""
     if experts.scheme in ("fp8_block", "fp8_channel"):
         return decoded(experts)
     gate_up, down = (
@@ -133,8 +134,9 @@ def computed(
     in_16_bits: bool = False,
     granularity: str = "block128",
 ) -> np.ndarray:
-    """Return the weighted sum of each token's experts (M, H), with FP8 activations of this granularity or 16-bit
-    activations. It is rounded where the ops round: with FP8 after both GEMMs, with 16 bits before the second GEMM."""
+    """Return the expected weighted sum of each token's experts, (M, H), with FP8 activations of this granularity, or
+    with 16-bit activations. Results are rounded where the ops round: with FP8 after both GEMMs, with 16 bits before the
+    second GEMM."""
     alpha, beta, limit = swiglu
     rows = x.double().cpu().numpy() if in_16_bits else in_fp8(x.float().cpu().numpy(), granularity)
     total = np.zeros((len(rows), down.shape[1]))
@@ -159,7 +161,7 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def in_fp8(rows: np.ndarray, granularity: str = "block128") -> np.ndarray:
-    """Return float64 rows rounded to FP8 with a scale per 128 elements, or per row (``"token"``)."""
+    """Round float64 rows to FP8, with one scale per 128 elements or per row (``"token"``), and decode them."""
     elements, scales = spec.quantise_fp8(rows, granularity, None)
     numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
     if granularity == "token":

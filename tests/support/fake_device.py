@@ -1,11 +1,11 @@
-"""A simulated device for tests of timing."""
+"""A simulated device for tests of the timing method."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class FakeDevice:
-    """A device whose calls take ``costs`` in µs; variants are assigned costs in the order of their capture."""
+    """Device with a simulated clock. A call takes ``costs`` µs; variants get their costs in the order of capture."""
 
     costs: list[float]
     now: float = 0.0

@@ -1,4 +1,4 @@
-"""A kernel that cannot be traced, and a row-quantisation problem, for tests of the compiler and the kernel store."""
+"""A kernel that cannot be compiled, and a row-quantisation problem, for tests of the compiler and the kernel cache."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ PROBLEM = row_quant.RowQuantSpec("add", BF16, BF16, 4096, 4096, NVFP4, SCALE_LAY
 
 @dataclasses.dataclass(frozen=True)
 class FakeKernel:
-    """A kernel without device code, which cannot be traced."""
+    """Kernel without device code. Tracing it fails."""
 
     config: object = 0
     declared: tuple = ()

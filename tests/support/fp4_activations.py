@@ -1,4 +1,4 @@
-"""Activations for FP4 GEMMs in the emulator."""
+"""Activations for tests of FP4 GEMMs in the emulator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from support.kernel_grid import ExpertsCase, WgmmaCase
 
 
 def exact_activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return random activations whose sums are exact, and their scales or None.
+    """Return random activations for which all sums are exact, and their scales or None.
 
-    If the kernel rounds the activations to bfloat16, they need one bit more than bfloat16, and half of them are ties.
+    If the kernel rounds the activations to bfloat16, they have one significant bit too many for bfloat16, so that half
+    of them are ties.
     """
     if case.a_layout is not None:
         codes, scale = random_matrix(m, k, case.format, case.a_layout, CPU, POWERS[case.format.scale_format])

@@ -1,4 +1,4 @@
-"""GEMMs of every kind, and targets for GPUs that are not present."""
+"""GEMM problems of every kind, and targets that stand for absent GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Target(torch.device("cpu"), None, 1, "GPU of test")
-"""A CPU that tuning treats as a GPU, so that its results are kept."""
+"""CPU target with a device name, for which the tuner stores choices as for a GPU."""
 HOPPER = Target(torch.device("cuda"), ARCHS["sm_90a"], 132)
 H100 = replace(HOPPER, bandwidth=3.35e12)
 ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLayout(False, True))
@@ -26,8 +26,8 @@ ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLay
 def fp4_problem(
     n=4096, k=7168, fmt=NVFP4, a_dtype=None, layout="128x4", out_dtype=BF16, experts=None, alpha=None, bias_dtype=None
 ):
-    """Return a GEMM with an FP4 weight: with 16-bit activations if ``a_dtype`` is given, and experts over K if
-    ``experts`` is."""
+    """Return a GEMM problem with an FP4 weight. It has 16-bit activations if ``a_dtype`` is given, and experts over K
+    if ``experts`` is given."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
     grouping = Grouping() if experts is None else Grouping("k", experts)
@@ -46,7 +46,8 @@ def gated_problem(
     gate="silu",
     global_scale=None,
 ):
-    """Return a GEMM with experts over N and a gate: with 16-bit activations and result if ``a_dtype`` is given."""
+    """Return a GEMM problem with experts over N and a gate. It has 16-bit activations and results if ``a_dtype`` is
+    given."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
     return GemmProblem(
@@ -58,7 +59,7 @@ def gated_problem(
 
 
 def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=None, bias_dtype=None):
-    """Return a GEMM of FP8 matrices, or of each expert's FP8 matrices."""
+    """Return a GEMM problem of FP8 matrices with block scales, grouped if there are several experts."""
     grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
     epilogue = Epilogue(out_dtype, alpha, bias_dtype)
     return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
@@ -75,26 +76,26 @@ def token_problem(
     rows=ALL_ROWS,
     experts=1,
 ):
-    """Return a GEMM of FP8 matrices, or of each expert's, with per-token and per-channel scales, or one scale per
-    matrix."""
+    """Return a GEMM problem of FP8 matrices with per-token and per-channel scales, or one scale per matrix, grouped if
+    there are several experts."""
     a, b = (Operand(FP8_TENSOR if one else FP8_TOKEN) for one in (one_a_scale, one_b_scale))
     grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
     return GemmProblem(a, b, n, k, Epilogue(out_dtype, None, bias_dtype), grouping, fast_accum=fast_accum)
 
 
 def fp8_fp4_problem(fmt=NVFP4, layout="128x4", **kwargs):
-    """Return a GEMM of FP8 activations and an FP4 weight, or of each expert's activations and weight."""
+    """Return a GEMM problem of FP8 activations and an FP4 weight, grouped if there are several experts."""
     return replace(fp8_problem(**kwargs), b=Operand(fmt, SCALE_LAYOUTS[layout]))
 
 
 def backend_for(name, problem):
-    """Return the backend with this name that handles the problem."""
+    """Return the backend that has this name and handles the problem."""
     (found,) = (backend for backend in BACKENDS if backend.name == name and backend.handles(problem))
     return found
 
 
 def problems():
-    """Yield small GEMMs of every kind."""
+    """Yield small GEMM problems of every kind without a gate."""
     for fmt in (NVFP4, MXFP4):
         for out_dtype in (BF16, FP16, FP32):
             alpha = {BF16: None, FP16: "column", FP32: "one"}[out_dtype]
@@ -108,7 +109,7 @@ def problems():
         yield replace(plain, prologue_gate=True)
         for gates in (False, True):
             yield replace(plain, prologue_gate=gates, prologue_quant="plain")
-    for a_dtype, layout, gates in ((FP16, "linear", False), (BF16, "128x4", True)):  # MXFP4 has no global scale
+    for a_dtype, layout, gates in ((FP16, "linear", False), (BF16, "128x4", True)):  # only NVFP4 has a global scale
         plain = fp4_problem(40, 96, NVFP4, a_dtype, layout, alpha="column", bias_dtype=FP32)
         yield replace(plain, prologue_gate=gates, prologue_quant="scaled")
     for rows in ROW_LAYOUTS:
@@ -127,7 +128,7 @@ def problems():
 
 
 def gated_problems():
-    """Yield small gated GEMMs of every kind."""
+    """Yield small GEMM problems of every kind with a gate."""
     for fmt in (NVFP4, MXFP4):
         for i, layout in enumerate(("linear", "128x4", "8x4")):
             alpha, scale = (None, "expert", "expert_half")[i], (None, "one", "expert")[i] if fmt == NVFP4 else None
@@ -138,7 +139,7 @@ def gated_problems():
 
 
 def problem_id(problem):
-    """Return a problem's description as one word."""
+    """Return a short description of a problem without spaces, for test ids."""
 
     def leaves(value):
         return [leaf for each in value.values() for leaf in leaves(each)] if isinstance(value, dict) else [value]

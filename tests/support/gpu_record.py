@@ -1,4 +1,4 @@
-"""Record of a run of the whole test suite on a GPU. The run may be split into several sessions."""
+"""Record of a run of the whole test suite on a GPU. A run may consist of several sessions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Outcome(NamedTuple):
 
 
 class Journal:
-    """Results of a run's tests, one per line, after a line with the run's *facts*.
+    """File with the results of a run's tests, one per line, after a line with the *facts* of the run.
 
-    A run that is stopped leaves its journal next to the record, and the next run with the same facts continues it.
+    If a run is stopped, its journal stays next to the record. The next run with the same facts continues the journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,8 +47,8 @@ class Journal:
         return cls(record.with_name(f"{record.name}l"))
 
     def resume(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Continue the journal of a run with these facts (None matches any value), or start a new journal. Return the
-        run's facts; a seed of None becomes a random number."""
+        """Continue the journal of an earlier run if its facts are equal (None matches any value), or else start a new
+        journal. Return the facts of the run; a seed of None becomes a random number."""
         try:
             first, *lines = self.path.read_text(encoding="utf-8").splitlines()
             found = json.loads(first)
@@ -57,7 +57,7 @@ class Journal:
         if found.keys() == facts.keys() and all(value in (None, found[key]) for key, value in facts.items()):
             facts = found
             for line in lines:
-                with contextlib.suppress(ValueError):  # the run was killed while it wrote this line
+                with contextlib.suppress(ValueError):  # an incomplete line, because the run was killed while writing it
                     name, *outcome = json.loads(line)
                     self.outcomes[name] = Outcome(*outcome)
         elif facts["seed"] is None:
@@ -77,7 +77,7 @@ class Journal:
         self._file.flush()
 
     def close(self, *, is_whole: bool) -> None:
-        """Close the file, and delete it after a whole run."""
+        """Close the file. After a complete run, delete it."""
         assert self._file is not None
         self._file.close()
         if is_whole:
@@ -85,12 +85,12 @@ class Journal:
 
 
 class GpuRecord:
-    """Pytest plugin that journals results, also those reported by pytest-xdist's workers, and writes the record at the
-    end.
+    """Pytest plugin that writes each test's result to the journal, and the record at the end. With pytest-xdist it
+    collects the results of all workers.
 
     Attributes:
         facts: facts of the run: GPU, versions, digest of the package's sources, seed.
-        done: tests of earlier sessions, which do not run again.
+        done: names of tests that earlier sessions ran and that this session skips.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -102,7 +102,8 @@ class GpuRecord:
         self.ended: dict[str, Outcome] = {}
         self.refused: list[str] = []
         self.collected: int | None = None  # number of tests; None until all tests are collected
-        # ``timeout`` and job schedulers stop a run by SIGTERM. The run then still writes its results.
+        # Raise an exception on SIGTERM, by which ``timeout`` and job schedulers stop a run, so that the results are
+        # still written.
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def pytest_unconfigure(self) -> None:
@@ -110,13 +111,13 @@ class GpuRecord:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Note the number of tests. Every worker collects all tests, and each test runs on one worker."""
+        """Store the number of tests. It is the same for every worker, because each worker collects all tests."""
         self.collected = len(ids)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note the number of tests, if there are no workers. (pytest calls the hook for the end of a collection even if
-        the collection is stopped.)"""
+        """Store the number of tests if there are no workers. Not in ``pytest_collection_finish``, which pytest also
+        calls if the collection was interrupted."""
         self.collected = len(items)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
@@ -143,7 +144,7 @@ class GpuRecord:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         for name, outcome in self.ended.items():
-            if outcome.kind == "failed":  # the test failed and also ended its worker
+            if outcome.kind == "failed":  # the test failed and then its worker crashed
                 self.journal.add(name, outcome)
         if self.collected is None:
             self.refused.append("it was stopped before all tests were collected")
@@ -154,7 +155,7 @@ class GpuRecord:
             return
         record = self.record(not_run)
         self.path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # a test failed in an earlier session
+        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # in an earlier session
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -179,7 +180,7 @@ class GpuRecord:
 
 
 def refuse_what_is_not_whole(config: pytest.Config) -> None:
-    """Refuse to record a run that is not of the whole suite on a GPU."""
+    """Refuse options with which the run would not be a complete run of the suite on a GPU."""
     if GPU_MISSING:
         raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
     parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
@@ -192,8 +193,8 @@ def refuse_what_is_not_whole(config: pytest.Config) -> None:
 
 
 def facts(config: pytest.Config) -> dict[str, Any]:
-    """Return the facts of a run: versions, digests of the package's and the tests' sources, and options that add
-    tests."""
+    """Return the facts that identify a run: versions, digests of the package's and the tests' sources, and options that
+    add tests."""
     options = ("every_kernel", "more_emulated", "fuzz_examples")
     return {
         "gpu": torch.cuda.get_device_name(),

@@ -1,5 +1,5 @@
-"""Computation of the grids that a kernel's host function launches for tensors at given addresses, without memory or a
-GPU."""
+"""Compute the grids that a kernel's host function would launch for tensors at chosen addresses. Neither memory nor a
+GPU is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class Placed(NamedTuple):
-    """Tensor at an address: first byte, bytes per element, shape, and strides in elements."""
+    """Tensor at a chosen address: address of the first byte, bytes per element, shape, and strides in elements."""
 
     address: int
     itemsize: int
@@ -22,7 +22,7 @@ class Placed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the end of the last; 0 for an empty tensor."""
+        """Bytes from the first to the last element; 0 for an empty tensor."""
         if 0 in self.shape:
             return 0
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.stride, strict=True))
@@ -34,7 +34,8 @@ class Placed(NamedTuple):
 
 
 def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
-    """Return the tensor that ``spec`` describes; ``dims`` are its run-time extents and strides by name."""
+    """Return the tensor at ``address`` that ``spec`` describes. ``dims`` contains its run-time extents and strides by
+    name."""
     import cutlass
 
     def known(dim: int | Dim) -> int:
@@ -45,11 +46,11 @@ def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
 
 
 SEPARATE = 1 << 48
-"""Bytes between tensors that do not overlap."""
+"""Distance in bytes between tensors that must not overlap."""
 
 
 def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) -> Any:
-    """Return arguments of a kernel whose tensors do not overlap."""
+    """Return arguments for a kernel in which no tensors overlap."""
     specs = kernel.arguments()
     given: dict[str, Placed | float | None] = {}
     for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
@@ -93,18 +94,18 @@ DIMS = {
     **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},
     **{"b_blocks": 32, "note_words": 64, "prefetch_rows": 3, "prefetch_bytes": 64},
 }
-"""Extents and strides of a small GEMM, dense or with two experts, keyed by their names in the kernels."""
+"""Extents and strides of a small GEMM, dense or with two experts, keyed by their names in the kernels' arguments."""
 NUMBERS = {"num_ctas": 3, "has_partial_sums": 1, "max_ctas": 8}
 
 
 def gemm_call(kernel: Any, **changes: int) -> Any:
-    """Return arguments of a GEMM kernel whose tensors do not overlap; ``changes`` replace extents and numbers."""
+    """Return arguments for a GEMM kernel in which no tensors overlap. ``changes`` replaces extents and numbers."""
     return call_apart(kernel, DIMS | changes, NUMBERS | changes)
 
 
 def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:
-    """Check that nothing is launched if the result overlaps another tensor by a byte, at either end, or the workspace
-    starts at another tensor's address; and that adjacent tensors do not count as overlapping."""
+    """Check that a kernel launches nothing if the result overlaps another tensor by one byte at either end, or if the
+    workspace starts at another tensor's address; and that adjacent tensors do not count as overlapping."""
     call = gemm_call(kernel, **changes)
     usual = grids(kernel, arch, *call)
     assert all(0 not in grid for grid in usual)
@@ -119,7 +120,7 @@ def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int
         ):
             launched = grids(kernel, arch, *call._replace(out=out._replace(address=address)))
             assert (0 in launched[0]) is overlaps, (name, address - other.address)
-            # Launching a grid without CTAs is an error, which ends the call.
+            # a launch without CTAs is an error, after which nothing else is launched
             assert launched == (launched[:1] if overlaps else usual)
     workspace = others.pop("workspace", None)
     if workspace is not None:

@@ -1,5 +1,5 @@
-"""Helpers for tests of the Inductor pass: graphs after Inductor's passes, run without compilation, and norms as models
-write them."""
+"""Helpers for tests of the Inductor pass: run a graph after Inductor's passes without code generation, and norms as
+models write them."""
 
 import collections
 
@@ -25,8 +25,8 @@ def fresh():
 
 
 class Compiler:
-    """Inductor's passes over the graph, without code generation: the resulting graph runs directly, without a C++
-    compiler."""
+    """Compiler backend that applies Inductor's passes and then runs the graph directly, without code generation, so
+    that no C++ compiler is needed."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
@@ -71,7 +71,7 @@ def assert_equal(got, want):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
-        # A clone has the strides of a new tensor, even if an extent is 1.
+        # Clone to contiguous strides, because strides of dimensions of size 1 may differ.
         assert torch.equal(*(each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b)))
 
 
@@ -80,14 +80,14 @@ def numbers(*shape, device="cpu", dtype=torch.bfloat16):
 
 
 def llama_norm(x, weight):
-    """Return the norm as Hugging Face's models compute it."""
+    """Compute RMSNorm as Hugging Face's Llama does."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return weight * wide.to(x.dtype)
 
 
 def late_norm(x, weight):
-    """Return the norm as gpt-oss computes it: rounded once."""
+    """Compute RMSNorm as gpt-oss does, with a single rounding at the end."""
     wide = x.to(torch.float32)
     return (weight * (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + EPS))).to(x.dtype)
 

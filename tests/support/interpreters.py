@@ -1,4 +1,4 @@
-"""Fresh interpreters that can import this package."""
+"""Run code in fresh Python interpreters that can import this package."""
 
 import json
 import os
@@ -13,7 +13,7 @@ PACKAGE = Path(torch_cute_ops.__file__).parent
 
 
 def variables_of(**environment: str) -> dict[str, str]:
-    """Return the environment of an interpreter that can import this package. It contains no settings of the package
+    """Return environment variables for an interpreter that can import this package, without settings of the package
     except the given ones."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
@@ -64,13 +64,14 @@ print(json.dumps(done))
 
 
 def python_in_each(code: str, *environments: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
-    """Run code once per environment, in forks of a fresh interpreter that has imported torch, which takes most of the
-    time. Each environment adds variables."""
+    """Run the code once per environment, each time in a fork of one fresh interpreter that has imported torch: this
+    import takes most of the time. An environment contains the variables to add."""
     return python_in_groups(code, *([each] for each in environments))
 
 
 def python_in_groups(code: str, *groups: Sequence[Mapping[str, str]]) -> list[subprocess.CompletedProcess[str]]:
-    """Run code in groups of environments: the forks of a group run at the same time, one group after another."""
+    """Run the code once per environment, as ``python_in_each`` does. The runs of a group are simultaneous; the groups
+    run one after another."""
     done = python(FORKS, arguments=[json.dumps([code, groups])])
     assert done.returncode == 0, done.stderr
     return [subprocess.CompletedProcess(code, *each) for each in json.loads(done.stdout)]

@@ -1,4 +1,4 @@
-"""Checks that a compiled kernel fits a multiprocessor: nothing spills, and every warp gets its registers."""
+"""Check that a compiled kernel fits an SM: no registers are spilled, and the warps get the registers they ask for."""
 
 from __future__ import annotations
 
@@ -31,30 +31,31 @@ ALLOWED_SPILLS: dict[str, str] = {
     "wgmma-bfloat16-mxfp4-128x4-bfloat16-64by0-bfloat16-alpha_one-bias_bfloat16-sm_90a": "with CUDA 13's ptxas, 36 "
     "bytes of 96 registers a thread, once a tile",
 }
-"""Reasons that cases may spill, keyed by case id."""
+"""Reasons that registers may be spilled, keyed by case id."""
 
 REGISTERS_PER_SM = 65_536
 
 
 def check_emulated(case: KernelCase, kernel: Any) -> None:
-    """Check a case's kernel that the emulator runs, and that has therefore been compiled."""
+    """Check the resources of a kernel that an emulator test has compiled."""
     check_fit(case, kernel, compile_ptx(kernel, ARCHS[case.arch]).resources)
 
 
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
-    """Check the kernels that a case launches against the resources that ptxas reports.
+    """Check the kernels that a case launches, given the resources that ptxas reports.
 
-    If a case launches several kernels, the kernel that multiplies, or the kernel for many rows, comes first.
+    In ``kernels``, the kernel that multiplies, or the kernel for many rows, comes first.
     """
     arch, config = ARCHS[case.arch], kernel.config
-    # A separate kernel rearranges activations, unless the CTAs of the GEMM do; and a separate kernel lists tokens.
+    # Unless the GEMM's CTAs do it, a separate kernel rearranges the activations. With experts, a separate kernel lists
+    # tokens.
     apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.rearranges)
-    # Few tokens are routed and permuted by one kernel, which bypasses L1; more tokens by two kernels.
+    # One kernel, which bypasses L1, routes or permutes few tokens; two kernels do so for more tokens.
     either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
     apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
     count = 3 if either else 2 if apart else 1
     if isinstance(case, Tcgen05ExpertsCase):
-        # One kernel finds the touched experts, another adds up partial sums.
+        # With routing, a kernel finds the experts that have tokens; with partial sums, a kernel adds them up.
         count += config.routed + config.has_partial_sums
     few_rows = getattr(config, "few_rows_config", None)
     count += few_rows is not None
@@ -64,12 +65,12 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     of_each = [threads] * count if few_rows is None else [threads, few_rows.threads]
     for resources, launched in zip(kernels, of_each, strict=True):
         assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
-        # Static shared memory is not used: CUDA 12 allows only 48 KB of it.
+        # No static shared memory: CUDA 12 allows only 48 KB of it, so all is dynamic.
         assert resources.smem_bytes == 0
         assert resources.registers * launched <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):
-        # Consumers take the registers that the producers' and decoders' warpgroups give up. The kernel that multiplies
-        # comes first.
+        # Producers and decoders give up registers, which consumers take: their sum must not exceed what the kernel has
+        # at launch.
         own, given = kernels[0].registers, config.registers[1:]
         helpers = 32 * config.decoder_warps * config.decoder_teams if isinstance(case, FP8FP4GemmCase) else 0
         producers = 32 * config.producer_warps if isinstance(case, GatedExpertsCase) else WARPGROUP

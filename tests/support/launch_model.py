@@ -1,7 +1,7 @@
 """A model of compiled kernels, to run the ops' CUDA implementations on CPU tensors.
 
-Like a function compiled through TVM-FFI, a model checks tensors against the declarations in the kernel's
-``arguments()``. It computes with the reference. In this way, the host side of a call (cache look-up, checks, copies,
+Like a function compiled through TVM-FFI, the model of a kernel checks its tensors against the kernel's ``arguments()``.
+Then it computes the result with the reference. In this way, the host side of a call (cache look-up, checks, copies,
 allocation, errors) is tested without a GPU.
 """
 
@@ -71,16 +71,16 @@ DSL_NAMES = {
 
 
 COMPILING = (_call, decode, _fp4, _fp8, recoded, separate_prologue)
-"""Modules that compile kernels."""
+"""Modules that call ``compile_kernel``, which the model replaces."""
 
 
 class Launches:
-    """Record of compiled kernels and of launches.
+    """Record of the kernels that were compiled, and of their launches.
 
     Attributes:
         compiled: kernels, in the order of compilation.
         calls: (kernel, arguments) of each launch.
-        failed: errors of launches without CTAs. Such an error would end the capture of a graph.
+        failed: errors of launches without CTAs. On a GPU, such an error would end the capture of a graph.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,8 @@ class Launches:
         self._functions.clear()
 
     def anew(self) -> None:
-        """Delete all records, and make all ops forget their calls. Runs before each case of a chunk."""
+        """Delete all records, and make all ops forget their launchers. ``chunks`` calls this method before each
+        case."""
         self.forget()
         forget_all()
 
@@ -130,7 +131,7 @@ class Launches:
 
 
 def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None:
-    """Raise as TVM-FFI does if ``value`` does not match the declared argument."""
+    """Raise the error that TVM-FFI would raise if ``value`` does not match its declaration."""
     if argument is None:
         assert value is None, f"{name}: the kernel was made for None"
     elif isinstance(argument, ScalarArg):
@@ -144,8 +145,8 @@ def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None
 
 def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[Dim, int]) -> None:
     if value.device.type == "meta":
-        raise RuntimeError("Cannot pack tensors on meta")  # from DLPack, before TVM-FFI sees the tensor
-    # TVM-FFI distinguishes integer types only by their size.
+        raise RuntimeError("Cannot pack tensors on meta")  # raised by DLPack, before TVM-FFI sees the tensor
+    # TVM-FFI does not tell signed from unsigned integers.
     if value.dtype is torch.int8 and argument.dtype == "Uint8":
         value = value.view(torch.uint8)
     if value.dtype is torch.uint32 and argument.dtype == "Int32":
@@ -168,7 +169,7 @@ def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[D
 
 
 class LaunchFailed(Exception):
-    """Error of CUDA for a grid without CTAs."""
+    """Error that CUDA reports for a grid without CTAs."""
 
 
 ROUTE_OUTPUTS = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
@@ -180,14 +181,14 @@ WRITTEN = {
     "FP4GatedExpertsKernel": ("y", "scale"),
     "RecodeWeightKernel": ("weight", "notes"),
 }
-"""Fields of ``Arguments`` that a kernel writes, for kernels that write more than ``out``. Workspaces are not listed:
-each is newly allocated."""
+"""Fields of ``Arguments`` that a kernel writes, for kernels that write more than ``out``. Workspaces are not listed,
+because each call allocates a new one."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
-"""(written field, read field) of a kernel that may share memory."""
+"""For each kernel class, a (written field, read field) that may share memory."""
 
 
 def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Raise as a launch does if tensors overlap: the host function then launches a grid without CTAs."""
+    """Fail if tensors overlap. A real host function would then launch a grid without CTAs, which is an error."""
     name, fields = type(kernel).__name__, kernel.arguments()._fields
     tensors = {field: value for field, value in zip(fields, args, strict=True) if isinstance(value, torch.Tensor)}
     for unread in ("workspace", "prefetch"):
@@ -209,7 +210,7 @@ def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
 
 
 def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Raise as a launch does if the number of scale rows does not match the tiles, because the grid then has no
+    """Fail if the number of scale rows does not match the tiles. A real host function would then launch a grid without
     CTAs."""
     if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.spec.layout.is_linear:
         call = row_quant.Arguments(*args)
@@ -218,14 +219,14 @@ def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
 
 
 def refuse_gaps(args: tuple[Any, ...]) -> None:
-    """Raise as a launch does if there are gaps between rows of tiles of scales."""
+    """Fail if rows of scale tiles are not adjacent. A real host function would then launch a grid without CTAs."""
     for value in args:
         if isinstance(value, torch.Tensor) and value.shape[2:] in ((32, 4, 4), (8, 4)) and not value.is_contiguous():
             raise LaunchFailed("rows of tiles have gaps")
 
 
 def refuse_stacks_apart(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Raise as a launch does if the experts' weights or linear scales are not adjacent in memory."""
+    """Fail if the experts' weights or linear scales are not adjacent in memory, as a real launch would."""
     if type(kernel).__name__ == "FP4GatedExpertsKernel":
         call = fp4_gated_experts.Arguments(*args)
         for stack in (call.b, call.b_scale):
@@ -233,7 +234,7 @@ def refuse_stacks_apart(kernel: Any, args: tuple[Any, ...]) -> None:
                 raise LaunchFailed("experts are apart")
 
 
-# Results of the kernels, computed by the references
+# Results of the kernels, computed with the references
 
 
 def compute_dequantize(config: Any, y: Any, scale: Any, factor: Any, out: Any, max_ctas: int) -> None:
@@ -280,7 +281,7 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
     )
     gate = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
     fmt, *layouts = config.operands.fmt, config.operands.a_layout, config.operands.layout
-    # The kernel assumes that the experts' rows are adjacent in memory.
+    # The real kernel ignores the strides between experts, and so does the model.
     weight = as_if_contiguous(call.b.mT), as_if_contiguous(call.b_scale)
     given = call.a, call.a_scale, *weight, call.routing, call.alpha, call.bias
     value = gated_experts(*given, gate if config.epilogue.swiglu else (1.0, 0.0, None), fmt, *layouts)
@@ -299,7 +300,7 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
 def compute_fp8(config: Any, *args: Any) -> None:
     call = fp8_wgmma.Arguments(*args)
     assert call.max_ctas > 0
-    # The kernel assumes that the experts' rows are adjacent in memory.
+    # The real kernel ignores the strides between experts, and so does the model.
     a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
     weight = call.b.mT
     if isinstance(config, fp8_fp4_recode.Config):
@@ -333,7 +334,7 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
     call = fp8_fp4_recode.WeightArguments(*args)
     if config.overlaps_gemm:
         assert call.max_ctas > 0
-        return  # the launch before the GEMM has written the whole weight
+        return  # nothing to do: the launch before the GEMM has already written the whole weight
     weight, factors = fp8_weight(call.b.mT, call.b_scale, config.fmt, config.layout)
     write(call.weight, weight.view(call.weight.shape))
     held = held_exponents(call.notes, *call.weight.shape)
@@ -343,14 +344,14 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
 
 
 def exponents_of(words: Any, shape: torch.Size) -> torch.Tensor:
-    """Return the exponents of a weight (..., N, K), with a column for each block of K."""
+    """Read the exponents of a re-encoded weight from the kernel's workspace: (..., N, blocks of K)."""
     *experts, n, k = shape
     held = held_exponents(words, *experts or (1,), n, k)
     return held.transpose(2, 3).flatten(1, 2)[:, :n].reshape(*experts, n, -1)
 
 
 def held_exponents(words: Any, experts: int, n: int, k: int) -> torch.Tensor:
-    """Return a view of the exponents in the notes of the kernel: int16 (E, tiles, blocks of K, rows of a tile)."""
+    """Return a view of the exponents in the kernel's workspace, as int16 (E, tiles, blocks of K, rows of a tile)."""
     tiles, blocks = -(-n // fp8_fp4_recode.NOTE_ROWS), -(-k // FP8_BLOCK128.block_size)
     begin, end = fp8_fp4_recode.Notes.exponents(blocks, 1), fp8_fp4_recode.Notes.done(blocks)
     notes = words.data.view(experts, tiles, -1)[..., begin:end]
@@ -458,7 +459,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
 
 
 def as_if_contiguous(tensor: Any) -> Any:
-    """Return the contiguous tensor that a kernel reads if it ignores strides, from the first element."""
+    """Return the contiguous tensor that a kernel would read if it ignored strides, starting at the first element."""
     stride = torch.empty(tensor.shape, device="meta").stride()
     return tensor if tensor.stride() == stride else tensor.data.as_strided(tensor.shape, stride)
 
@@ -466,8 +467,8 @@ def as_if_contiguous(tensor: Any) -> Any:
 def write_copies(
     codes: torch.Tensor, scales: torch.Tensor, places: torch.Tensor, pairs: torch.Tensor, y: Any, scale: Any
 ) -> None:
-    """Copy rows of codes to the ``places`` of their pairs, and rows of scales from the tokens of ``pairs``."""
-    # torch before 2.13 cannot index FP8 tensors.
+    """Copy rows of codes to the rows ``places`` of ``y``, and scales from the tokens of ``pairs``."""
+    # View FP8 as bytes, because torch before 2.13 cannot index FP8 tensors.
     y, codes = y.data.view(torch.uint8), codes.view(torch.uint8)
     for copies in places.t():
         exists = copies >= 0
@@ -477,13 +478,13 @@ def write_copies(
 
 
 def write(output: torch.Tensor, value: torch.Tensor) -> None:
-    """Write an output as a kernel does, unnoticed by PyTorch: the version counter does not change."""
+    """Write an output as a kernel does: without changing the tensor's version counter."""
     output.data.copy_(value)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """Make the ops' CUDA implementations accept CPU tensors, and record their launches."""
+    """Make the ops' CUDA implementations accept CPU tensors and use the model, and record their launches."""
     recorded = Launches()
     for module in COMPILING:
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
@@ -496,15 +497,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
-    # Add in the reference's order, because even float64 results depend on the order if large terms cancel.
+    # Add in the reference's order, because even float64 sums depend on the order if large terms cancel.
     monkeypatch.setattr(cublas, "_accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
-    # Forget all launchers: the model's launchers must not be used after the test, nor real launchers during the test.
+    # Forget all launchers before and after the test: real launchers must not be used with the model, nor the model's
+    # launchers without it.
     forget_all()
     yield recorded
     forget_all()
 
 
 def forget_all() -> None:
-    """Make all ops forget their calls."""
+    """Make all ops forget their launchers."""
     for op in OPS.values():
         forget(op)

@@ -1,4 +1,4 @@
-"""Kinds of quantised linear layers, and their results in float64."""
+"""All kinds of quantised linear layers, and their expected results in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ by_kind = pytest.mark.parametrize(
 
 
 def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
-    """Return the rows (M, K) in float64 that the GEMM multiplies for ``x``."""
+    """Return the rows (M, K) that the layer's GEMM multiplies for the input ``x``, in float64."""
     rows = x.flatten(0, -2).float().cpu().numpy()
     if layer.activations == "16bit":
         rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
@@ -50,12 +50,13 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
 
 
 def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
-    """Check ``layer(x)`` against the float64 product, within the error of accumulation and one rounding."""
+    """Check ``layer(x)`` against the float64 product. The error may be that of fp32 accumulation and one rounding."""
     assert_product(layer(x), layer, x)
 
 
 def weight_multiplied(layer: QuantLinear) -> np.ndarray:
-    """Return the weight (N, K) in float64 that the GEMM multiplies. With FP8 activations, FP4 becomes FP8."""
+    """Return the weight (N, K) that the layer's GEMM multiplies, in float64. If activations are FP8, an FP4 weight is
+    re-encoded in FP8."""
     tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
     if layer.activations != "fp8" or layer.scheme not in ("nvfp4", "mxfp4"):
         return weights.decoded(tensors, layer.parts)
@@ -63,7 +64,7 @@ def weight_multiplied(layer: QuantLinear) -> np.ndarray:
 
 
 def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
-    """Return the weight by which FP8 activations are multiplied in an FP4 layer, from the layer's tensors by name."""
+    """Return the FP8 weight that an FP4 layer multiplies FP8 activations by, computed from the layer's tensors."""
     elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
     whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
     if layer.scheme == "nvfp4":
@@ -72,7 +73,7 @@ def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
 
 
 def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> None:
-    """Check ``got`` against the float64 product of ``layer`` and ``x``."""
+    """Check ``got`` against the float64 product of ``x`` and the layer's weight."""
     assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
     k = layer.in_features
     a, b = as_multiplied(x, layer), weight_multiplied(layer)
@@ -89,7 +90,7 @@ def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> No
 
 @torch.no_grad()
 def assert_compiles_once(layer: QuantLinear) -> None:
-    """Check that the layer compiles to one full graph for every number of rows, with the layer's results."""
+    """Check that one compiled full graph serves every number of rows, with the same results as the layer."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)

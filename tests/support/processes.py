@@ -1,4 +1,4 @@
-"""Observing other processes through /proc, and killing processes."""
+"""Observe other processes through /proc, and kill processes."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ def children_of(process: int) -> set[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # the process has just ended
+        except OSError:  # the process has ended meanwhile
             continue
         if state not in "ZX":
             parents[int(path.parent.name)] = int(parent)
@@ -27,8 +27,8 @@ def children_of(process: int) -> set[int]:
 
 
 def workers_of(process: int) -> set[int]:
-    """Return the descendants that ``multiprocessing`` spawned as workers, without its resource tracker, which ends
-    last."""
+    """Return the descendants of a process that ``multiprocessing`` spawned as workers. Leave out its resource tracker,
+    which ends later."""
     return {child for child in children_of(process) if "--multiprocessing-fork" in _command_line(child)}
 
 
@@ -40,7 +40,7 @@ def _command_line(process: int) -> list[str]:
 
 
 def is_alive(process: int) -> bool:
-    """Return True if a process is running; a zombie is not."""
+    """Return True if a process is running. A zombie does not count."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -48,7 +48,7 @@ def is_alive(process: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    """Return True if a condition becomes true within ``seconds``."""
+    """Wait until a condition is true; return False if it is not after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def kill_at_random(target: Callable[..., None], *args: Any, processes: int, longest: float) -> None:
-    """Fork processes that run ``target`` repeatedly, and kill each within ``longest`` seconds."""
+    """Fork processes that run ``target`` repeatedly, and kill each at a random time within ``longest`` seconds."""
     started = [multiprocessing.get_context("fork").Process(target=target, args=args) for _ in range(processes)]
     for process in started:
         process.start()

@@ -1,4 +1,4 @@
-"""Programs of ``tools/``."""
+"""Import the programs in ``tools/``, which is not a package."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def program_of(name: str) -> ModuleType:
-    """Return a fresh module of ``tools/<name>.py``."""
+    """Import ``tools/<name>.py`` and return a new module object."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

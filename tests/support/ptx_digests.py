@@ -1,4 +1,4 @@
-"""Digests of the PTX of the kernels that tests compile."""
+"""Digests of the PTX of all kernels that tests compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.compiler import trace_and_compile
 
 
 def every_checked_case() -> list[KernelCase]:
-    """Return the cases that the compile test and the emulator tests check, each once."""
+    """Return all cases of the compile test and the emulator tests, without repetition."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
     import test_compile_kernels as compiled
 
@@ -30,7 +30,7 @@ def digest_of(case: KernelCase) -> str:
     """Compile a case's kernel and return the digest of its PTX."""
     from cutlass._mlir_helpers import op
 
-    # The DSL looks up the source line of each operation, which takes a third of the time.
+    # Skip the DSL's look-up of each operation's source line, which takes a third of the time.
     no_lines = mock.patch.object(op, "_get_caller_frame_info", lambda: None, create=True)
     with tempfile.TemporaryDirectory() as folder, no_lines:
         options = f"--keep-ptx --dump-dir={folder}"
@@ -39,7 +39,7 @@ def digest_of(case: KernelCase) -> str:
 
 
 def masked_digest(ptx: str) -> str:
-    """Return the digest of PTX, leaving out symbol names: they contain names of modules and classes."""
+    """Return the digest of PTX without symbol names, because these contain names of modules and classes."""
     names: dict[str, str] = {}
     ptx = re.sub(r"\bkernel_cutlass_\w+", lambda found: names.setdefault(found[0], f"KERNEL_{len(names)}"), ptx)
     return hashlib.sha256(ptx.encode()).hexdigest()[:24]

@@ -1,4 +1,5 @@
-"""Faults in the PTX of a kernel: one instruction is removed or replaced."""
+"""Inject faults into the PTX of a kernel: remove or replace one instruction. Tests check that the emulator finds
+them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ Edit = Callable[[str], str]
 
 
 class Fault(NamedTuple):
-    """One fault.
+    """One fault to inject.
 
     Attributes:
         what: kind of fault, a key of ``TCGEN05`` or ``BLOCK_SCALED_MMA``.
-        number: index among the places where this fault is possible.
-        edit: edit of the PTX.
+        number: index among the places in the PTX where this kind of fault is possible.
+        edit: function that injects the fault into PTX.
     """
 
     what: str
@@ -33,8 +34,8 @@ class Fault(NamedTuple):
 
 
 def _more(group: int, by: int) -> str:
-    """Return PTX instructions, for use in braces, that set ``q`` to the register that a group of the pattern matches,
-    plus ``by``."""
+    """Return PTX instructions, to be put in braces, that set ``q`` to ``by`` plus the register that a group of the
+    pattern matches."""
     return rf".reg .b32 q; add.u32 q, \{group}, {by};"
 
 
@@ -59,7 +60,7 @@ BARRIERS: dict[str, tuple[str, str]] = {
     "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
     "kernel before not waited for": (r"griddepcontrol\.wait;", ""),
 }
-"""(pattern, replacement), keyed by the name of the kind of fault."""
+"""(pattern, replacement) of each kind of fault, keyed by its description."""
 TCGEN05: dict[str, tuple[str, str]] = {
     **BARRIERS,
     "wait left out": (WAIT, r"\1AGAIN: setp.eq.u32 p, 0, 0;"),
@@ -157,19 +158,19 @@ def _edit(pattern: str, number: int, to: str) -> Edit:
 
 
 def faults_of(ptx: str, kinds: Mapping[str, tuple[str, str]] = TCGEN05) -> Iterator[Fault]:
-    """Yield every fault of these kinds that is possible in a kernel."""
+    """Yield every fault of these kinds that can be injected into the PTX."""
     for what, (pattern, to) in kinds.items():
         for number in range(len(re.findall(pattern, ptx))):
             yield Fault(what, number, _edit(pattern, number, to))
 
 
 class Unfound(NamedTuple):
-    """Faults of a kind that are not found.
+    """Expected number of faults of one kind that stay undetected.
 
     Attributes:
-        count: number of these faults.
-        reason: reason that they change nothing or are not found.
-        dead: True if no machine could reveal them.
+        count: number of faults of the kind that stay undetected.
+        reason: reason that these faults change nothing, or that the emulator does not detect them.
+        dead: True if the faults change nothing on any machine.
     """
 
     count: int
@@ -179,14 +180,15 @@ class Unfound(NamedTuple):
 
 CONVERGED = Unfound(2, "the emulator's warps converge, and tcgen05.wait::ld is for the whole warp", dead=False)
 EVERY = 16
-"""Every 16th fault is tried, unless all are."""
+"""By default, only every 16th fault is tried."""
 
 Run = Callable[[int | None, Edit | None], tuple[torch.Tensor, torch.Tensor]]
-"""Function of a seed for the order of threads and an edit of the PTX: returns the result and the expected result."""
+"""Function (seed for the order of threads, edit of the PTX) that runs a kernel and returns the result and the expected
+result."""
 
 
 def found(run: Run, fault: Fault) -> bool:
-    """Return True if, in some order of threads, the emulator reports the fault or the result changes."""
+    """Return True if, in any of three orders of threads, the emulator reports an error or the result changes."""
     for seed in (None, 0, 1):
         try:
             got, want = run(seed, fault.edit)
@@ -206,15 +208,15 @@ def check_faults(
     kinds: Mapping[str, tuple[str, str]] = TCGEN05,
     least: int = 36,
 ) -> None:
-    """Check that faults are found.
+    """Inject faults, and check that each is detected except the known ones.
 
     Args:
         run: function that runs the kernel.
         ptx: PTX of the kernel.
-        known: faults that need not be found, keyed by kind.
-        all_tried: True to try all faults, not only some.
+        known: faults that stay undetected, keyed by kind.
+        all_tried: True to try all faults, False to try a part of them.
         kinds: kinds of faults.
-        least: fewest kinds of faults that must be possible in the kernel.
+        least: minimum number of kinds of faults that must be possible in the kernel.
     """
     assert torch.equal(*run(0, None))
     every = [*faults_of(ptx, kinds)]
@@ -224,6 +226,6 @@ def check_faults(
     counts = Counter(fault.what for fault in unfound)
     excused = {what: known[what].count if what in known else 0 for what in counts}
     assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
-    if all_tried:  # checked only if all faults were tried: of a few faults, a percentage means little
+    if all_tried:  # if only some faults were tried, percentages mean little
         dead = sum(count for what, count in counts.items() if known[what].dead)
         assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)

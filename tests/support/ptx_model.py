@@ -1,7 +1,7 @@
 """NumPy models of the instructions in ``kernels/common/core/ptx.py`` that the FP4 conversions use.
 
-With ``on_arrays``, device code that consists of these instructions and of operators runs on arrays. An instruction
-without a model raises an exception.
+With ``on_arrays``, device code that uses only these instructions and Python operators runs on NumPy arrays. An
+instruction without a model raises an exception.
 """
 
 from types import ModuleType, SimpleNamespace
@@ -14,7 +14,7 @@ from support import spec
 
 
 def float32(value) -> np.ndarray:
-    """Round to fp32, to nearest even, as the DSL's ``Float32`` rounds a Python number."""
+    """Round to fp32 (nearest even), as the DSL's ``Float32`` rounds a Python number."""
     with np.errstate(over="ignore"):
         return np.asarray(value).astype(np.float32)
 
@@ -37,9 +37,9 @@ def _is_finite_or_infinite(value: np.ndarray) -> np.ndarray:
 
 
 class Ptx:
-    """Models of the instructions.
+    """Models of the PTX instructions, with the same names as the functions of the module.
 
-    The rounding of ``rcp_approx`` is not specified, so its model adds an error of ``reciprocal_error`` ulps.
+    PTX does not specify the rounding of ``rcp_approx``, so its model adds an error of ``reciprocal_error`` ulps.
     """
 
     def __init__(self, reciprocal_error: int = 0) -> None:
@@ -63,7 +63,7 @@ class Ptx:
 
     @staticmethod
     def f16x2_toward_zero(low, high) -> np.ndarray:
-        """Model ``cvt.rz``: numbers too large for fp16 become its largest finite value."""
+        """Model ``cvt.rz``: round toward zero, so that too large numbers become fp16's largest finite number."""
 
         def truncate(value: np.ndarray) -> np.ndarray:
             magnitude = np.abs(_is_finite_or_infinite(value).astype(np.float64))
@@ -118,7 +118,7 @@ class Ptx:
 
     @staticmethod
     def e4m3_of(value) -> np.ndarray:
-        """Convert numbers that are non-negative or NaN, such as an amax."""
+        """Convert to e4m3 numbers that are non-negative or NaN, such as an amax."""
         assert not (float32(value) < 0).any()
         return spec.e4m3(float32(value)).astype(np.uint32)
 
@@ -128,7 +128,8 @@ class Ptx:
 
 
 def on_arrays(monkeypatch: pytest.MonkeyPatch, module: ModuleType, ptx: Ptx) -> None:
-    """Make the functions of ``module`` compute on NumPy arrays, by replacing the names that they use."""
+    """Replace the PTX functions in the namespace of ``module`` by their models, so that its functions compute on NumPy
+    arrays."""
     models = {
         "ptx": ptx,
         "Float32": float32,

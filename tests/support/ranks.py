@@ -1,4 +1,4 @@
-"""Groups of processes, one per rank, on gloo."""
+"""Run a function in several processes, one per rank, which form a gloo process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def run_ranks(world: int, function: Callable[..., None], *args: Any, timeout_s: float = 60.0) -> None:
-    """Call ``function(rank, *args)`` in a forked process for each rank. Raise an error if it fails on any rank."""
+    """Call ``function(rank, *args)`` in one forked process per rank. Raise an error if the call fails on any rank."""
     mp.start_processes(_main, args=(world, free_port(), timeout_s, function, args), nprocs=world, start_method="fork")
 
 
@@ -30,5 +30,5 @@ def _main(
     method, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=timeout)
     function(rank, *args)
-    dist.barrier()  # rank 0 hosts the store, so it must end last
+    dist.barrier()  # rank 0 hosts the store, so it must not end before the others
     dist.destroy_process_group()

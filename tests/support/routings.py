@@ -1,4 +1,5 @@
-"""Uneven routings of tokens to experts: factors (M, E), zero for pairs that are not routed."""
+"""Uneven routings of tokens to experts, as matrices of routing weights (M, E) that are zero for pairs that are not
+routed."""
 
 from __future__ import annotations
 
@@ -9,23 +10,22 @@ from samples._moe_fc2 import top_alpha
 
 
 def zipf_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:
-    """Return a routing of each token to ``top`` experts, drawn one after another. The r-th most popular expert, a
-    random one, is drawn with a probability proportional to 1/r."""
+    """Route each token to ``top`` experts, which are drawn one after another with Zipf probabilities: the r-th most
+    popular expert (a random one) with a probability proportional to 1/r."""
     rank = torch.randperm(experts, device=device) + 1.0
-    # Taking the experts with the largest ln(u) / weight gives this distribution (Efraimidis and Spirakis).
+    # The experts with the largest ln(u) / weight have this distribution (Efraimidis and Spirakis).
     return _of_largest(torch.rand(m, experts, device=device).log() * rank, top)
 
 
 def hot_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:
-    """Return a routing in which one expert is shared by all tokens; the other experts of each token are random."""
+    """Route all tokens to one common expert. The other experts of each token are random."""
     keys = torch.rand(m, experts, device=device)
     keys[:, experts // 4] = 2.0
     return _of_largest(keys, top)
 
 
 def every_alpha(m: int, experts: int, device: torch.device, top: int = 16) -> torch.Tensor:
-    """Return a routing of each token to ``top`` experts in which each expert gets tokens: pairs are dealt out in
-    turn."""
+    """Route each token to ``top`` experts so that each expert gets tokens: experts are assigned in turn."""
     assert experts <= m * top
     alpha = torch.zeros(m, experts, device=device)
     pairs = torch.arange(m * top, device=device)
@@ -34,7 +34,7 @@ def every_alpha(m: int, experts: int, device: torch.device, top: int = 16) -> to
 
 
 def _of_largest(keys: torch.Tensor, top: int) -> torch.Tensor:
-    """Return factors from 1/2 to 3/2 for the experts with each token's largest keys."""
+    """Return weights from 1/2 to 3/2 for each token's experts with the largest keys, and 0 for all others."""
     best = keys.topk(min(top, keys.shape[1]), 1).indices
     factors = torch.rand(best.shape, device=keys.device) + 0.5
     return torch.zeros_like(keys).scatter(1, best, factors)
@@ -47,9 +47,9 @@ SKEWED = {
     "top-1": partial(top_alpha, top=1),
     "zipf-of-16": partial(zipf_alpha, top=16),
 }
-"""Routings by name. With some tokens, most experts get few tokens or none, and others get several tiles."""
+"""Routings by name. In some of them, most experts get few tokens or none, and a few experts get several tiles."""
 
 
 def powers(alpha: torch.Tensor) -> torch.Tensor:
-    """Return the nonzero factors rounded to powers of two."""
+    """Round the nonzero weights to powers of two."""
     return torch.where(alpha == 0, alpha, torch.exp2(torch.randint_like(alpha, -2, 3)))

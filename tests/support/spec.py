@@ -1,9 +1,9 @@
-"""A second implementation of the numerics and layouts, in NumPy and exact rationals, written from the specification's
-text.
+"""Second implementation of numerics and layouts, in NumPy and exact rational numbers, written from the text of the
+specification.
 
-Nothing here imports the package, so that expected results do not come from the code under test. Functions that end in
-``_exact`` search a list of values with ``fractions.Fraction``; ``test_formats.py`` compares the vectorised functions
-with them.
+This module does not import the package, so that expected results do not depend on the code under test. Functions whose
+names end in ``_exact`` search a list of values with ``fractions.Fraction``; ``test_formats.py`` checks the vectorised
+functions against them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ E2M1_BOUNDARIES = tuple((a + b) / 2 for a, b in itertools.pairwise(E2M1))
 FLT_MAX = float(np.finfo(np.float32).max)
 
 
-# Functions for one element or scale
+# Functions of a single number
 
 
 def nearest_even_exact(value: Fraction, codes: tuple[Fraction, ...]) -> int:
-    """Return the index of the ascending ``codes`` nearest to ``value``; of two equally near codes, the even index."""
+    """Return the index of the number in ``codes``, which ascend, that is nearest to ``value``. In a tie, return the
+    even index."""
     return min(range(len(codes)), key=lambda i: (abs(codes[i] - value), i % 2))
 
 
@@ -34,7 +35,7 @@ _E2M1_EXACT = tuple(map(Fraction, E2M1))
 
 
 def e2m1_exact(value: float) -> int:
-    """Return the 4-bit code of a finite number: nearest even, saturating, with the sign of zero kept."""
+    """Return the 4-bit code of a finite number: rounded to nearest even, saturating, with a signed zero."""
     sign = 8 if math.copysign(1.0, value) < 0 else 0
     return sign | nearest_even_exact(Fraction(abs(value)), _E2M1_EXACT)
 
@@ -54,7 +55,7 @@ _E4M3_EXACT = tuple(map(Fraction, E4M3_POSITIVE.tolist()))
 
 
 def e4m3_exact(value: float) -> int:
-    """Return the e4m3 byte of a number: nearest even, saturating at 448; 0x7F for NaN."""
+    """Return the e4m3 byte of a number: rounded to nearest even, saturating at 448; 0x7F for NaN."""
     if math.isnan(value):
         return 0x7F
     sign = 0x80 if math.copysign(1.0, value) < 0 else 0
@@ -73,12 +74,12 @@ def ue8m0_value(byte: int) -> float:
     return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
 
 
-# Functions for arrays
+# Functions of arrays
 
 
 def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return codes of non-negative numbers: the number of boundaries below, with a tie counted if the upper code is
-    even."""
+    """Return the index in ``values`` of non-negative numbers rounded to nearest even: count the rounding boundaries
+    below each number, and a boundary equal to it if the upper index is even."""
     boundaries = (values[1:] + values[:-1]) / 2
     code = np.searchsorted(boundaries, magnitude, side="left")
     tie = (code < len(boundaries)) & (boundaries[np.minimum(code, len(boundaries) - 1)] == magnitude)
@@ -86,7 +87,7 @@ def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def e2m1(value: np.ndarray) -> np.ndarray:
-    """Return codes 0..15 of numbers (no NaN)."""
+    """Return the e2m1 codes, 0 to 15, of numbers without NaN."""
     value = np.asarray(value, np.float64)
     return _round(np.abs(value), np.array(E2M1)) | (np.signbit(value).astype(np.uint8) << 3)
 
@@ -103,7 +104,7 @@ def e4m3(value: np.ndarray) -> np.ndarray:
 
 
 def near_e4m3_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndarray:
-    """Return the mask of numbers within this relative distance of a rounding boundary of e4m3."""
+    """Return a mask of the numbers within this relative distance of a rounding boundary of e4m3."""
     magnitude = np.nan_to_num(np.abs(np.asarray(value, np.float64)), posinf=1e9)
     boundaries = np.append((E4M3_POSITIVE[1:] + E4M3_POSITIVE[:-1]) / 2, np.inf)
     above = np.searchsorted(boundaries, magnitude)
@@ -112,11 +113,11 @@ def near_e4m3_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndar
 
 
 def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
-    """Return the result of ``ue8m0_of_amax_exact`` for arrays: amax/6 = f·2^e with f in [1/2, 1) gives 2^e, or 2^(e-1)
+    """Compute ``ue8m0_of_amax_exact`` for arrays. With amax/6 = f·2^e and f in [1/2, 1), the scale is 2^e, or 2^(e-1)
     if f = 1/2.
 
-    The quotient is rounded, but it keeps more than twice the bits of amax, so that it is never rounded to a power of
-    two.
+    The division rounds, but the quotient has more than twice the bits of amax, so that rounding never reaches a power
+    of two.
     """
     fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / 6)
     power = np.where(fraction == 0.5, exponent - 1, exponent)
@@ -138,7 +139,7 @@ def scale_value(byte: np.ndarray, scale_format: str) -> np.ndarray:
 
 
 def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, ...]:
-    """Return the shape of the scales of ``rows`` rows of ``blocks`` scales."""
+    """Return the shape, in this layout, of the scales of ``rows`` rows with ``blocks`` blocks each."""
     if layout == "linear":
         return rows, blocks
     rows_of_tile, *inner = {"128x4": (128, 32, 4, 4), "8x4": (8, 8, 4)}[layout]
@@ -146,8 +147,8 @@ def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, ...]:
 
 
 def layout_named(name: str | None, scale: Any) -> str:
-    """Return the layout that a call names, or else the layout that follows from the shape of the scales of a GEMM's
-    operand."""
+    """Return the layout that a call names. If it names none, derive the layout from the shape of a GEMM operand's
+    scales."""
     if name is not None:
         return name
     shape = tuple(scale.shape)
@@ -155,7 +156,7 @@ def layout_named(name: str | None, scale: Any) -> str:
 
 
 def layout_offset(layout: str, m: int | np.ndarray, k: int | np.ndarray, blocks: int) -> int | np.ndarray:
-    """Return the offset of the scale of row ``m`` and block ``k``, in scales."""
+    """Return the position, in this layout, of the scale of row ``m`` and block ``k``, counted in scales."""
     kt = math.ceil(blocks / 4)
     if layout == "linear":
         return m * blocks + k
@@ -169,7 +170,7 @@ def _offsets(layout: str, rows: int, blocks: int) -> np.ndarray:
 
 
 def arrange(scale: np.ndarray, layout: str) -> np.ndarray:
-    """Arrange a (rows, blocks) matrix of scale bytes in ``layout``, with padding zero."""
+    """Convert a (rows, blocks) matrix of scale bytes to ``layout``, with zeros as padding."""
     shape = layout_shape(layout, *scale.shape)
     flat = np.zeros(math.prod(shape), np.uint8)
     flat[_offsets(layout, *scale.shape)] = scale
@@ -177,7 +178,7 @@ def arrange(scale: np.ndarray, layout: str) -> np.ndarray:
 
 
 def collect(scale: np.ndarray, layout: str, rows: int, blocks: int) -> np.ndarray:
-    """Collect the (rows, blocks) scale bytes from ``layout``."""
+    """Convert scale bytes in ``layout`` back to a (rows, blocks) matrix."""
     return scale.reshape(-1)[_offsets(layout, rows, blocks)]
 
 
@@ -186,19 +187,19 @@ def collect(scale: np.ndarray, layout: str, rows: int, blocks: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Quantised:
-    """Codes (rows, K), scale bytes (rows, blocks)."""
+    """Quantised matrix: codes (rows, K) and scale bytes (rows, blocks)."""
 
     codes: np.ndarray
     scales: np.ndarray
 
     @property
     def packed(self) -> np.ndarray:
-        """Two codes per byte, element 0 in the low nibble."""
+        """Codes packed into bytes, element 0 in the low nibble."""
         return self.codes[:, 0::2] + 16 * self.codes[:, 1::2]
 
 
 def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarray | None = None) -> Quantised:
-    """Quantise fp32 rows (M, K) step by step as specified; each operation is IEEE fp32."""
+    """Quantise fp32 rows (M, K) step by step, as the specification says; each operation rounds to fp32."""
     assert value.dtype == np.float32 and value.ndim == 2
     rows, width = value.shape
     blocks = value.reshape(rows, width // block_size, block_size)
@@ -222,8 +223,8 @@ def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarra
 
 
 def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.ndarray | None = None) -> np.ndarray:
-    """Return the fp32 values (M, K) of codes (M, K) with scale bytes (M, blocks): one fp32 product, one fp32
-    quotient."""
+    """Decode codes (M, K) with scale bytes (M, blocks) to fp32: one product, then one quotient, each rounded to
+    fp32."""
     rows, blocks = scales.shape
     block_size = codes.shape[1] // blocks
     with np.errstate(all="ignore"):
@@ -235,7 +236,7 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.n
 
 
 def unpack(packed: np.ndarray) -> np.ndarray:
-    """Return the codes (M, K) of packed bytes (M, K/2)."""
+    """Unpack bytes (M, K/2) to codes (M, K)."""
     return np.stack((packed % 16, packed // 16), -1).reshape(packed.shape[0], 2 * packed.shape[1])
 
 
@@ -243,7 +244,8 @@ def unpack(packed: np.ndarray) -> np.ndarray:
 
 
 def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return e4m3 bytes (M, K) of fp32 rows, and fp32 scales: (1,) for a given scale, otherwise (M, scales per row).
+    """Quantise fp32 rows to e4m3 bytes (M, K) and fp32 scales: (1,) if the scale is given, otherwise (M, scales per
+    row).
 
     With 128 elements per scale, the last block of a row may contain 64 elements.
     """
@@ -265,15 +267,16 @@ def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None
 
 
 def fp8_blocks(value: np.ndarray, granularity: str) -> list[np.ndarray]:
-    """Return the column ranges of rows (M, K): in each row, the elements of a range share a scale."""
+    """Split rows (M, K) into column ranges whose elements share a scale within each row."""
     step = {"token": value.shape[1], "block128": 128}[granularity]
     return [value[:, begin : begin + step] for begin in range(0, value.shape[1], step)]
 
 
-# Before quantisation
+# Steps before quantisation
 
 FLOATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}
-"""Bits of the significand, and exponent of the smallest normal number; the largest is as in IEEE 754."""
+"""Bits of the significand, and exponent of the smallest normal number. The largest number follows from them as in IEEE
+754."""
 
 
 def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
@@ -288,25 +291,25 @@ def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the sum of numbers of ``dtype``, in float64, rounded once. Rounding to fp32 in between would not change
-    it."""
+    """Add numbers of ``dtype`` exactly enough in float64, and round once. Rounding to fp32 in between would give the
+    same result."""
     with np.errstate(all="ignore"):
         return round_to(a.astype(np.float64) + b.astype(np.float64), dtype)
 
 
 def silu_mul(value: np.ndarray) -> np.ndarray:
-    """Return ``a / (1 + exp(-a)) · b`` of the halves of rows (M, 2I), rounded to fp32 after both products. If exp(-a)
-    overflows fp32, it is infinite."""
+    """Return ``a / (1 + exp(-a)) · b`` for the halves a and b of rows (M, 2I), rounded to fp32 after each of the two
+    products. If exp(-a) exceeds fp32, it is infinite."""
     gate, up = np.split(value.astype(np.float32), 2, axis=-1)
     with np.errstate(all="ignore"):
         return _gated(gate, gate) * up
 
 
 def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) -> np.ndarray:
-    """Return ``g · sigmoid(alpha · g) · (u + beta)`` of the halves of rows (M, 2I), each clamped (the gate from above
-    only).
+    """Return ``g · sigmoid(alpha · g) · (u + beta)`` for the halves g and u of rows (M, 2I). Both are clamped to
+    ``limit``, g only from above.
 
-    Results are rounded to fp32 after ``alpha · g``, ``g · sigmoid``, the sum and the product; the sigmoid is as in
+    Each of ``alpha · g``, ``g · sigmoid``, the sum and the last product is rounded to fp32; the sigmoid is as in
     ``silu_mul``.
     """
     gate, up = np.split(value.astype(np.float32), 2, axis=-1)
@@ -319,7 +322,8 @@ def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) ->
 
 
 def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
-    """Return ``value · sigmoid(gate)`` in float64, rounded to fp32; the sigmoid is 0 if exp(-gate) overflows fp32."""
+    """Return ``value · sigmoid(gate)``, computed in float64 and rounded to fp32. The sigmoid is 0 if exp(-gate) exceeds
+    fp32."""
     exponential = np.exp(-gate.astype(np.float64))
     return (value.astype(np.float64) / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
 
@@ -328,7 +332,8 @@ def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
 
 
 def rms_norm(value: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Return ``v / sqrt(mean(v²) + eps) · w`` of rows (M, H) in float64, infinite where fp32 overflows."""
+    """Return ``v / sqrt(mean(v²) + eps) · w`` for rows v (M, H), in float64, but infinite if an fp32 step would
+    overflow."""
     with np.errstate(all="ignore"):
         squares = (value.astype(np.float32) * value.astype(np.float32)).astype(np.float64)
         total = squares.sum(-1, keepdims=True)

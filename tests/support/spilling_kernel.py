@@ -1,4 +1,4 @@
-"""A kernel that must spill, because it holds more values at once than a thread has registers."""
+"""A kernel that must spill registers, because a thread holds more values at once than it has registers."""
 
 import cutlass.cute as cute
 from cutlass import Float32, range_constexpr

@@ -1,4 +1,4 @@
-"""Values, shapes and memory layouts for tests with hypothesis."""
+"""Values, shapes and memory layouts that hypothesis draws for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("normal", "bits", "grid", "sparse", "tiny", "huge")
 
 @st.composite
 def leads(draw) -> list[int]:
-    """Draw zero to three leading dimensions; some are empty, some have many rows."""
+    """Draw zero to three leading dimensions. Sometimes a dimension is 0, sometimes the product is large."""
     lead = draw(st.lists(st.integers(0, 5), max_size=3))
     return [*lead[:-1], lead[-1] * draw(st.sampled_from([1, 1, 30]))] if lead else lead
 
@@ -23,14 +23,14 @@ def generators(draw) -> torch.Generator:
 
 
 def values(kind: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Return values of one kind."""
+    """Return random values of one kind: any bit pattern, many ties, and so on."""
     value = torch.randn(shape, generator=generator)
     if kind == "bits":
-        # Any bit pattern, including some NaN and infinities.
+        # any bit pattern, which includes NaN and infinity
         bits = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), generator=generator, dtype=torch.int16)
         value = bits.view(dtype).squeeze(-1)
     elif kind == "grid":
-        # Multiples of 1/8 up to 8, many of which are ties between two codes.
+        # multiples of 1/8 up to 8; many are ties between two codes
         value = torch.randint(-64, 65, shape, generator=generator) / 8
     elif kind == "sparse":
         value = value * (torch.rand(shape, generator=generator) < 0.05)
@@ -43,7 +43,7 @@ PLACES = ("contiguous", "rows apart", "columns apart", "off by one", "columns fi
 
 
 def placed(value: torch.Tensor, place: str) -> torch.Tensor:
-    """Return the values in a separate storage with another memory layout."""
+    """Copy the values to a new storage with another memory layout."""
     *lead, width = value.shape
     if place == "rows apart":
         return value.new_zeros(*lead, width + 16)[..., 8 : 8 + width].copy_(value)

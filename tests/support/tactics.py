@@ -18,7 +18,8 @@ from torch_cute_ops.ops._define import OpSpec
 
 
 def operands_of(call: Any) -> Operands:
-    """Return the tensors of a GEMM call. Backends take per-token scales, or one scale of all rows, as one column."""
+    """Return the operands of a GEMM call as backends expect them: per-token scales, or a single scale of all rows, as
+    one column."""
     operands = Operands(**{name: getattr(call, name) for name in Operands._fields})
     scale, rows = operands.a_scale, call.a.shape[:-1].numel()
     if scale is not None and (scale.dim() == 1 or (scale.dim() == 3 and call.b_scale.dim() < 3)):
@@ -29,10 +30,11 @@ def operands_of(call: Any) -> Operands:
 def results(
     op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target
 ) -> Iterator[tuple[Tactic, torch.Tensor]]:
-    """Yield each tactic of the named backend, and its result in an output that was full of NaN.
+    """Run each tactic of the named backend; yield the tactic and its result. The result tensor is filled with NaN
+    before.
 
     Args:
-        given: keyword arguments in addition to the sample's.
+        given: keyword arguments that are added to the sample's.
     """
     call = op.bind(*one.args, **one.kwargs, **given)
     problem = op.path.problem(call)
@@ -45,7 +47,7 @@ def results(
 
 
 def check_every_tactic(op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target) -> None:
-    """Check that every tactic gives the reference's bits, and does not write rows without an expert."""
+    """Check that every tactic gives the same bits as the reference, and does not write rows without an expert."""
     want = op.reference(*one.args, **one.kwargs, **given)
     call = op.bind(*one.args, **one.kwargs, **given)
     used = torch.ones(want.shape[:-1], dtype=torch.bool, device=want.device)

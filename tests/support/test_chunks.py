@@ -1,4 +1,4 @@
-"""Items of several cases: all cases run, each with its own data, and failures are named."""
+"""Tests of ``chunks``: all cases of an item run, each with its own data, and failures name their cases."""
 
 import os
 import re
@@ -59,10 +59,10 @@ def test_without_cases():
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Return a function that runs ``TESTS`` with our conftest and with options."""
+    """Return a function that runs pytest on ``TESTS`` with our conftest and the given options."""
     tests = Path(__file__).parents[1]
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("TEST_SEED", os.environ.get("TEST_SEED", ""))  # restored after the runs
+    monkeypatch.setenv("TEST_SEED", os.environ.get("TEST_SEED", ""))  # the inner pytest changes it
     (pytester.path / "conftest.py").write_text((tests / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers = gpu\n  slow\n  timing\n")
     pytester.makepyfile(test_it=TESTS)
@@ -87,7 +87,7 @@ def test_all_cases_run_and_failures_are_named(run):
 
 
 def test_a_sample_alone_draws_the_same(run):
-    """Check that a case alone draws the same data as in its chunk, and raises its own error."""
+    """Check that a case draws the same data alone and in its chunk, and that alone it raises its original error."""
     together = drawn(run("--seed", "7", "-k", "test_cases and one"))
     result = run("--seed", "7", "--sample", "op-2", "-k", "test_cases and one")
     result.assert_outcomes(failed=1, deselected=result.parseoutcomes()["deselected"])
@@ -103,7 +103,8 @@ def test_a_chunk_is_skipped_if_all_its_cases_are(run):
 
 
 def test_an_error_that_is_missed_fails(run):
-    """Check failures raised by pytest itself, which are no subclasses of Exception."""
+    """Check that failures of pytest itself, such as a missing exception, are reported: they are no subclasses of
+    Exception."""
     result = run("-k", "misses")
     result.assert_outcomes(failed=2, deselected=result.parseoutcomes()["deselected"])
     result.stdout.fnmatch_lines(["E * op-0: Failed: DID NOT RAISE *", "E * op-2: Failed: DID NOT RAISE *"])

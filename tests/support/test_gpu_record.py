@@ -1,4 +1,4 @@
-"""``pytest --gpu-record``: the record, and runs that it refuses."""
+"""Tests of ``pytest --gpu-record``: the record, and runs that must not be recorded."""
 
 import json
 import os
@@ -66,11 +66,11 @@ def test_second():
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    """Return a project with our conftest, on a machine that pretends to have a GPU."""
+    """Return a pytest project with our conftest, on a machine that pretends to have a GPU."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    for name in ("TEST_SEED", "TEST_GPUS"):  # restored after pytest has run in this process
+    for name in ("TEST_SEED", "TEST_GPUS"):  # monkeypatch restores these variables, which the inner pytest changes
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    # These are restored after the test, which pretends to have a GPU.
+    # monkeypatch restores these functions, which the test replaces to pretend that a GPU is present.
     monkeypatch.setattr(torch.cuda, "get_device_name", torch.cuda.get_device_name)
     monkeypatch.setattr(gpu_record, "GPU_MISSING", None)
     conftest = (HERE / "conftest.py").read_text()
@@ -86,7 +86,8 @@ def project(pytester, monkeypatch):
     return pytester
 
 
-# A worker that is restarted with --dist loadgroup waits for ever (pytest-xdist 3.8, issue 1323).
+# --max-worker-restart 0, because a worker that is restarted with --dist loadgroup waits for ever (pytest-xdist 3.8,
+# issue 1323).
 DISTRIBUTED = ["-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0"]
 ONE_WORKER = ["-n", "1", *DISTRIBUTED[2:]]
 DISTRIBUTIONS = {"one-process": [], "distributed": ONE_WORKER}
@@ -94,7 +95,7 @@ distributed = pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), id
 
 
 def run_pytest(project, *arguments):
-    """Run pytest in this process, which saves an interpreter that imports torch."""
+    """Run pytest in this process, which saves the time to start an interpreter and import torch."""
     return project.runpytest_inprocess(*arguments)
 
 
@@ -118,7 +119,8 @@ def test_record(project):
 
 
 def test_distributed(project):
-    """Check that workers' results are recorded, that one worker runs a sample's tests, and that seeds decide data."""
+    """Check that the results of workers are recorded, that the tests of a sample run on one worker, and that seeds
+    decide the data."""
     skip_without_xdist(DISTRIBUTED)
     project.makepyfile(**{"tests/test_groups": GROUPS, "tests/test_draws": DRAWS})
     conftest = project.path / "tests" / "conftest.py"
@@ -161,7 +163,7 @@ def test_number(i):
 
 @pytest.fixture(params=DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 def stopped(request, project, monkeypatch):
-    """Return a run that was stopped once in the middle: its project, command line, and record."""
+    """Return a run that was stopped once in the middle: its project, its command line and its record."""
     skip_without_xdist(request.param)
     project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOP + STOPS})
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -172,8 +174,8 @@ def stopped(request, project, monkeypatch):
 
 
 def test_a_run_that_is_stopped_goes_on(stopped):
-    """Check that finished tests are recorded and run once, and that others are counted as not run. A run stopped during
-    collection leaves the record and the journal as they were."""
+    """Check that after a stop finished tests are recorded and not run again, and that all other tests count as not run.
+    A run that is stopped while collecting changes neither record nor journal."""
     project, arguments, record = stopped
     before = json.loads(record)
     assert {key: before[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
@@ -195,7 +197,8 @@ def test_a_run_that_is_stopped_goes_on(stopped):
 
 
 def test_only_the_same_run_goes_on(tmp_path):
-    """Check that sources, GPU and seed must be the same, and that an incomplete line is ignored."""
+    """Check that a journal is continued only with the same sources, GPU and seed, and that an incomplete last line is
+    ignored."""
     path = tmp_path / "run.jsonl"
     one = {"gpu": "one", "seed": None}
     journal = gpu_record.Journal(path)
@@ -244,7 +247,7 @@ def test_a_broken_collection_is_not_recorded(project, distribution):
 
 
 def test_a_lost_worker(project):
-    """Check that a lost worker's test counts as failed, and its remaining tests as not run."""
+    """Check that, if a worker crashes, its current test counts as failed and its remaining tests as not run."""
     skip_without_xdist(ONE_WORKER)
     project.makepyfile(**{"tests/test_fatal": "import os\n\ndef test_fatal():\n    os._exit(1)\n"})
     result = run_pytest(project, "--gpu-record", "record.json", *ONE_WORKER)
@@ -258,7 +261,8 @@ def test_a_lost_worker(project):
 
 
 def test_seeds(project):
-    """Check for fresh data in each run, and for the same data with the printed seed, whatever ran before."""
+    """Check that each run draws fresh data, and that ``--seed`` with the printed seed draws the same data whatever
+    tests run before."""
     project.makepyfile(**{"tests/test_it": DRAWS})
 
     def run(*arguments):
@@ -276,5 +280,5 @@ def test_seeds(project):
 
 
 def drawn(result):
-    """Return the lines that the failing tests of DRAWS printed."""
+    """Return the lines with random numbers that the failing tests of DRAWS printed."""
     return re.findall(r"^drew .*", result.stdout.str(), re.M)

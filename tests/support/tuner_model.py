@@ -1,4 +1,4 @@
-"""Simulated candidates for the tuner, with their own clocks, and an empty file of choices."""
+"""Simulated candidates for tests of the tuner, with a simulated clock, and an empty tuning file."""
 
 import logging
 
@@ -16,7 +16,7 @@ def key_of(bucket=8, static='{"n":64}', device="GPU", versions='{"torch":"2"}'):
 
 
 class Clock:
-    """Simulated candidates whose calls take ``seconds``. Records the calls."""
+    """Candidates whose calls take ``seconds`` on a simulated clock. The calls are recorded."""
 
     def __init__(self, seconds, wrong=(), estimates=ESTIMATES, **key):
         self.seconds, self.wrong = seconds, dict.fromkeys(wrong, "off by 3") if not isinstance(wrong, dict) else wrong
@@ -43,8 +43,7 @@ class Clock:
 
 
 def empty_file(request, tmp_path, monkeypatch):
-    """Start every test of a module with an empty file of choices and without a capturing stream, without asking
-    CUDA."""
+    """Start every test of a module with an empty tuning file, and without asking CUDA whether a stream is capturing."""
     if not request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     path = tmp_path / "tuning.json"

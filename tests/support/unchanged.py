@@ -1,6 +1,6 @@
-"""Tests of kernels whose code has not changed since it passed: they are skipped unless ``--unchanged`` is given.
+"""Skip tests of kernels whose code has not changed since the test passed, unless ``--unchanged`` is given.
 
-Compiling, checking and emulating kernels takes most of the suite's time, and the result depends only on code and
+Compiling, checking and emulating kernels takes most of the suite's time, although the result depends only on code and
 toolchain. ``tests/kernel_checks.json`` lists a digest for each test that passed. The digest covers
 
 - the test's name;
@@ -29,9 +29,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "kernel_checks.json"
 DOCSTRINGS_READ = ("test_pipelines.py",)
-"""Names of the files whose tests also read the docstrings of kernel packages."""
+"""Names of the test files that also read the docstrings of kernel packages."""
 COVERED = ("test_compile_kernels.py", "test_encoder.py", "test_overlap.py", "_emulated.py", *DOCSTRINGS_READ)
-"""Ends of the names of the files whose tests may be skipped."""
+"""Endings of the names of the test files whose tests may be skipped."""
 COMPILED = (
     "torch_cute_ops/kernels",
     "torch_cute_ops/formats",
@@ -39,24 +39,24 @@ COMPILED = (
     "torch_cute_ops/runtime/argspec.py",
     "torch_cute_ops/runtime/compiler.py",
 )
-"""Files of the package that decide what a kernel compiles to."""
+"""Files of the package that affect how a kernel is compiled."""
 RUN = ("tests", "ptx_emulator", "torch_cute_ops/testing/resources.py")
-"""Files that decide how a kernel is tested."""
+"""Files and folders that affect how a kernel is tested."""
 
 
 def is_covered(item: pytest.Item) -> bool:
-    """Check whether a test may be skipped when nothing it depends on has changed."""
+    """Return True if a test may be skipped when nothing that it depends on has changed."""
     return item.path.parent.name == "kernels" and item.path.name.endswith(COVERED)
 
 
 @functools.cache
 def passed() -> frozenset[str]:
-    """Return the digests of the tests that passed."""
+    """Return the digests of the tests that passed, from the file."""
     return frozenset(json.loads(RECORD.read_text(encoding="utf-8"))) if RECORD.exists() else frozenset()
 
 
 def write(digests: Iterable[str]) -> None:
-    """Write the digests of the tests that passed."""
+    """Write the digests of the tests that passed to the file."""
     RECORD.write_text(json.dumps(sorted(digests), indent=0) + "\n", encoding="utf-8")
 
 
@@ -66,7 +66,7 @@ def digest_of(item: pytest.Item) -> str:
     imported = (file for file in _imports(item.path) if ROOT / COMPILED[0] in file.parents)
     compiled = _code((*map(_path_of, named), *imported), COMPILED) if named else _all_kernels()
     run = _code((item.path,), RUN)
-    # Include the configurations, because the names of tests do not contain every property of a configuration.
+    # Include the configurations, because the name of a test does not contain all of its kernel's configuration.
     configs = sorted(repr(kernel.config) for kernel in _kernels_of(item))
     docstrings = _docstrings() if item.path.name in DOCSTRINGS_READ else ()
     return _sha(item.nodeid, compiled, run, *configs, *docstrings, *_toolchain())[:16]
@@ -77,7 +77,7 @@ def _sha(*texts: str) -> str:
 
 
 def _kernels_of(item: pytest.Item) -> Iterator[Any]:
-    """Yield the kernels of a test's parameters: of a case, or of a run of a case."""
+    """Yield the kernels of a test's parameters, which may be cases, or runs of a case."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     for value in parameters:
         case = getattr(value, "case", value)
@@ -95,7 +95,7 @@ def _toolchain() -> tuple[str, ...]:
 
 @functools.cache
 def _docstrings() -> tuple[str, ...]:
-    """Return the docstrings of all kernel packages."""
+    """Return the docstrings of the packages of all kernel families."""
     packages = sorted((ROOT / "torch_cute_ops" / "kernels").glob("*/__init__.py"))
     return tuple(ast.get_docstring(_tree(package)) or "" for package in packages)
 
@@ -106,7 +106,7 @@ def _all_kernels() -> str:
 
 
 def _path_of(module: str) -> Path | None:
-    """Return the file of a module of this repository, or None."""
+    """Return the file of a module if it belongs to this repository, or else None."""
     for base in (ROOT, ROOT / "tests"):
         path = base.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
@@ -134,14 +134,14 @@ def _code(files: tuple[Path | None, ...], folders: tuple[str, ...]) -> str:
 
 @functools.cache
 def _imports(file: Path) -> tuple[Path, ...]:
-    """Return the files of this repository that a file imports, anywhere in it."""
+    """Return the files of this repository that a file imports, including imports inside functions."""
     names: set[str] = set()
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    # A package is imported before its modules.
+    # Importing a module also imports the packages that contain it.
     names |= {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
     # Test files in tests/kernels import each other by file name, without a package.
     siblings = (file.with_name(f"{name}.py") for name in names)

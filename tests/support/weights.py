@@ -1,4 +1,4 @@
-"""Quantised weights decoded in float64, by the formulas of ``spec``, from tensors as checkpoints store them."""
+"""Decode quantised weights in float64 with the formulas of ``spec``. The tensors are as checkpoints store them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def fp4(codes: torch.Tensor, scale: torch.Tensor, factor: np.ndarray | float = 1.0) -> np.ndarray:
-    """Return ``e2m1 · scale · factor`` of packed codes (N, K/2) and linear scales, with a factor per row."""
+    """Decode packed codes (N, K/2) with linear scales: ``e2m1 · scale · factor``, with one factor, or one per row."""
     numbers = spec.e2m1_value(spec.unpack(raw(codes))).astype(np.float64)
     kind = "e4m3" if scale.dtype == torch.float8_e4m3fn else "ue8m0"
     scales = spec.scale_value(raw(scale), kind).astype(np.float64)
@@ -26,20 +26,20 @@ def fp4(codes: torch.Tensor, scale: torch.Tensor, factor: np.ndarray | float = 1
 
 
 def fp8_blocks(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
-    """Return elements (N, K) times their scales (⌈N/128⌉, ⌈K/128⌉)."""
+    """Multiply elements (N, K) by the scales (⌈N/128⌉, ⌈K/128⌉) of their blocks."""
     numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
     scales = scale.detach().cpu().double().numpy().repeat(128, 0).repeat(128, 1)
     return numbers * scales[: numbers.shape[0], : numbers.shape[1]]
 
 
 def fp8_rows(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
-    """Return elements (N, K) times one scale, or one scale per row."""
+    """Multiply elements (N, K) by one scale, or by one scale per row."""
     numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
     return numbers * scale.detach().cpu().double().numpy().reshape(-1, 1)
 
 
 def decoded(tensors: Tensors, parts: tuple[int, ...]) -> np.ndarray:
-    """Return the weight (N, K) of a quantised layer's state dict."""
+    """Decode the weight (N, K) in the state dict of a quantised layer."""
     if "weight_scale_inv" in tensors:
         return fp8_blocks(tensors["weight"], tensors["weight_scale_inv"])
     if tensors["weight"].dtype == torch.float8_e4m3fn:

@@ -1,5 +1,5 @@
-"""Kernel configurations that tests compile, one module per group of kernels. Each list of cases can be complete, or a
-selection."""
+"""Kernel configurations (cases) that tests compile, one module per group of kernels. Each list of cases can be made
+complete or as a selection."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ __all__ = [
 
 
 def in_process(work: Callable[[Any], Any], case: Any) -> Any:
-    """Return ``work(case)``, or the text of its exception, because some exceptions of the DSL cannot be sent between
-    processes."""
+    """Return ``work(case)``, or the text of its exception: some exceptions of the DSL cannot be pickled."""
     try:
         return work(case)
     except Exception as error:
@@ -84,5 +83,5 @@ def in_process(work: Callable[[Any], Any], case: Any) -> Any:
 
 
 def resources_of(case: KernelCase) -> Any:
-    """Compile the case's kernel, and return the ``Resources`` of the kernels that it launches."""
+    """Compile the case's kernel; return the ``Resources`` of each device kernel that it launches."""
     return compile_for(case.kernel, GPU_ARCHS[case.arch])[1]

@@ -1,4 +1,4 @@
-"""FP4 GEMMs by mma.sync and by wgmma, dense and over experts."""
+"""Cases of FP4 GEMMs by mma.sync and by wgmma, dense and over experts."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ WARPGROUP_KINDS: tuple[tuple[Any, ...], ...] = (
     (BF16, MXFP4, "128x4", None),
     (BF16, MXFP4, "128x4", "128x4"),
 )
-"""Supported operands on sm_90a: dtype of the MMAs, format, scale layouts of the weight and of FP4 activations."""
+"""Operands that sm_90a supports: dtype of the MMAs, format, scale layouts of the weight and of FP4 activations."""
 
 
 @dataclass(frozen=True)
 class MmaCase(KernelCase):
     """An FP4 GEMM by mma.sync and the architecture to compile it for.
 
-    Attributes are arguments of ``fp4_mma.plan``; layouts are given by name.
+    The attributes are arguments of ``fp4_mma.plan``; layouts are names.
     """
 
     dtype: torch.dtype
@@ -70,7 +70,7 @@ class MmaCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that the backend builds, or None if it does not fit the architecture."""
+        """Kernel as the backend builds it, or None if it does not fit the architecture."""
         config = fp4_mma.plan(
             dtype=self.dtype,
             fmt=self.format,
@@ -100,7 +100,8 @@ def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
 
 
 def planned_experts(family: Any, case: ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
-    """Return the configuration that the backend plans. ``given`` holds arguments of this family's ``plan``."""
+    """Return the configuration that the backend would plan. ``given`` contains the arguments of ``plan`` that only this
+    family has."""
     return family.plan(operands=_operands(case), arch=GPU_ARCHS[case.arch], pdl=True, **given)
 
 
@@ -110,7 +111,7 @@ def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
 
 @dataclass(frozen=True)
 class WgmmaCase(KernelCase):
-    """An FP4 GEMM by wgmma, with the kernel that rearranges its activations, if there is one.
+    """An FP4 GEMM by wgmma. If a separate kernel rearranges the activations, the case includes it.
 
     Attributes:
         dtype, format, layout, a_layout: operands, as in ``WARPGROUP_KINDS``.
@@ -156,7 +157,7 @@ class WgmmaCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that the backend builds."""
+        """Kernel as the backend builds it."""
         config = fp4_wgmma.plan(
             operands=_operands(self),
             epilogue=self.epilogue,
@@ -173,14 +174,14 @@ class WgmmaCase(KernelCase):
 
 
 def experts_id(case: Any) -> str:
-    """Return the part of an id that contains the number of experts for which lists have room, if it is not the usual
-    number."""
+    """Return an id part with the number of experts that the kernel's lists have room for, or an empty list for the
+    usual number."""
     return "" if case.max_experts == USUAL_EXPERTS else f"with{case.max_experts}"
 
 
 @dataclass(frozen=True)
 class ExpertsCase(KernelCase):
-    """FP4 GEMM over experts (``fp4_experts``). Attributes are arguments of its ``plan``; layouts are given by name."""
+    """FP4 GEMM over experts (``fp4_experts``). The attributes are arguments of its ``plan``; layouts are names."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -207,12 +208,12 @@ class ExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel for experts of two k tiles, of which the second is partial. For MXFP4 without a bias, every second
-        expert begins in the middle of a scale tile; otherwise every expert begins with a scale tile."""
+        """Kernel for experts of two k tiles; the second k tile is partial. For MXFP4 without a bias, every second
+        expert begins in the middle of a scale tile; in all other cases each expert begins with a scale tile."""
         return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
 
     def kernel_for(self, expert_k: int) -> Any:
-        """Return the kernel that the backend builds."""
+        """Return the kernel as the backend builds it for experts with ``expert_k`` elements of K."""
         sizes = {"expert_k": expert_k, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
         given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, "max_experts": self.max_experts, **sizes}
         return fp4_experts.FP4ExpertsKernel(planned_experts(fp4_experts, self, **given))
@@ -220,8 +221,8 @@ class ExpertsCase(KernelCase):
 
 @dataclass(frozen=True)
 class GatedExpertsCase(KernelCase):
-    """Gated FP4 GEMM over experts (``fp4_gated_experts``). Attributes are arguments of its ``plan``; ``epilogue``
-    holds arguments of ``GatedEpilogue``, and layouts are given by name."""
+    """Gated FP4 GEMM over experts (``fp4_gated_experts``). The attributes are arguments of its ``plan``; ``epilogue``
+    contains arguments of ``GatedEpilogue``, and layouts are names."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -248,11 +249,11 @@ class GatedExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel for five k tiles, of which the last is partial, or with linear scales for four k tiles."""
+        """Kernel for five k tiles, the last one partial; or for four k tiles with linear scales."""
         return self.kernel_for(1024 if self.layout == "linear" else 1088)
 
     def kernel_for(self, k: int) -> Any:
-        """Return the kernel that the backend builds, or None if it builds none."""
+        """Return the kernel as the backend builds it for K = ``k``, or None if it builds none."""
         sizes = {"k": k, "tile_n": self.tile_n, "tile_m": self.tile_m, "split_k": self.split_k}
         sizes["max_experts"] = self.max_experts
         epilogue = fp4_gated_experts.GatedEpilogue(*self.epilogue)
@@ -261,10 +262,10 @@ class GatedExpertsCase(KernelCase):
 
 
 def mma_cases(every: bool) -> list[MmaCase]:
-    """Return cases of every tile and number of CTAs per SM for every architecture.
+    """Return cases with every tile and number of CTAs per SM for every architecture.
 
-    Each combination appears with all operand dtypes if ``every``, else with one dtype, alternately. Other parameters
-    alternate, too.
+    If ``every``, each combination appears with all operand dtypes, and otherwise with one dtype, which alternates.
+    Other parameters alternate, too.
     """
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
     split_k, finish = itertools.cycle((1, 2, 3, 4, 6, 8)), itertools.cycle(epilogues((None, "one", "column")))
@@ -277,7 +278,7 @@ def mma_cases(every: bool) -> list[MmaCase]:
         case = MmaCase(*kind, next(layouts), tile_m, next(split_k), next(finish), arch, ctas_per_sm)
         if case.kernel is not None:
             cases.append(case)
-    # FP4 activations, multiplied as codes
+    # Cases with FP4 activations, whose codes are multiplied without decoding
     kinds = ((NVFP4, "128x4"), (MXFP4, "linear"), (NVFP4, "linear"), (MXFP4, "8x4"))
     for i, (tile_m, ctas_per_sm) in enumerate(tiles):
         every_kind = tuple(itertools.product(DESKTOP, kinds))
@@ -290,7 +291,7 @@ def mma_cases(every: bool) -> list[MmaCase]:
 
 
 def wgmma_cases(every: bool) -> list[WgmmaCase]:
-    """Return cases of all pairs of operands and tiles if ``every``, else a third of them.
+    """Return cases with all pairs of operands and tiles if ``every``, and otherwise with a third of them.
 
     Epilogues alternate from case to case, and each tile also appears with the epilogues of ``PER_COLUMN``.
     """
@@ -301,7 +302,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         WgmmaCase(*kind, tile_m, next(heavy if kind in WARPGROUP_KINDS[:3] else light), split_k)
         for kind, (tile_m, split_k) in together(WARPGROUP_KINDS, tiles, every)
     ]
-    # Activations that are rounded to bfloat16, by a kernel before the GEMM and by the CTAs themselves.
+    # Cases whose activations are rounded to bfloat16, by a kernel before the GEMM or by the GEMM's CTAs
     rounded = [
         WgmmaCase(BF16, MXFP4, "128x4", None, tile_m, Epilogue(FP16), split_k, a_dtype=FP16)
         for tile_m, split_k in ((64, 0), (8, 2), (32, 1))
@@ -363,7 +364,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:
-    """Return cases of all pairs of operands and ``tile_m`` if ``every``, otherwise a third of them.
+    """Return cases with all pairs of operands and ``tile_m`` if ``every``, and otherwise with a third of them.
 
     Token blocks and other parameters alternate from case to case.
     """
@@ -376,18 +377,18 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
         ExpertsCase(*kind, group, next(turns[group]), *next(rest))
         for kind, group in together(WARPGROUP_KINDS, tuple(turns), every)
     ]
-    # With a bias, in either dtype: every ``tile_m``
+    # Cases with a bias in either dtype, for every ``tile_m``
     biased = {case.tile_m: case for case in cases}
     cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
-    # A kernel that once spilled
+    # A case that once spilled registers
     cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
     # Cases whose activations are rounded to bfloat16
     return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
 
 
 def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
-    """Return cases of all pairs of ``tile_n`` and ``tile_m``, with all kinds of operands if ``every``, otherwise with
-    one kind, alternately.
+    """Return cases with all pairs of ``tile_n`` and ``tile_m``: with all kinds of operands if ``every``, and otherwise
+    with one kind, which alternates.
 
     Other parameters alternate from case to case.
     """

@@ -24,30 +24,30 @@ from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
-"""Names of expert layouts: whether offsets are given, and whether counts are given."""
+"""Layouts of experts' rows, keyed by name: whether a call passes offsets, and whether it passes counts."""
 
 RECODED = (128, 128)
 """(tile_m, tile_n) of ``fp8_fp4_recode``."""
 
 
 def has_factors(epilogue: Epilogue) -> bool:
-    """Return True if alpha depends on the column or the expert."""
+    """Return True if alpha is a factor per column or per expert, and not a single number or None."""
     return epilogue.alpha not in (None, "one")
 
 
 def hints_of(case: FP8GemmCase | FP8FP4GemmCase) -> list[str]:
-    """Return the parts of an id for a static weight, and for a kernel that prefetches into L2."""
+    """Return id parts that tell whether the weight is static, and whether the kernel prefetches."""
     return ["static"] * case.static_weight + ["prefetching"] * case.prefetches
 
 
 def layout_id(case: Any) -> str:
-    """Return the part of an id that names the expert layout."""
+    """Return an id part that names the layout of experts' rows."""
     return case.layout if case.max_experts == USUAL_EXPERTS else f"{case.layout}{case.max_experts}"
 
 
 @dataclass(frozen=True)
 class FP8GemmCase(KernelCase):
-    """An FP8 GEMM.
+    """An FP8 GEMM with block scales.
 
     Attributes:
         family: package of the kernel.
@@ -161,7 +161,7 @@ class FP8FP4GemmCase(KernelCase):
 
     @property
     def is_recoded(self) -> bool:
-        """True if the kernels of ``before`` write the weight."""
+        """True if kernels before the GEMM re-encode the weight in FP8."""
         return self.family == "fp8_fp4_recode"
 
     @property
@@ -197,14 +197,15 @@ class FP8FP4GemmCase(KernelCase):
 
     @property
     def before(self) -> tuple[RecodeCase, ...]:
-        """Cases of the kernels that recode the weight."""
+        """Cases of the kernels that re-encode the weight in FP8."""
         whole = RecodeCase(self.fmt, self.scale_layout, self.layout == "plain")
         return () if not self.is_recoded else (whole, replace(whole, overlaps=True)) if self.overlaps else (whole,)
 
 
 @dataclass(frozen=True)
 class RecodeCase(KernelCase):
-    """The kernel that writes an FP4 weight to memory in FP8. ``overlaps`` is True if it runs during the GEMM."""
+    """The kernel that re-encodes an FP4 weight in FP8 in memory. ``overlaps`` is True if it runs while the GEMM
+    runs."""
 
     fmt: FP4Format
     scale_layout: str
@@ -231,20 +232,20 @@ HAVE_SPILLED = (
     FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
     FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
 )
-"""Cases that have spilled registers, each with another epilogue."""
+"""Cases that have spilled registers; their epilogues differ."""
 
 
 def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
-    """Return True if the cases include this tile of ``fp8_fp4_wgmma_ss`` with this format. Tiles that differ only in
-    their splits alternate between the two formats; the only tile of a size has cases with both."""
+    """Return True if the selected cases combine this tile of ``fp8_fp4_wgmma_ss`` with this format. Tiles that differ
+    only in split_k alternate between the two formats; a size with a single tile gets both."""
     sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma_ss.TILES})
     of_size = [tile[2] for tile in fp8_fp4_wgmma_ss.TILES if tile[:2] == (tokens, columns)]
     return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
 
 
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
-    """Return cases of every tile with an alpha and bias per column or expert; and cases without them, for tiles of many
-    rows, or if ``every`` for all tiles. Layouts and other epilogues alternate from case to case."""
+    """Return cases in which every tile has an alpha and bias per column or expert. Tiles with many rows, or all tiles
+    if ``every``, also appear without them. Layouts and other epilogues alternate from case to case."""
     kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
@@ -252,7 +253,7 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
     cases = [FP8GemmCase(family, next(layouts), tile, next(light), arch) for family, tile, arch in kinds]
-    if not every:  # Cases with factors need more registers.
+    if not every:  # Cases with few rows and a light epilogue need fewer registers than the cases below.
         cases = [case for case in cases if case.tile[0] >= fp8_wgmma.MANY]
     cases += HAVE_SPILLED
     hinted = FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True)
@@ -264,8 +265,8 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
 
 
 def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:
-    """Return cases of every tile with both accumulations, or of ``every`` tile and accumulation with light and heavy
-    epilogues. Layouts and epilogues take turns."""
+    """Return cases in which every tile appears with both values of ``fast_accum``, and if ``every`` also with light and
+    heavy epilogues. Layouts and epilogues alternate."""
     layouts = itertools.cycle(FP8_LAYOUTS)
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle([*PER_COLUMN, *epilogues(("one",))])
@@ -282,10 +283,11 @@ def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:
 
 
 def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
-    """Return cases of every tile. Scale layouts, expert layouts and epilogues alternate from case to case.
+    """Return cases with every tile. Scale layouts, expert layouts and epilogues alternate from case to case.
 
-    With ``every``, each tile of ``fp8_fp4_wgmma_ss`` appears in both formats; otherwise in one, so that all pairs of
-    format, size and split_k meet. ``fp8_fp4_recode`` appears in every expert layout; it does not depend on the format.
+    If ``every``, each tile of ``fp8_fp4_wgmma_ss`` appears in both formats, and otherwise in one format, chosen so that
+    each format appears with each size and each split_k. ``fp8_fp4_recode`` does not depend on the format; it appears in
+    every expert layout.
     """
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])

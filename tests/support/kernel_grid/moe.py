@@ -1,4 +1,4 @@
-"""Cases of kernels around the experts' GEMMs: routing, permutation, gate, and the weighted sum."""
+"""Cases of the kernels before and after the experts' GEMMs: routing, permutation, gate, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 @dataclass(frozen=True)
 class MoeCase(KernelCase):
-    """Kernel around the experts' GEMMs.
+    """A kernel of an expert layer other than its GEMMs.
 
     Attributes:
         family: kernel family, or ``moe_swiglu`` for experts' rows of ``row_quant``.
-        plan_arguments: arguments of the family's ``plan``; for a choice of experts: the fields of ``ExpertChoice``
-            without ``is_finite``, the other argument, and ``is_finite`` if it is true; for ``moe_swiglu``: width of a
-            row, dtype, whether offsets, counts and the general gate are used, and the number of experts if not usual.
+        plan_arguments: arguments of the family's ``plan``. For a kernel that chooses experts: the fields of
+            ``ExpertChoice`` except ``is_finite``, the other argument, and ``is_finite`` if it is true. For
+            ``moe_swiglu``: the width of a row, the dtype, whether offsets, counts and the general gate are used, and
+            the number of experts if it is not the usual number.
         arch: architecture to compile for.
     """
 
@@ -37,7 +38,7 @@ class MoeCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that ``plan`` chooses."""
+        """Kernel with the configuration that ``plan`` chooses."""
         if self.family == "moe_swiglu":
             return _experts_rows_kernel(*self.plan_arguments, self.arch)
         family = importlib.import_module(f"torch_cute_ops.kernels.{self.family}")
@@ -59,7 +60,7 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_route", (FP16, 896, 22, False, True, 1, 1, True, False), "sm_100a"),
     ("moe_route", (FP32, 1024, 8, False, False, 1, 1, False, False, True), "sm_120a"),
     ("moe_route", (BF16, 510, 16, False, True, 17, 4, False, False, True), "sm_90a"),
-    # Kernels that have spilled
+    # Cases that have spilled registers
     ("moe_route", (BF16, 1020, 32, False, True, 17, 4, True, False), "sm_90a"),
     ("moe_route", (FP32, 1020, 32, False, True, 17, 9, False, False, True), "sm_100a"),
     ("moe_route", (FP16, 1023, 22, False, True, 3, 2, True, True, True), "sm_120a"),
@@ -76,11 +77,11 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_swiglu", (2048, BF16, True, True, False, 1024), "sm_90a"),
     ("moe_swiglu", (7168, FP32, False, True, True, 1024), "sm_120a"),
 )
-"""Cases with more than 512 experts, or more than 16 of them for a token; and a choice with finite logits."""
+"""Cases with more than 512 experts, cases with more than 16 experts per token, and a choice with ``is_finite``."""
 
 
 def moe_cases() -> list[MoeCase]:
-    """Return cases with the largest ``topk`` and smaller values, and with narrow and wide rows. Dtypes alternate from
+    """Return cases with the largest and with smaller ``topk``, and with narrow and wide rows. Dtypes alternate from
     case to case."""
     archs = itertools.cycle(ARCHS)
     dtypes = itertools.cycle((BF16, FP16, FP32))
@@ -110,7 +111,8 @@ def moe_cases() -> list[MoeCase]:
         )
     ]
     ids = [(512, False), (512, True), (7, True)]
-    # Choices of experts as for moe_route; instead of a layout of rows, with and without factors of the experts
+    # moe_route_dense chooses experts as moe_route does. Instead of a layout of rows, its last argument says whether
+    # experts have factors.
     dense = [(*plan_arguments[:-1], i % 2 == 0) for i, plan_arguments in enumerate(route)]
     cases = {
         "moe_route": route,

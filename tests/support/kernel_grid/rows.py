@@ -1,4 +1,4 @@
-"""Cases of kernels of rows: quantisation, optionally after a norm, a sum or a gate; and dequantisation."""
+"""Cases of kernels that process rows: quantisation, optionally after a norm, a sum or a gate; and dequantisation."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 SPANS = ((16, 32, 48, 128), (1152, 2048, 2880, 4096), (7168, 8192), (16_384, 32_768, 65_536))
-"""Widths of rows that share a warp, that take one warp, that take several warps, and that are split."""
+"""Groups of widths: several rows per warp; one warp per row; several warps per row; several CTAs per row."""
 
 WIDTHS = tuple(itertools.chain(*SPANS))
 
 WIDE = (7168, 65_536)
-"""Widths with the most values in a thread: of rows in one CTA, and of rows that several CTAs share."""
+"""Widths for which a thread holds the most values: first for rows in one CTA, then for rows that several CTAs share."""
 
 FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOUTS))
 
 FP8_TARGETS = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
-"""Format (``-g``: with a global scale) and scale layout."""
+"""Pairs (format, scale layout). The suffix ``-g`` means with a global scale."""
 
 ROUNDED = ("rounded", "row")
-"""No format: values in the input dtype."""
+"""Target of rows that are rounded to the input's dtype instead of quantised."""
 
 TARGETS = (*FP4_TARGETS, *FP8_TARGETS, ROUNDED)
 
 DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
-"""Dtype of the input (or of the output of dequantisation), and dtype of the weight."""
+"""Pairs (dtype of the input, or of the output of dequantisation; dtype of the weight)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class What:
 
     @property
     def targets(self) -> Iterable[tuple[str, str]]:
-        """Formats and layouts that some op supports."""
+        """Formats and layouts that an op with this operation supports."""
         if "linear" in self.also:
             return [target for target in FP4_TARGETS if target[1] == "128x4"]
         if not self.source or self.also:
@@ -86,7 +86,7 @@ WHAT = {what.name: what for what in WHATS}
 
 @dataclass(frozen=True)
 class Case(KernelCase):
-    """Configuration, and the architecture to compile it for."""
+    """A configuration of a row kernel, and the architecture to compile it for."""
 
     what: What
     dtypes: tuple[torch.dtype, torch.dtype]
@@ -105,9 +105,9 @@ class Case(KernelCase):
         return (
             self.target in self.what.targets
             and (self.what.normalises or self.dtypes[0] == self.dtypes[1])
-            # Without block scales, the width is a multiple of the 16 elements that a thread processes at once.
+            # Without block scales, the width must be a multiple of the 16 elements that a thread processes at once.
             and self.width % max(16, 1 if self.format is None else self.format.width_multiple) == 0
-            # Two fp32 rows and an fp32 weight do not fit into 8 CTAs of 99 KB.
+            # Excluded: two fp32 rows and an fp32 weight do not fit into 8 CTAs with 99 KB each.
             and (self.what.source, self.dtypes[0], self.width, self.arch) != ("add", FP32, 65_536, "sm_120a")
         )
 
@@ -122,10 +122,10 @@ class Case(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that ``plan`` chooses.
+        """Kernel with the configuration that ``plan`` chooses.
 
         Raises:
-            ValueError: ``plan`` supports no kernel.
+            ValueError: if ``plan`` supports no kernel.
         """
         name, layout = self.target
         dtype, weight = self.dtypes
@@ -149,15 +149,15 @@ class Case(KernelCase):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """Choices of the case, one for each factor of the grid."""
+        """The case's value for each factor of the grid."""
         return self.what, self.dtypes, self.width, self.target, self.arch
 
     @property
     def pairs(self) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
-        """All pairs of the choices, with their places; and, for wide rows, the triple of operation, width and
-        architecture.
+        """All pairs of the case's choices, as (index of the factor, choice); and for wide rows the triple of operation,
+        width and architecture.
 
-        Each dtype and each target is combined with one width of each range of widths, not with each width.
+        A dtype or target is paired with the group of widths (``SPANS``) instead of the width.
         """
         what, dtypes, width, target, arch = enumerate(self.choices)
         span = (6, next(span for span in SPANS if self.width in span))
@@ -171,21 +171,21 @@ TIGHT = (
     Case(WHAT["norm"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),
     Case(WHAT["norm-norm"], (BF16, FP32), 7168, ("nvfp4", "linear"), "sm_100a"),
 )
-"""Cases that have spilled, in addition to those in which pairs of choices meet."""
+"""Cases that have spilled registers, in addition to the cases that cover pairs."""
 
 
 def every_case() -> Iterator[Case]:
-    """Yield the whole grid."""
+    """Yield every valid case of the grid."""
     choices = itertools.product(WHATS, DTYPES, WIDTHS, TARGETS, ARCHS)
     return (case for case in itertools.starmap(Case, choices) if case.is_valid)
 
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """Return a selection of the grid, with ``TIGHT``, in which each pair of choices occurs. For wide rows, each triple
-    of operation, width and architecture also occurs.
+    """Return a selection of the grid, plus ``TIGHT``, that contains each pair of choices. For wide rows, it also
+    contains each triple of operation, width and architecture.
 
-    The selection is greedy: for a pair that is still missing, it takes the candidate that adds the most pairs.
+    The selection is greedy: for each pair that is still missing, it adds the case that contains the most missing pairs.
     """
     having = defaultdict(list)
     for case in every_case():

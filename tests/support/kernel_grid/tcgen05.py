@@ -26,7 +26,7 @@ TCGEN05_TILES = tuple(
 
 @dataclass(frozen=True)
 class Tcgen05Case(KernelCase):
-    """GEMM of two FP4 operands by tcgen05. ``cta_group`` is the number of CTAs of an MMA."""
+    """GEMM of two FP4 operands by tcgen05. ``cta_group`` is the number of CTAs that share an MMA."""
 
     format: FP4Format
     layout: str
@@ -48,7 +48,7 @@ class Tcgen05Case(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that the backend builds, or this kernel with fewer stages."""
+        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
         config = fp4_tcgen05.plan(
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
@@ -64,7 +64,8 @@ class Tcgen05Case(KernelCase):
 
 
 def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
-    """Return cases of all kinds of operands and tiles for each architecture if ``every``, otherwise a fourth of them.
+    """Return cases with all kinds of operands and tiles for each architecture if ``every``, and otherwise with a fourth
+    of them.
 
     Architectures and epilogues alternate from case to case.
     """
@@ -79,8 +80,8 @@ def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
 
 @dataclass(frozen=True)
 class Tcgen05ExpertsCase(KernelCase):
-    """GEMM of two FP4 operands by tcgen05 over experts, with ``expert_k`` elements of k each. If ``routed``, experts
-    without a token are skipped."""
+    """GEMM of two FP4 operands by tcgen05 over experts, each with ``expert_k`` elements of K. If ``routed``, experts
+    without tokens are skipped."""
 
     format: FP4Format
     layout: str
@@ -106,7 +107,7 @@ class Tcgen05ExpertsCase(KernelCase):
 
     @property
     def kernel(self) -> Any:
-        """Kernel that the backend builds, or this kernel with fewer stages."""
+        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
         config = fp4_tcgen05_experts.plan(
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
@@ -124,7 +125,8 @@ class Tcgen05ExpertsCase(KernelCase):
 
 
 def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
-    """Return cases of all kinds of operands and tiles for each architecture if ``every``, otherwise a few of them.
+    """Return cases with all kinds of operands and tiles for each architecture if ``every``, and otherwise with a few of
+    them.
 
     Architectures, widths and dtypes alternate from case to case.
     """
