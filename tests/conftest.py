@@ -1,5 +1,5 @@
-"""Pytest configuration of all tests: their devices, fresh random data with a printed seed, and the record of a GPU
-run."""
+"""Pytest configuration of all tests: the devices, random data with a printed seed, distribution over workers, and the
+record of a GPU run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Set before NumPy and torch load their libraries, here and in processes that tests start: matrices are small, and a
-# second thread busy-waits. It lengthened float64 sums that GEMMs are compared with by two fifths.
+# One OpenMP thread, here and in processes that tests start: matrices are small, and a second thread busy-waits. With
+# it, float64 sums that GEMMs are compared with took two fifths longer. NumPy and torch read the variable when they are
+# loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -28,7 +29,7 @@ from support import unchanged
 from support.devices import DEVICES, GPU_MISSING
 from support.gpu_record import GpuRecord
 
-# The time of an example depends on the machine more than on the code.
+# No deadline: the time of an example depends more on the machine than on the code.
 hypothesis.settings.register_profile("torch_cute_ops", deadline=None)
 hypothesis.settings.load_profile("torch_cute_ops")
 
@@ -55,14 +56,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # With small tensors a second thread costs more than it saves, and much more on a busy machine.
+    # One thread: with small tensors a second thread costs more than it saves, and much more on a busy machine.
     torch.set_num_threads(1)
-    # pytest adds its handlers, in each phase of each test, to each logger that does not propagate. torch has 48 of
-    # them.
+    # In each phase of each test, pytest adds its handlers to each logger that does not propagate. torch has 48 such
+    # loggers.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    # A worker of pytest-xdist receives its controller's seed, and leaves the record to the controller.
+    # A worker of pytest-xdist gets the seed from its controller, and leaves the record to the controller.
     controller = getattr(config, "workerinput", None)
     seed = config.getoption("seed") if controller is None else controller["seed"]
     if controller is None and config.getoption("gpu_record") is not None:
@@ -77,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
         every = ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["TEST_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", every)  # for workers, in devices.py
     if controller is not None:
-        # One worker runs per processor, and Inductor would start a further process per processor in each.
+        # One worker runs per processor; in each worker, Inductor would start another process per processor.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
@@ -88,16 +89,17 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Pass the seed and the names of tests that ran before to a worker of pytest-xdist."""
+    """Pass the seed, and the names of tests that already ran, to a worker of pytest-xdist."""
     node.workerinput["seed"] = node.config.stash[BASE_SEED]
     node.workerinput["done"] = sorted(node.config.stash.get(DONE, ()))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Send the tests of an op's sample to one worker with ``--dist loadgroup``, so that it compiles each kernel once.
+    """Send all tests of a sample to the same worker with ``--dist loadgroup``, so that each kernel is compiled once.
 
-    Groups are not marked, because pytest 9.2 lets pytest-xdist 3.8 lose the marks (pytest-xdist's issue 1386).
+    Groups are computed from test names instead of marks, because pytest-xdist 3.8 loses marks with pytest 9.2 (its
+    issue 1386).
     """
     if config.getvalue("dist") != "loadgroup":
         return None
@@ -112,7 +114,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             super().mark_test_complete(node, item_index, duration)
-            # xdist counts all groups of a worker after each test. Finished groups would number thousands.
+            # xdist would count all groups of a worker after each test. Drop finished groups, which would number
+            # thousands.
             work, group = self.assigned_work[node], self._split_scope(self.registered_collections[node][item_index])
             if all(work[group].values()):
                 del work[group]
@@ -126,13 +129,13 @@ KEEPS_KERNELS = re.compile(r"/kernels/test_(\w+_emulated|overlap)\.py$")
 
 
 def group_of(nodeid: str, workers: int = 1) -> str:
-    """Return the group of a test, whose tests run on one worker: its op and sample, or the test itself without
-    parameters.
+    """Return the name of a test's group, whose tests run on one worker: the op and sample, or else the test's name
+    without parameters.
 
-    Some tests are grouped differently. Inductor's tests on the CPU form one group per 8 workers: each worker first
-    precompiles PyTorch's headers, which takes a minute, but a single worker would finish after all others. So do the
-    tests of a file that compile and keep the same kernels; the longest file takes two minutes by itself. Tests for GPUs
-    only, some of which launch kernels for a minute, are not grouped, so that tests of a backend run in parallel.
+    Some tests are grouped differently. Inductor's tests on the CPU form one group per 8 workers: each worker that runs
+    them first precompiles PyTorch's headers, which takes a minute, but a single worker would finish after all others.
+    The tests of a file form one group if they compile the same kernels; the longest such file takes two minutes. Tests
+    that need a GPU are not grouped, so that the tests of a backend run in parallel; some launch kernels for a minute.
     """
     name, _, parameters = nodeid.partition("[")
     file = name.partition("::")[0]
@@ -147,7 +150,7 @@ def group_of(nodeid: str, workers: int = 1) -> str:
 
 
 def digest_of(text: str) -> int:
-    """Return a number for a text that is the same in every process."""
+    """Return a hash of the text that is the same number in every process."""
     return zlib.crc32(text.encode())
 
 
@@ -157,8 +160,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_cases(config, items, sample)
     done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
     items[:] = [item for item in items if item.nodeid not in done]
-    # Tests of the GPU begin first, so that a run that is stopped contains them, and then long tests, so that no worker
-    # ends up with them; tests that measure time run after all others.
+    # Tests on the GPU come first, so that an interrupted run has results for them. Long tests come next, so that no
+    # worker ends with one. Tests that measure time come last, when the machine is idle.
     items.sort(key=lambda item: (bool(item.get_closest_marker("timing")), not runs_on_gpu(item), not takes_long(item)))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
@@ -166,27 +169,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def runs_on_gpu(item: pytest.Item) -> bool:
-    """Return whether a test uses a GPU, and one is present."""
+    """Return True if the test uses a GPU and one is present."""
     device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
     return not GPU_MISSING and (device == "cuda" or bool(item.get_closest_marker("gpu")))
 
 
 def takes_long(item: pytest.Item) -> bool:
-    """Return whether a test is marked as slow, or belongs to a group that takes long as a whole."""
+    """Return True if the test is marked as slow, or belongs to a group that takes long as a whole."""
     return bool(item.get_closest_marker("slow") or KEEPS_KERNELS.search(item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all objects so far, torch and thousands of items, from garbage collection: they live as long as the run.
-    Collecting them repeatedly took a seventh of the time of tests that compile programs, and copied their pages in
-    every forked process."""
+    """Exclude all existing objects (torch, thousands of test items) from garbage collection, because they live until
+    the run ends. Collecting them repeatedly took a seventh of the time of tests that compile programs, and copied their
+    pages in every forked process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def keep_cases(config: pytest.Config, items: list[pytest.Item], pattern: str) -> None:
-    """Deselect tests without a case that ``--sample`` asks for."""
+    """Deselect tests that check none of the cases selected by ``--sample``."""
     chunks = [item.callspec.params.get("chunk") if hasattr(item, "callspec") else None for item in items]
     kept = [chunk is not None and bool(chunk.selected(pattern)) for chunk in chunks]
     config.hook.pytest_deselected(items=[item for item, keeps in zip(items, kept, strict=True) if not keeps])
@@ -210,9 +213,9 @@ def _call(function: Callable[..., Any], **given: Any) -> Any:
 
 
 with_room = types.FunctionType(_call.__code__.replace(co_stacksize=1 << 16), globals(), "with_room")
-"""Calls a function from a frame so large that all further frames fit into the same piece of memory. Python gets memory
-for frames in pieces of 16 KB and frees a piece as soon as it is empty, so that a loop of calls across the end of a
-piece maps memory each time. In some files of kernel tests this took a twelfth of the time."""
+"""Call a function from a frame so large that all inner frames fit into the same piece of memory. Python gets memory for
+frames in pieces of 16 KB, and frees a piece as soon as it is empty. If a loop calls functions across the end of a
+piece, each call maps memory. In some files of kernel tests this took a twelfth of the time."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -230,28 +233,28 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
 BASE_SEED = pytest.StashKey[int]()
 DONE = pytest.StashKey[frozenset[str]]()
-"""Tests that an earlier session of ``--gpu-record`` has run."""
+"""Key of the names of tests that an earlier session of ``--gpu-record`` has already run."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed each test from the base seed and its name, whatever runs before it."""
+    """Seed each test from the base seed and the test's name, so that its data does not depend on other tests."""
     seed_for(item.config, item.nodeid)
 
 
 @pytest.fixture
 def seed_case(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Return a function that seeds a case of a chunk as if it were a test."""
+    """Return a function that seeds a case of a chunk as if the case were a separate test."""
     chunk = request.node.callspec.params["chunk"].id
     return lambda case: seed_for(request.config, request.node.nodeid.replace(chunk, case))
 
 
 def seed_for(config: pytest.Config, name: str) -> None:
-    """Seed all random data from the base seed and a name."""
+    """Seed all random generators from the base seed and a name."""
     digest = hashlib.sha256(f"{config.stash[BASE_SEED]} {name}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)
-    # torch.manual_seed keeps a stack trace for each kind of GPU if none is present, which takes 0.1 ms per test.
+    # torch.manual_seed stores a stack trace for each absent kind of GPU, which takes 0.1 ms per test.
     torch.default_generator.manual_seed(seed)
     if not GPU_MISSING:
         torch.cuda.manual_seed_all(seed)

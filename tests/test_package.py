@@ -1,4 +1,5 @@
-"""Package: cost of the import, registry, settings, digests of sources, architectures."""
+"""Tests of the package as a whole: cost of the import, registry, settings, digests of sources, distribution,
+architectures."""
 
 import importlib
 import inspect
@@ -27,17 +28,18 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.mark.timing
 def test_import_is_quick():
-    """Importing the package takes at most 5 % of the time that importing torch takes (60 ms if torch takes 1.2 s).
+    """Check that importing the package takes at most 5 % of the time of importing torch (60 ms if torch takes 1.2 s).
 
-    The limit is relative and counts processor time: other tests keep the processor busy, and machines differ by a
-    factor of two. The best of several runs counts.
+    The limit is relative, because machines differ by a factor of two, and counts processor time, because other tests
+    keep the processor busy. The best of several runs counts.
     """
     code = (
         "import time; start = time.process_time()\n"
         "import torch; middle = time.process_time()\n"
         "import torch_cute_ops; print((time.process_time() - middle) / (middle - start))"
     )
-    # The first import writes bytecode, which installed packages contain. Torch starts its default number of threads.
+    # The first import writes bytecode, which an installed package would already contain. Let torch start its default
+    # number of threads.
     written = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": str(os.cpu_count())}
     python(code, **written)
     best, limit = 1.0, 0.05
@@ -49,7 +51,8 @@ def test_import_is_quick():
 
 
 def test_import_is_light():
-    """The import loads no DSL, TVM-FFI, Triton, DTensor, kernels or samples, and does not initialise CUDA."""
+    """Check that the import loads no DSL, TVM-FFI, Triton, DTensor, kernels or samples, and does not initialise
+    CUDA."""
     done = python(
         "import sys, torch; before = set(sys.modules); import torch_cute_ops\n"
         "heavy = 'cutlass', 'tvm_ffi', 'cuda', 'numpy', 'triton', 'torch_cute_ops.kernels', 'torch_cute_ops.testing'\n"
@@ -60,7 +63,7 @@ def test_import_is_light():
 
 
 def test_ops_on_a_cpu_need_no_dsl():
-    """References run without the DSL."""
+    """Check that ops on CPU tensors run if the DSL is not installed."""
     done = python(
         "import sys\n"
         "sys.modules['cutlass'] = sys.modules['tvm_ffi'] = None\n"
@@ -143,7 +146,8 @@ for path in sys.argv[1:]:
 
 
 def test_private_names_of_torch_are_optional():
-    """If any private name is missing, ops on a CPU still give correct results and refuse inputs that require grad."""
+    """Check that, if a private name of torch is missing, ops on a CPU still give correct results and refuse inputs that
+    require grad."""
     done = python(WITHOUT_A_NAME, arguments=PRIVATE_NAMES)
     assert done.stdout.splitlines() == [f"fine without {name}" for name in PRIVATE_NAMES], done.stderr
 
@@ -189,7 +193,7 @@ def test_every_layer_has_every_op(package):
 
 @by_op
 def test_registration(op):
-    """Both overloads have CPU, CUDA and fake implementations."""
+    """Check that the functional op and its ``.out`` overload have CPU, CUDA and fake implementations."""
     for overload in (op.qualified_name, f"{op.qualified_name}.out"):
         for key in ("CPU", "CUDA", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload, key), (overload, key)
@@ -208,7 +212,7 @@ def test_docstring_has_every_argument(op):
 
 
 def test_flags(monkeypatch):
-    monkeypatch.setattr(settings, "_known", {})  # a flag of this test is none of the settings that others look at
+    monkeypatch.setattr(settings, "_known", {})  # restored, because other tests list the settings
     name = "TORCH_CUTE_OPS_TEST_FLAG"
     for default in (True, False):
         monkeypatch.delenv(name, raising=False)
@@ -231,7 +235,7 @@ def test_pdl_setting():
 
 
 def test_source_digest(tmp_path, monkeypatch):
-    """The digest depends on contents, names and the set of files, but not on the package's folder."""
+    """Check that the digest depends on contents, names and the set of files, but not on the package's folder."""
     before = provenance.source_digest()
     assert re.fullmatch(r"[0-9a-f]{64}", before)
     copy = tmp_path / "elsewhere" / "torch_cute_ops"
@@ -259,16 +263,16 @@ def test_source_digest(tmp_path, monkeypatch):
 
 
 def test_the_source_distribution_is_complete(tmp_path):
-    """The source distribution contains every tracked file and no untracked file."""
+    """Check that the source distribution contains every tracked file and no untracked file."""
     root = PACKAGE.parent
     (version,) = re.findall(r'requires = \["setuptools>=([\d.]+)"\]', (root / "pyproject.toml").read_text())
     pytest.importorskip("setuptools", minversion=version)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
-    # An unpacked source distribution has no git; use the files that are present.
+    # An unpacked source distribution has no git repository; use the files that are present.
     names = listed.stdout.split("\0")[:-1] if listed.returncode == 0 else tuple(walked(root))
     tree = tmp_path / "tree"
     for name in names:
-        if (root / name).is_file():  # a file may have been deleted since it was added
+        if (root / name).is_file():  # git lists files that were deleted after they were added
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(root / name, tree / name)
     want = set(walked(tree))
@@ -286,7 +290,8 @@ def test_the_source_distribution_is_complete(tmp_path):
 
 
 def test_actions_are_pinned():
-    """Each action is pinned by a full commit SHA, since a tag can be moved; a comment names the version."""
+    """Check that each GitHub action is pinned by a full commit SHA, because a tag can be moved, with a comment that
+    names the version."""
     uses = re.findall(r"uses: (.*)", "".join(path.read_text() for path in (PACKAGE.parent / ".github").rglob("*.yml")))
     assert uses
     for action in uses:

@@ -39,7 +39,7 @@ def float_layer(dtype=torch.bfloat16, factor=1.0) -> nn.Linear:
 
 
 def decoded_by_the_specification(weight: torch.Tensor, name: str) -> np.ndarray:
-    """Return the float64 numbers that a weight (N, K) has after quantisation, computed without the package."""
+    """Return the float64 numbers to which a quantised weight (N, K) decodes, computed without the package."""
     numbers = weight.detach().float().cpu().numpy()
     if name == "fp8_block":
         result = np.zeros(numbers.shape)
@@ -62,7 +62,7 @@ def decoded_by_the_specification(weight: torch.Tensor, name: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("factor", [1.0, 1e-4, 1e4])
 def test_decoded_weight(name, dtype, factor, device):
-    """The global scale is applied whatever the magnitude of the weight is."""
+    """Check the decoded weight for weights of very different magnitudes, which the global scale must compensate."""
     weight = float_layer(dtype, factor).weight.to(device)
     q = quantize(weight, name)
     want = decoded_by_the_specification(weight, name)
@@ -75,7 +75,7 @@ def test_decoded_weight(name, dtype, factor, device):
 @by_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_linear(name, activations, dtype, device):
-    """The product equals the float64 product, for any leading dimensions of x, with and without a bias."""
+    """Check that the product equals the float64 product, for any leading dimensions of x, with and without a bias."""
     source = float_layer(dtype, factor=1e-2).to(device)
     layer = LAYERS[name].from_float(source, activations=activations)
     q = quantize(source.weight, name)
@@ -91,7 +91,8 @@ def test_linear(name, activations, dtype, device):
 
 @by_format
 def test_automatic_activations(name):
-    """Without a choice, FP4 weights are multiplied by 16-bit activations, and FP8 weights by FP8 activations."""
+    """Check that with ``activations="auto"`` FP4 weights are multiplied by 16-bit activations, and FP8 weights by FP8
+    activations."""
     q, x = quantize(torch.randn(N, K), name), torch.randn(3, K).bfloat16()
     chosen = "fp8" if name == "fp8_block" else "16bit"
     assert torch.equal(linear(x, q), linear(x, q, activations=chosen))
@@ -99,7 +100,7 @@ def test_automatic_activations(name):
 
 @by_format
 def test_autocast(name):
-    """Cast float32 activations as ``nn.functional.linear`` does."""
+    """Check that float32 activations are cast as ``nn.functional.linear`` casts them under autocast."""
     q, x = quantize(torch.randn(N, K), name), torch.randn(3, K)
     with torch.autocast("cpu", torch.bfloat16):
         got = linear(x, q)
@@ -109,7 +110,8 @@ def test_autocast(name):
 @by_format
 @given(power=st.integers(-60, 60))
 def test_relative_error_at_any_magnitude(name, power):
-    """A global scale that is forgotten or inverted would give errors of 100 % and more."""
+    """Check that the relative error is small. A missing or inverted global scale would give errors of 100 % and
+    more."""
     weight, x = torch.randn(64, 256) * 2.0**power, torch.randn(32, 256).bfloat16()
     exact = x.double() @ weight.t().double()
     error = (linear(x, quantize(weight, name)).double() - exact).norm() / exact.norm()
@@ -117,7 +119,7 @@ def test_relative_error_at_any_magnitude(name, power):
 
 
 def test_amax_of_several_weights():
-    """Weights with one amax have one global scale, so that their codes can be concatenated."""
+    """Check that weights quantised with one amax share one global scale, so that their codes can be concatenated."""
     q, k = torch.randn(N, K), torch.randn(8, K) / 3
     amax = torch.stack([q.abs().amax(), k.abs().amax()]).amax()
     records = [quantize(each, amax=amax) for each in (q, k)]
@@ -127,7 +129,8 @@ def test_amax_of_several_weights():
 
 
 def test_quantised_tensors_of_a_checkpoint():
-    """A record is also made from tensors, such as ModelOpt's, whose weight_scale_2 is the reciprocal."""
+    """Check that a QuantizedWeight can be made from a checkpoint's tensors, such as ModelOpt's, whose weight_scale_2 is
+    the reciprocal of the global scale."""
     weight = torch.randn(N, K) / 100
     weight_scale_2 = weight.abs().max() / 2688
     codes, scale = torch_cute_ops.fp4_quantize(weight, weight_scale_2.reciprocal())
@@ -140,7 +143,8 @@ def test_quantised_tensors_of_a_checkpoint():
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_scales_of_a_checkpoint(name):
-    """Linear scales, tiles, and torch's own dtypes of packed codes and scales give the same object."""
+    """Check that linear scales, tiled scales, and torch's own dtypes of packed codes and scales give the same
+    object."""
     weight = torch.randn(N, K)
     want = quantize(weight, name)
     block = 16 if name == "nvfp4" else 32
@@ -154,7 +158,7 @@ def test_scales_of_a_checkpoint(name):
             assert np.array_equal(weights.raw(q.scale), weights.raw(want.scale)) and torch.equal(q.codes, codes)
 
 
-# One object
+# The object
 
 
 @by_format
@@ -174,7 +178,8 @@ def test_tensors_are_the_leaves(name):
 
 @by_format
 def test_copies(name):
-    """Copies on a device, by tree_map, deepcopy or a file hold the same bytes, and nothing is cast."""
+    """Check that copies made by ``to``, tree_map, deepcopy or a file contain the same bytes, and that nothing is
+    cast."""
     q = quantize(torch.randn(N, K), name)
     file = io.BytesIO()
     torch.save({"q": q}, file)
@@ -188,7 +193,7 @@ def test_copies(name):
 
 
 def test_it_is_immutable():
-    """A new global scale without a new alpha would give wrong numbers."""
+    """Check that attributes cannot be set: a new global scale without a new alpha would give wrong numbers."""
     q = quantize(torch.randn(N, K))
     with pytest.raises(AttributeError, match="immutable: global_scale cannot be set"):
         q.global_scale = torch.ones(1)
@@ -196,13 +201,14 @@ def test_it_is_immutable():
         del q.alpha
 
 
-# Programs
+# Compiled and exported programs
 
 
 @by_kind
 @pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
 def test_compiles_thrice_at_most(name, activations, dynamic, device):
-    """The record is an input of the graph; 0 and 1 rows are special to the compiler."""
+    """Check that the quantised weight can be an input of a compiled graph, which is compiled at most three times: for 0
+    rows, 1 row, and more rows."""
 
     def program(x, q, bias):
         return linear(x, q, bias, activations=activations)
@@ -232,7 +238,7 @@ def test_quantised_inside_a_program(name, device):
 
 
 class Program(nn.Module):
-    """Linear layer whose weight is an input."""
+    """Linear layer whose quantised weight is an input."""
 
     def forward(self, x: torch.Tensor, q: QuantizedWeight) -> torch.Tensor:
         return linear(x, q) * 2
@@ -252,7 +258,7 @@ def test_export(name, device):
 @pytest.mark.slow
 @by_format
 def test_inductor(name, device):
-    """Inductor fuses operations before and after the product, for any number of rows."""
+    """Check that Inductor compiles operations before and after the product correctly, for any number of rows."""
 
     def program(x, q):
         return linear(x * 2, q).relu() + 1
@@ -364,7 +370,8 @@ def test_errors_of_the_record(change, error, message):
 
 
 def test_a_global_scale_without_a_value():
-    """Check that a global scale is not read where that is impossible: in fake tensors, transforms and compiled code."""
+    """Check that the value of a global scale is not read if it cannot be read: in fake tensors, transforms and compiled
+    code."""
 
     def decoded(codes, scale, global_scale):
         return dequantize(QuantizedWeight(codes, scale, global_scale, format="nvfp4"))
