@@ -1,4 +1,5 @@
-"""Simulated device, and the repository's root on the path: the installed package does not contain `benchmarks`."""
+"""Fixtures for tests of the benchmarks: a simulated device, and the repository's root on the import path, because the
+installed package does not contain `benchmarks`."""
 
 import sys
 from pathlib import Path
@@ -13,5 +14,5 @@ if ROOT not in sys.path:
 
 @pytest.fixture
 def fake_backend():
-    """Return the class of the simulated device."""
+    """Return the class of a device with a simulated clock."""
     return FakeDevice

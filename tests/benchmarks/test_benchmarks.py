@@ -1,4 +1,4 @@
-"""Test the benchmarks without a GPU: bytes, sizes, checks of results, and a whole run with a simulated clock."""
+"""Test the benchmarks without a GPU: bytes moved, sizes, checks of results, and a whole run with a simulated clock."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def no_quack(monkeypatch):
 @pytest.mark.parametrize(("op", "choices"), EVERY_CHOICE)
 def test_the_formula_is_the_bytes_of_the_tensors(op, choices):
     benchmark = ops.load(op)
-    case = benchmark.case(256, 2048, choices=choices)  # no padding in a 128x4 layout: every byte of a tensor is moved
+    case = benchmark.case(256, 2048, choices=choices)  # without padding of 128x4 scales
     tensors = benchmark.make_set(case, CPU)
     written_too = tensors["residual"].nbytes if "residual" in tensors else 0
     assert benchmark.bytes_moved(case) == sum(t.nbytes for t in tensors.values()) + written_too
@@ -100,7 +100,7 @@ def test_mismatch_counts_codes_scales_and_ulps():
 
 
 def assert_agrees(benchmark, case):
-    """Check that our op and the composition agree on a fresh set of tensors, and that other tensors stay unchanged."""
+    """Check that our op and the composition of torch ops agree on fresh tensors, and that no other tensor changes."""
     sets = [benchmark.make_set(case, CPU)]
     made = {name: tensor.clone() for name, tensor in sets[0].items()}
     expected = benchmark.expected(case, sets[0])
@@ -118,16 +118,16 @@ def assert_agrees(benchmark, case):
 
 
 def may_differ(benchmark, output):
-    """Return the fraction of an output's elements that may differ: the tolerance, but at least one element.
+    """Return the fraction of an output's elements that may differ: the benchmark's tolerance, but at least one element.
 
-    The tolerance is meant for outputs of thousands of elements. If a row's sum is added in another order, about 1 in
-    500,000 elements rounds differently.
+    The tolerance is a fraction, which would allow no difference in a small output. If a row is summed in another order,
+    about 1 in 500,000 elements rounds differently.
     """
     return max(benchmark.tolerance, 1 / output.numel()) if benchmark.tolerance else 0.0
 
 
 def equal_bytes(a, b):
-    # Copies, because tensors with a dimension of one element can have strides that bytes cannot take over.
+    # Clone to contiguous strides: a tensor with unusual strides in a dimension of size 1 cannot be viewed as bytes.
     return torch.equal(*(each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b)))
 
 
@@ -152,7 +152,7 @@ def measured(fake_backend):
         ops.load("rmsnorm_fp4quant"),
         [Case({"M": 256, "H": 2048}), Case({"M": 1, "H": 7168})],
         device=CPU,
-        backend=fake_backend([10.0, 8.0]),  # ours, copy
+        backend=fake_backend([10.0, 8.0]),  # costs in µs of our op and of the copy
         settings=Settings(max_sets=3),
         l2_bytes=2**20,
         ceilings=Ceilings(1.0),
@@ -227,14 +227,15 @@ def test_every_op_has_a_benchmark():
 
 
 WRITES_PADDING = {"moe_permute_fp8quant", "moe_swiglu_fp8quant"}
-"""Ops whose reference, unlike the kernel, writes rows that belong to no token: see test_moe_rows.py."""
+"""Ops whose reference writes rows that belong to no token, unlike the kernel: see test_moe_rows.py."""
 SMALL = {"M": 9, "H": 256, "I": 256, "N": 64, "K": 1024, "E": 16}
-"""So many that one code may be rounded the other way, by the order of a row's sum: ``Benchmark.tolerance``."""
+"""Sizes for which at most one code rounds differently if a row is summed in another order: ``Benchmark.tolerance``."""
 
 
 @pytest.mark.parametrize("op", ops.names())
 def test_every_op_from_its_cases_to_reports(op, tmp_path, monkeypatch, capsys, fake_backend):
-    """Measure an op for each combination of choices, write the reports, and read them with the other commands."""
+    """Measure an op for each combination of its choices, write the reports, and read the reports with the other
+    commands."""
     benchmark = ops.load(op)
     small = [replace(case, sizes={name: SMALL[name] for name in case.sizes}) for case in benchmark.cases("full")]
     small = list({str(case): replace(case, inductor="") for case in small}.values())

@@ -10,7 +10,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 (B200,) = cost.usual_targets(ARCHS["sm_100a"])
 BANDWIDTH = 0.888 * 8e12
-"""Rate of a copy: the same share of 8 TB/s as of an H200's peak."""
+"""Bandwidth of a copy on a B200: the same fraction of the peak, 8 TB/s, as on an H200."""
 BYTES_PER_CLOCK = BANDWIDTH / (148 * 1.7e9)
 
 
@@ -20,10 +20,11 @@ def rows_of(printed):
 
 
 def test_figures(capsys):
-    """Check a tile of 128 × 16 on 148 SMs at 1.7 GHz, each with 28 bytes and 32,768 operations per clock."""
+    """Check the model's figures for a tile of 128 × 16 on 148 SMs at 1.7 GHz. An SM moves 28 bytes and computes 32,768
+    operations per clock."""
     one = blackwell.line(NVFP4, 16384, 16384, 16, B200, None)
     assert one.tactic == (16, 1, 1) and one.config.tmem_columns == 128
-    # A k tile is 256 elements: 128 bytes of codes and 16 bytes of scales a row.
+    # A row's k tile of 256 elements is 128 bytes of codes and 16 bytes of scales.
     assert one.mma_clocks == 2 * 128 * 16 * 256 / 32_768
     assert one.byte_clocks == pytest.approx((128 + 16) * (128 + 16) / BYTES_PER_CLOCK)
     moved = (16384 + 16) * (8192 + 1024) + 2 * 16 * 16384
@@ -35,7 +36,8 @@ def test_figures(capsys):
 
 
 def test_experts():
-    """128 tokens by 64 or 128 rows of the weight. Of 256 experts all are read, or, of 8 tokens with 8 each, 22 %."""
+    """Check the model of expert GEMMs with tiles of 128 tokens by 64 or 128 weight rows: with many tokens all 256
+    experts are read; 8 tokens with 8 experts each read 22 %."""
     dense, routed = (blackwell.line(NVFP4, *blackwell.FC2, 8, B200, None, mode) for mode in blackwell.MODES[1:])
     assert dense.tactic[-1] == "dense" and routed.tactic[-1] == "routed"
     assert dense.rows == (dense.tactic[0], 128) and dense.mma_clocks == 2 * 128 * dense.tactic[0] * 256 / 32_768
@@ -47,7 +49,7 @@ def test_experts():
 
 
 def test_table(capsys):
-    """Check that the table says that nothing was measured, and lists every shape and TensorRT-LLM's figures."""
+    """Check that the table says that nothing was measured, and that it lists every shape and TensorRT-LLM's figures."""
     assert cli.main(["blackwell", "--format", "mxfp4", "--arch", "sm_103a", "--no-registers"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: sm_103a") and "mxfp4" in printed
@@ -60,7 +62,7 @@ def test_table(capsys):
 
 
 def test_registers(monkeypatch, capsys):
-    """Check the registers of the compiled kernel of each configuration."""
+    """Check the number of registers that the command prints for the compiled kernel of each configuration."""
     monkeypatch.setattr(blackwell, "SHAPES", {(16384, 16384): (1, 2), (28672, 4096): (1,)})
     compiled = []
     real = blackwell.compile_for

@@ -9,13 +9,13 @@ from benchmarks import compare, host
 
 
 def row(m, us, others, correct=True, **choices):
-    """Return a row of mm_fp4, in which "ours" and "wgmma" are our variants."""
+    """Return a result row of mm_fp4, in which "ours" and "wgmma" are our variants."""
     variants = {name: {"us": value} for name, value in {"ours": us, "wgmma": us, **others}.items()}
     return {"sizes": {"M": m, "N": 64, "K": 128}, "choices": choices, "variants": variants, "correct": correct}
 
 
 def folder(path, **results):
-    """Write a folder of result files."""
+    """Write a folder with these result files, as a benchmark run does."""
     path.mkdir()
     for name, result in results.items():
         (path / f"{name}.json").write_text(json.dumps(result))
@@ -39,7 +39,7 @@ def old(tmp_path):
 
 
 def lines(out):
-    """Return the cells of the table, keyed by case."""
+    """Parse the printed table: return the cells of each row, keyed by case."""
     cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("|"))
     return {first: rest for first, *rest in cells}
 

@@ -1,4 +1,4 @@
-"""Check the torch compositions against docs/numerics.md in plain Python, one element at a time."""
+"""Check the benchmarks' compositions of torch ops against docs/numerics.md, in plain Python, one element at a time."""
 
 import math
 import struct
@@ -26,7 +26,7 @@ def e4m3_value(byte):
 
 
 def nearest(value, grid):
-    """Index of the grid value nearest to `value` ≥ 0, ties to the even index, saturating."""
+    """Return the index of the number in `grid` that is nearest to `value` ≥ 0, with ties to the even index."""
     if value >= grid[-1]:
         return len(grid) - 1
     return min(range(len(grid)), key=lambda i: (abs(grid[i] - value), i % 2))
@@ -36,7 +36,8 @@ E4M3 = [e4m3_value(byte) for byte in range(0x7F)]
 
 
 def quantize_block(values):
-    """Return (16 codes, scale byte) of an NVFP4 block with global scale 1. Each operation rounds to fp32."""
+    """Quantise an NVFP4 block with global scale 1: return 16 codes and the scale byte. Each operation rounds to
+    fp32."""
     if not all(math.isfinite(v) for v in values):
         return [0] * 16, 0x7F
     byte = nearest(fp32(max(map(abs, values)) * fp32(1 / 6)), E4M3)
@@ -49,7 +50,7 @@ def quantize_block(values):
 
 
 def quantize(rows):
-    """Return packed bytes and scale bytes of rows of floats."""
+    """Quantise rows of floats to NVFP4: return packed bytes and scale bytes."""
     packed, scales = [], []
     for row in rows:
         blocks = [quantize_block(row[i : i + 16]) for i in range(0, len(row), 16)]
@@ -60,7 +61,7 @@ def quantize(rows):
 
 
 def to_128x4(scales):
-    """Return scales in the 128x4 layout, written byte by byte into a zeroed buffer."""
+    """Convert scales to the 128x4 layout byte by byte, with zeros as padding."""
     tiles = math.ceil(len(scales[0]) / 4)
     buffer = [0] * (math.ceil(len(scales) / 128) * 128 * tiles * 4)
     for m, row in enumerate(scales):
@@ -111,7 +112,8 @@ def test_quantise_with_layout_bit_for_bit(m, h):
 
 
 def test_norm_and_quantise():
-    """Check that at most 1 in 1,000 codes and scales differ, by one step: the row reduction may round differently."""
+    """Check that at most 1 in 1,000 codes and scales differ, by one step, because the row reduction may round
+    differently."""
     generator = torch.Generator().manual_seed(7)
     x, w = (torch.randn(*shape, generator=generator).to(torch.bfloat16) for shape in ((40, 1024), (1024,)))
     rows = []
@@ -132,7 +134,7 @@ def test_norm_and_quantise():
 
 
 def quantize_fp8(values):
-    """Return (bytes, scale) of elements that share an FP8 scale. Each operation rounds to fp32."""
+    """Quantise elements that share an FP8 scale: return their bytes and the scale. Each operation rounds to fp32."""
     if not all(math.isfinite(v) for v in values):
         return [0] * len(values), math.nan
     scale = fp32(max(map(abs, values)) / 448)
@@ -184,7 +186,7 @@ def test_the_residual_becomes_the_rounded_sum_which_is_normalised(op):
     generator = torch.Generator().manual_seed(5)
     x, residual = (torch.randn(5, 128, generator=generator).to(torch.bfloat16) for _ in range(2))
     w = torch.randn(128, generator=generator).to(torch.bfloat16)
-    total = (x.double() + residual.double()).to(torch.bfloat16)  # the sum of two bfloat16 is exact in float64
+    total = (x.double() + residual.double()).to(torch.bfloat16)  # float64 holds the sum of two bfloat16 numbers exactly
     outputs = getattr(compositions, op)(x, residual, w, 1e-6)
     assert torch.equal(residual, total)
     if op.endswith("both_layouts"):
@@ -198,7 +200,7 @@ def test_the_residual_becomes_the_rounded_sum_which_is_normalised(op):
 
 
 def test_every_code_and_scale_is_decoded():
-    """Decode a block with all codes for each finite scale; results are exact in bfloat16."""
+    """Decode a block that contains every code, for each finite scale. The results are exact in bfloat16."""
     finite = [byte for byte in range(256) if byte & 0x7F != 0x7F]
     codes = torch.tensor([low | low + 1 << 4 for low in range(0, 16, 2)], dtype=torch.uint8).repeat(len(finite), 1)
     linear = torch.tensor(finite, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
@@ -212,7 +214,7 @@ def test_every_code_and_scale_is_decoded():
 
 
 def routed(logits, groups, best, top, factor):
-    """Return a token's experts and weights by DeepSeek-V3's rule."""
+    """Choose the experts of one token by DeepSeek-V3's rule: return the experts and their weights."""
     scores, size = [1 / (1 + math.exp(-x)) for x in logits], len(logits) // groups
     two_best = [sum(sorted(scores[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
     kept = sorted(range(groups), key=lambda g: -two_best[g])[:best]

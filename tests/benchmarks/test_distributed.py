@@ -16,7 +16,8 @@ def rows_of(printed, columns):
 
 
 def test_bytes_of_a_decoder_layer():
-    """Check that each GPU receives 7/8 of 4,096 tokens × 8,192 elements twice, at 450 GB/s."""
+    """Check the bytes and time of a decoder layer: each GPU receives 7/8 of 4,096 tokens × 8,192 elements twice, at 450
+    GB/s."""
     elements = 2 * 4096 * 8192 * 7 / 8
     sizes = {"bf16": 2, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
     for fmt, size in sizes.items():
@@ -25,13 +26,14 @@ def test_bytes_of_a_decoder_layer():
             assert layer.gathered == elements * size
             assert layer.scattered == elements * bytes_of_sum
             assert layer.wire_us == pytest.approx(elements * (size + bytes_of_sum) / 450e3)
-    # 1.9 and 3.6 times fewer bytes are gathered.
+    # FP8 rows with their scales are 1.9 times smaller than bf16 rows, FP4 rows 3.6 times.
     assert sizes["bf16"] / sizes["fp8"] == pytest.approx(1.94, abs=0.01)
     assert sizes["bf16"] / sizes["nvfp4"] == pytest.approx(3.56, abs=0.01)
 
 
 def test_gemms_of_a_rank():
-    """Check the GEMMs of Llama 3 70B with 1/8 of each weight; bf16 takes the larger of memory and compute time."""
+    """Check the GEMM times of one of 8 ranks in Llama 3 70B. In bf16, the time is the larger of memory time and compute
+    time."""
     assert distributed.LLAMA_70B.gemms(8) == ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
     assert sum(n * k for n, k in distributed.LLAMA_70B.gemms(8)) * 8 == 8192 * (10240 + 8192 + 3 * 28672)
     rate, bandwidth = 132 * 1.7e9, 4.26e12
@@ -52,7 +54,8 @@ def test_bytes_of_experts():
 
 
 def test_tables(capsys):
-    """Check that the tables say that nothing was measured, and list every number of tokens in every format."""
+    """Check that the tables say that nothing was measured, and that they list every number of tokens in every
+    format."""
     assert cli.main(["distributed"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: 8 H200s, NVLink at 450 GB/s")

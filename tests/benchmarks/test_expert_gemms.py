@@ -1,4 +1,5 @@
-"""Test the second expert GEMM's benchmarks without a GPU: routings, bytes, sizes, checks, peers, marks."""
+"""Test the benchmarks of the second expert GEMM without a GPU: routings, bytes, sizes, checks, peers, and the
+comparison with targets."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ by_routing = pytest.mark.parametrize("name", ["top-8", "Zipf", "dense"])
 
 @by_routing
 def test_routings(name):
-    """Check the experts per token and their alphas, and that routings are the same in every call and buffer set."""
+    """Check the experts of each token and their weights, and that a routing is the same in every call and buffer
+    set."""
     alpha = expert_gemms.routing(name, 512, 256)
     count = 256 if name == "dense" else 8
     assert alpha.shape == (512, 256) and alpha.dtype == torch.float32
@@ -27,7 +29,8 @@ def test_routings(name):
 
 
 def test_how_likely_experts_are():
-    """Check that experts are equally likely, or follow Zipf: the less likely half gets at most 1/4 of the pairs."""
+    """Check the popularity of experts: equal, or by Zipf's law, where the less popular half gets at most 1/4 of the
+    pairs."""
     pair = (expert_gemms.routing(name, 512, 256).count_nonzero(0) for name in ("top-8", "Zipf"))
     even, uneven = (counts.sort(descending=True).values for counts in pair)
     assert 20 < even[0] < 45 and even[-1] > 2
@@ -38,7 +41,7 @@ def test_how_likely_experts_are():
 
 
 def test_bytes_by_hand():
-    """Check the bytes of two tokens that choose all of four experts with 64 elements each."""
+    """Check the bytes moved for two tokens that are routed to all of four experts with 64 elements each."""
     fp4, weight_only = (ops.load(op) for op in OPS)
     case = fp4.case(2, 32, 256, 4)
     rest = 32 * (128 + 16) + 2 * 4 * 4 + 2 * 32 * 2
@@ -52,7 +55,7 @@ def test_bytes_by_hand():
 @by_op
 @by_routing
 def test_bytes_are_those_of_what_is_routed(op, name):
-    """Check that one token reads 8 of 256 experts, and all of them if dense."""
+    """Check that one token reads the weights of 8 of 256 experts, or of all experts in a dense GEMM."""
     benchmark = ops.load(op)
     for m in expert_gemms.ROWS:
         case = benchmark.case(m, name=name)
@@ -68,7 +71,8 @@ def test_bytes_are_those_of_what_is_routed(op, name):
 
 @by_op
 def test_the_package_s_estimate_is_near(op):
-    """Compare with the package's estimate, which counts the expected experts instead of reading alpha."""
+    """Compare the bytes with the package's estimate, which counts the expected number of experts instead of reading
+    alpha."""
     benchmark = ops.load(op)
     for m in expert_gemms.ROWS:
         case = benchmark.case(m)
@@ -86,7 +90,7 @@ def test_the_op_agrees_with_float64(op, name):
     case = benchmark.case(9, 136, 16 * 64, 16, name)
     sets = sets_of(benchmark, case, 1)
     expected = benchmark.expected(case, sets[0])
-    assert benchmark.mismatch((sets[0]["out"],), expected) == 1.0  # poison
+    assert benchmark.mismatch((sets[0]["out"],), expected) == 1.0  # 1.0: all elements are poison
     assert benchmark.mismatch(benchmark.ours(case, sets).call(0), expected) == 0.0
     assert expected[0].abs().mean() > 0.1
     sets[0]["alpha"][4] = sets[0]["alpha"][4].roll(1)

@@ -1,4 +1,4 @@
-"""Test the results and tables of `python -m benchmarks expert_layer` for each way to compute the layer."""
+"""Test the results and tables of `python -m benchmarks expert_layer` for each way to compute an expert layer."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ LEAST = {"few": {"nvfp4": 0.98, "mxfp4": 0.96}, "few-bf16": 0.9999, "many": 0.99
 
 
 def pairs(model, row):
-    """Return the experts of a token with these logits, and their weights in float64."""
+    """Route one token with these logits: return its experts and their weights in float64."""
     best = sorted(range(len(row)), key=lambda e: -row[e])[: model.topk]
     if model.scoring:
         scores = [1 / (1 + math.exp(-row[e])) for e in best]
@@ -76,7 +76,8 @@ def test_a_way(name, way):
 
 
 def test_models():
-    """Check the published sizes, and bytes: 4 bits per element and a scale per 16 or 32 elements."""
+    """Check the models' published sizes, and the bytes of their weights: 4 bits per element and a scale per 16 or 32
+    elements."""
     deepseek, gpt_oss = (expert_ways.MODELS[name] for name in (DEEPSEEK, GPT_OSS))
     assert (deepseek.intermediate, gpt_oss.intermediate) == (256, 2880)
     assert expert_ways.expert_bytes(deepseek, "nvfp4") == 3 * 256 * 7168 * 9 // 16
@@ -91,7 +92,8 @@ def test_models():
 
 @pytest.mark.parametrize("routing", expert_ways.ROUTINGS)
 def test_routing(routing):
-    """Check how often experts are chosen, how many, and that draws differ."""
+    """Check how often each expert is chosen, that a token gets the right number of experts, and that two draws
+    differ."""
     model = expert_ways.Model(64, 64, 64, 8, "nvfp4")
     draws = [expert_ways.draw(model, routing, 200, seed, CPU) for seed in range(3)]
     most = []
@@ -101,7 +103,7 @@ def test_routing(routing):
         assert sum(counts.values()) == 1600 and len(counts) == used
         (expert, count), (_, second) = counts.most_common(2)
         most.append(expert)
-        # Experts get 25 of 200 tokens on average; with Zipf, the first gets nearly all.
+        # With 200 tokens, an expert gets 25 on average; with Zipf, the most popular expert gets nearly all.
         assert {"uniform": count < 60, "zipf": 120 < count < 200, "hot": count == 200}[routing]
         assert second < 60 or routing == "zipf"
     assert len(set(most)) > 1
@@ -129,7 +131,8 @@ def cells(line):
 
 
 def test_results(small, fake_backend, tmp_path, capsys):
-    """Check the crossing: for 1 token, `few` takes 4 µs and `many` 8; for 64 tokens (16 per expert), 32 and 16."""
+    """Check from which number of tokens `many` is faster than `few`. With 1 token they take 8 and 4 µs; with 64 tokens
+    (16 per expert), 16 and 32 µs."""
     backend = fake_backend([4.0, 6.0, 8.0, 10.0, 9.0, 32.0, 30.0, 16.0, 20.0, 50.0])
     assert expert_layer.measure_models(options(tmp_path), CPU, backend, l2_bytes=100_000) == 0
     result = json.loads((tmp_path / "expert_layer.json").read_text())
@@ -176,7 +179,7 @@ def test_results(small, fake_backend, tmp_path, capsys):
 
 
 def row(m, experts, times, routing="uniform", model=DEEPSEEK, cosine=()):
-    """Return a row of a result file; each expert is 1 MB."""
+    """Return a row of a result file, for experts of 1 MB each."""
     variants = {name: {"us": us} for name, us in times.items()}
     own = {"rows": m, "experts": experts, "bytes": experts * 1e6, "rows_of_expert": m * 8 / 256}
     return {"model": model, "routing": routing, **own, "variants": variants, "cosine": dict(cosine), "absent": {}}
@@ -184,17 +187,17 @@ def row(m, experts, times, routing="uniform", model=DEEPSEEK, cosine=()):
 
 def test_the_time_of_the_same_bytes():
     uniform = {1: (8e6, 20.0), 8: (56e6, 68.0), 512: (256e6, 300.0), 1024: (256e6, 500.0)}
-    assert expert_layer.same_bytes_us(uniform, 8, 32e6) == pytest.approx(44)  # between 1 token and 8
+    assert expert_layer.same_bytes_us(uniform, 8, 32e6) == pytest.approx(44)  # between the times of 1 and 8 tokens
     assert expert_layer.same_bytes_us(uniform, 8, 8e6) == pytest.approx(20)
     assert expert_layer.same_bytes_us(uniform, 8, 56e6) == pytest.approx(68)
     assert expert_layer.same_bytes_us(uniform, 1, 8e6) == pytest.approx(20)
-    # 1,024 tokens take longer than 151 µs, the time of few tokens that read equally many bytes (128 MB).
+    # With 1,024 tokens the layer needs longer than 151 µs, the time in which few tokens read as much (128 MB).
     assert expert_layer.same_bytes_us(uniform, 1024, 128e6) == pytest.approx(250)
     assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    """Check that options reach the measurement, and that the command reports a missing GPU."""
+    """Check that the command line's options reach the measurement, and that the command reports a missing GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["expert_layer"]) == 2
     assert "benchmarks expert_layer needs a CUDA GPU" in capsys.readouterr().err

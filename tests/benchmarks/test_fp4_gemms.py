@@ -1,4 +1,4 @@
-"""Test the benchmarks of the FP4 GEMMs without a GPU: bytes, sizes, checks, stand-ins for the peers, marks."""
+"""Test the benchmarks of FP4 GEMMs without a GPU: bytes, sizes, checks, peers, and the comparison with targets."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def sets_of(benchmark, case, count=2):
 
 
 def test_bytes_by_hand():
-    """Check M = 16, N = 32, K = 64: 4-bit codes, a byte per 16 codes, 16-bit results."""
+    """Check the bytes moved for M = 16, N = 32, K = 64: 4-bit codes, one scale byte per 16 codes, 16-bit results."""
     weight, out = 32 * (32 + 4), 16 * 32 * 2
     fp4, weight_only = (ops.load(op) for op in OPS)
     case = fp4.case(16, 32, 64)
@@ -40,7 +40,7 @@ def test_bytes_by_hand():
 @by_op
 def test_the_formula_is_the_bytes_of_the_tensors(op):
     benchmark = ops.load(op)
-    case = benchmark.case(128, 256, 512)  # no padding
+    case = benchmark.case(128, 256, 512)  # sizes without padding of scales
     (tensors,) = sets_of(benchmark, case, 1)
     assert benchmark.bytes_moved(case) == sum(t.nbytes for name, t in tensors.items() if name != "alpha")
 
@@ -65,7 +65,7 @@ def test_the_op_agrees_with_float64(op, sizes):
     case = benchmark.case(*sizes)
     sets = sets_of(benchmark, case, 1)
     expected = benchmark.expected(case, sets[0])
-    assert benchmark.mismatch((sets[0]["out"],), expected) == 1.0  # poison
+    assert benchmark.mismatch((sets[0]["out"],), expected) == 1.0  # 1.0: all elements are poison
     assert benchmark.mismatch(benchmark.ours(case, sets).call(0), expected) == 0.0
     assert expected[0].abs().mean() > 0.1
 
@@ -88,7 +88,7 @@ def test_mismatch_allows_rounded_partial_sums_and_no_more():
 
 
 def test_ceilings(fake_backend, monkeypatch):
-    """Check that the faster of two kinds of reads counts, and that a ceiling is None if it cannot be measured."""
+    """Check that the ceiling is the faster of two ways to read, and None if it cannot be measured."""
     monkeypatch.setattr(measure, "peak_copy_tbps", lambda backend, device: 4.2)
     peaks = {name: getattr(measure, name) for name in ("peak_read_tbps", "peak_bf16_tflops")}
     read = peaks["peak_read_tbps"](fake_backend([100.0, 50.0]), CPU, mib=1)

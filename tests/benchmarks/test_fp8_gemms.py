@@ -1,4 +1,4 @@
-"""Test the benchmarks of FP8 GEMMs without a GPU: bytes, sizes, checks, marks."""
+"""Test the benchmarks of FP8 GEMMs without a GPU: bytes, sizes, checks, and the comparison with targets."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ by_any = pytest.mark.parametrize(("op", "case"), SMALL + WITH_FP4)
 
 @by_any
 def test_the_formula_is_the_bytes_of_the_tensors(op, case):
-    """Compare the formula with the tensors, except offsets and counts."""
+    """Check that the formula for bytes moved equals the total size of the tensors, except offsets and counts."""
     benchmark = ops.load(op)
     tensors = benchmark.make_set(case, CPU)
     padding = 0
-    if tensors["b"].dtype == torch.uint8:  # its scales are tiled
+    if tensors["b"].dtype == torch.uint8:  # an FP4 weight, whose scales are tiled
         block = benchmark.problem(case).b.format.block_size
         padding = tensors["b_scale"].nbytes - tensors["b"].nbytes * 2 // block
     moved = sum(t.nbytes for t in tensors.values() if t.dtype != torch.int32)
@@ -51,7 +51,8 @@ def test_ours_passes_the_check_and_others_do_not(op, case):
 
 @pytest.mark.parametrize(("op", "case"), WITH_FP4)
 def test_fp8_weights_beside_fp4_ones(op, case):
-    """Check that the GEMM with FP8 weights reads twice the weight bytes, and that results are not compared."""
+    """Check that the variant with FP8 weights reads twice the weight bytes, and that its results are not compared with
+    the FP4 variant's."""
     benchmark = ops.load(op)
     sets = [benchmark.make_set(case, CPU)]
     other = benchmark.peer("fp8_weight", case, sets)
@@ -63,8 +64,8 @@ def test_fp8_weights_beside_fp4_ones(op, case):
 
 
 def test_random_routing_gives_experts_unequal_rows():
-    """Route 64 tokens to 8 of 32 experts each: 16 rows per expert on average, ordered by expert. Only experts with rows
-    count as bytes."""
+    """Route 64 tokens to 8 of 32 experts each, 16 rows per expert on average, and check that rows are ordered by
+    expert. Only the weights of experts with rows count as bytes moved."""
     benchmark = ops.load("grouped_mm_fp8")
     assert "M=16 N=4096 K=7168 E=32 routed" in map(str, benchmark.cases("quick"))
     case = benchmark.case(32, 16, 136, 256, "routed")

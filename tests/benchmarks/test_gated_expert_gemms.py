@@ -1,4 +1,5 @@
-"""Test the benchmarks of the first GEMM of an expert layer without a GPU: bytes, sizes, checks, marks."""
+"""Test the benchmarks of the first expert GEMM, with its gate, without a GPU: bytes, sizes, checks, and the comparison
+with targets."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ by_op = pytest.mark.parametrize("op", OPS)
 
 
 def test_bytes_by_hand():
-    """Check the bytes of two tokens that choose all of four experts of width 64, with K = 128."""
+    """Check the bytes moved for two tokens that are routed to all of four experts of width 64, with K = 128."""
     fp4, weight_only = (ops.load(op) for op in OPS)
     case = fp4.case(2, 64, 128, 4)
     rest = 4 * 128 * (64 + 8) + 2 * 4 * 4 + 4 * 4
@@ -25,7 +26,8 @@ def test_bytes_by_hand():
 
 @by_op
 def test_the_package_s_estimate_is_near(op):
-    """Compare with the package's estimate, which counts the expected experts instead of reading the routing."""
+    """Compare the bytes with the package's estimate, which counts the expected number of experts instead of reading the
+    routing."""
     benchmark = ops.load(op)
     for case in benchmark.cases("marks"):
         m = case["M"]
@@ -36,13 +38,13 @@ def test_the_package_s_estimate_is_near(op):
 @by_op
 @pytest.mark.parametrize("name", ["top-8", "dense"])
 def test_the_op_agrees_with_float64(op, name):
-    """Check routed results; other elements keep their poison, and padding of scales becomes zero."""
+    """Check the results of routed pairs. All other elements keep their poison, and padding of scales becomes zero."""
     benchmark = ops.load(op)
     case = benchmark.case(9, 64, 256, 16, name)
     (tensors,) = sets_of(benchmark, case, 1)
     expected = benchmark.expected(case, tensors)
     routed = expert_gemms.routing(name, 9, 16) != 0
-    assert benchmark.mismatch(benchmark.results(tensors), expected) > 0.3  # poison
+    assert benchmark.mismatch(benchmark.results(tensors), expected) > 0.3  # the outputs are poison before the call
     if len(expected) == 2:
         kept = (expected[0].unflatten(1, (16, -1)) == BYTE).all(2)
         assert torch.equal(kept, ~routed)

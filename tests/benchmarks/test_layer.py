@@ -22,7 +22,7 @@ def norm(x, weight):
 @torch.no_grad()
 @pytest.mark.parametrize("label", layer.PRECISIONS)
 def test_a_layer(label):
-    """Compare with the chain in float64 on decoded weights; the residual is updated twice."""
+    """Compare a decoder layer's output with a float64 computation on decoded weights. The residual is updated twice."""
     one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
     weights = {
         name: (linear.weight if label == "bf16" else linear.dequantize()).double()
@@ -46,7 +46,8 @@ def test_a_layer(label):
 
 @torch.no_grad()
 def test_a_gate_apart(monkeypatch):
-    """Check that "gate apart" calls an extra op with one row, and the same ops with more rows."""
+    """Check that the variant "gate apart" calls one more op with one row, and the same ops as other variants with more
+    rows."""
     one, apart = (cls(SMALL, CPU, 3, inductor=False) for cls in (layer.W4A16, layer.GateApart))
     apart.norms, gates = one.norms, []
     for each in (one, apart):
@@ -60,7 +61,7 @@ def test_a_gate_apart(monkeypatch):
 
 
 def test_bytes():
-    """Compare `element_bytes` with the weights and scales in memory."""
+    """Compare `element_bytes` with the size of weights and scales in memory."""
     assert SMALL.weights == 320 * 128 + 128 * 256 + 384 * 128 + 128 * 192
     wide = layer.Widths(256, 512, 256, 256)
     for label, cls in layer.PRECISIONS.items():
@@ -74,7 +75,7 @@ def test_bytes():
 
 
 def recorded(replay):
-    """Return kernels of 8 µs with gaps of 2 µs, and a long kernel that the next two overlap."""
+    """Return a recorded profile: kernels of 8 µs with gaps of 2 µs, and one long kernel that the next two overlap."""
     replay()
     kernels = [timeline.Kernel(f"kernel {i % 3}", 10.0 * i, 10.0 * i + 8) for i in range(24)]
     return [kernel._replace(end=kernel.end + 20) if i == 12 else kernel for i, kernel in enumerate(kernels)]
@@ -117,7 +118,7 @@ def test_results(made_up, capsys):
 
 
 def test_timelines(made_up, capsys):
-    """Check the timeline of a middle layer of four, with six kernels each; times count from its start."""
+    """Check the timeline of a middle layer of four, with six kernels each. Times count from the start of this layer."""
     row = json.loads((made_up / "layer.json").read_text())["rows"][0]
     assert row["layers"] == 4 and set(row["timelines"]) == set(layer.PRECISIONS)
     ran = row["timelines"]["W4A8"]
@@ -125,7 +126,7 @@ def test_timelines(made_up, capsys):
 
 
 def test_a_timeline():
-    """Check times and gaps of a repetition in the middle, and shortened names."""
+    """Check the times, the gaps and the shortened kernel names of a repetition in the middle of a profile."""
     ours = "kernel_cutlass_kernel_torch_cute_opskernelsfp4_wgmmakernelFP4WgmmaKernel_object_at__tensorptri8_0"
     assert timeline.short(ours) == "fp4_wgmma"
     assert timeline.short("void at::native::vectorized<4, at::add<float> >(int, float)") == "at::native::vectorized"

@@ -1,4 +1,4 @@
-"""Test plans, percentiles, and the number and order of runs in both measuring loops."""
+"""Test the measuring loops: plans, percentiles, and the number and order of runs."""
 
 import pytest
 
@@ -42,5 +42,5 @@ def test_host_loop_takes_turns_and_counts():
         counts[name] += 1
 
     times = host.measure_host({n: lambda n=n: count(n) for n in counts}, lambda: None, rounds=3, chunks=5, chunk=10)
-    assert counts == {"a": 160, "b": 160}  # 10 to warm up, 3 · 5 · 10 timed
+    assert counts == {"a": 160, "b": 160}  # 10 runs to warm up, then 3 · 5 · 10 timed runs
     assert all(0 < t.us <= t.worst_round < 1e3 for t in times.values())

@@ -19,13 +19,13 @@ from benchmarks import compare, layer, llama, model, performance
 from torch_cute_ops.nn import QuantLinear
 
 CPU = torch.device("cpu")
-WIDTHS = layer.Widths(hidden=256, qkv=512, attention=256, intermediate=320)  # two heads of queries, one of keys
+WIDTHS = layer.Widths(hidden=256, qkv=512, attention=256, intermediate=320)  # two query heads, one key head
 SMALL = llama.Size(WIDTHS, 2, 64, llama.PARTS)
 W4A16 = "nvfp4/16bit"
 
 
 def cells(text):
-    """Return the cells of each line of the tables."""
+    """Return the cells of each row of the printed tables."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
@@ -41,7 +41,7 @@ def bench(result=None, **given):
 
 
 class Called(TorchDispatchMode):
-    """Record the operators that are called."""
+    """Dispatch mode that records which operators are called."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,8 @@ class Called(TorchDispatchMode):
 @torch.no_grad()
 @pytest.mark.parametrize(("attention", "label"), [(llama.UNMASKED, W4A16), ("sdpa", "bf16")])
 def test_a_decode_step(attention, label, monkeypatch):
-    """Check that each call gives the logits of a whole forward pass, without synchronising with the device."""
+    """Check that each decode step gives the logits of a whole forward pass, and does not synchronise with the
+    device."""
     llama.register_unmasked()
     served = llama.build(label, SMALL.config(attention=attention), CPU)
     ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -81,7 +82,7 @@ def test_a_decode_step(attention, label, monkeypatch):
     assert all((mask is None) == (attention == llama.UNMASKED) for mask in masks) and len(masks) == 3 * 2
     whole = served(ids, use_cache=True)
     want = whole.logits[:, -1:]
-    # The first layer's keys depend only on the token and its place.
+    # The keys of the first layer depend only on the token and its position.
     new, old = (one.layers[0].keys[:, :, -1] for one in (context.cache, getattr(whole, "cache", whole.past_key_values)))
     torch.testing.assert_close(new, old, rtol=2**-6, atol=2**-8)
     assert got.shape == want.shape == (3, 1, 64)
@@ -91,7 +92,7 @@ def test_a_decode_step(attention, label, monkeypatch):
 
 @torch.no_grad()
 def test_a_compiled_decode_step(monkeypatch):
-    """Check that one graph serves all steps, with the results of eager code."""
+    """Check that one compiled graph serves all decode steps, with the results of eager code."""
     llama.register_unmasked()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
@@ -100,13 +101,13 @@ def test_a_compiled_decode_step(monkeypatch):
     context = llama.Context(served.config, 3, 9, CPU)
     steps = [llama.DecodeStep(made, context, 3) for made in (served, one.as_called(served))]
     want, got = steps[0](), steps[1]()
-    assert torch.equal(steps[1](), steps[0]())  # of the next tokens
+    assert torch.equal(steps[1](), steps[0]())  # the second step decodes the next tokens
     assert torch.equal(got, want) and counter.frame_count == 1
     assert bench().as_called(served) is served
 
 
 def test_sizes():
-    """Check the sizes against Llama 3.1's configurations."""
+    """Check the models' sizes against the configurations of Llama 3.1."""
     for name, heads, layers, wide in (("8B", 32, 32, 14336), ("70B", 64, 80, 28672)):
         config = llama.MODELS[name].config()
         assert (config.hidden_size, config.intermediate_size) == (heads * 128, wide)
@@ -116,7 +117,8 @@ def test_sizes():
 
 @torch.no_grad()
 def test_logits():
-    """Check the worst token's cosine against decoded weights in transformers' model, and a separate formula."""
+    """Check the smallest cosine similarity of a token's logits against two references: transformers' model with decoded
+    weights, and a separate formula."""
     found = bench()
     torch.manual_seed(7)
     found.logits()
@@ -144,7 +146,7 @@ def test_logits():
 
 
 def test_extrapolation():
-    """Check the extrapolation of 2 ms per layer and 6 ms for the rest."""
+    """Check the extrapolation to all layers of a model that takes 2 ms per layer and 6 ms for the rest."""
     assert model.extrapolated({2: 10.0, 6: 18.0}, 80) == pytest.approx(166.0)
     assert model.extrapolated({6: 18.0, 2: 10.0}, 2) == pytest.approx(10.0)
 
@@ -153,7 +155,7 @@ def test_extrapolation():
 
 
 class Clock(FakeDevice):
-    """Simulated clock: an eager run takes 1 ms, a replay 1 ms plus its costs."""
+    """Simulated clock: an eager run takes 1 ms, and a graph replay 1 ms plus its costs."""
 
     def mark(self):
         self.now += 1000.0
@@ -162,7 +164,7 @@ class Clock(FakeDevice):
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Measure small sizes; return the exit status and the result."""
+    """Measure models with small sizes; return the exit status and the result."""
     monkeypatch.setattr(model.environment, "collect", lambda device: {"gpu": "made up"})
     monkeypatch.setattr(model.environment, "headline", lambda found: found["gpu"])
     monkeypatch.setattr(llama, "LONGEST", 4)
@@ -181,7 +183,8 @@ def run(monkeypatch, tmp_path):
 
 
 def test_a_run(run, tmp_path, capsys):
-    """3 ms and 5 of the step; of the 70B 3, and in bf16 5 and 9 with one and two layers, so 17 with four."""
+    """Check the times: a decode step takes 3 ms in W4A16 and 5 ms in bf16. The 70B model takes 3 ms in W4A16; in bf16
+    its first one and two layers take 5 and 9 ms, from which 17 ms follow for four layers."""
     status, result, text = run([2000.0, 4000.0, 2000.0, 4000.0, 8000.0])
     assert status == 0 and "8B, decode, batch 1, context 9: nvfp4/16bit 3.00, bf16 5.00 ms" in capsys.readouterr().out
     rows = {(row["model"], row["part"]): row["variants"] for row in result["rows"]}
@@ -198,7 +201,8 @@ def test_a_run(run, tmp_path, capsys):
     assert body[3] == ["8B", "prefill, 12 tokens", "1.00", "1.00", "1.00", "1.00", "1.00"]
     assert body[5] == ["70B", "decode, batch 1, context 9", "17.0*", "3.00", "–", "5.67", "–"]
     assert [row[:2] for row in body if row[-1] == "eager"] == [["8B", W4A16], ["8B", "bf16"]]
-    # Weights of 4.5 bits, embeddings and lm_head in bf16; norms, and factors of merged layers, are the rest.
+    # A weight takes 4.5 bits per element; embeddings and lm_head are bf16. Norms and the factors of merged layers are
+    # the rest.
     held = {(each["model"], each["label"]): each["bytes"] for each in result["memory"]}
     weights = 2 * (512 * 256 + 256 * 256 + 3 * 320 * 256) * 0.5625 + 2 * 64 * 256 * 2
     assert 0 < held["8B", W4A16] - weights < 0.03 * weights

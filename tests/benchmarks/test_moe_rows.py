@@ -1,4 +1,4 @@
-"""Test the benchmarks of the ops around the GEMMs of an expert layer, without a GPU."""
+"""Test the benchmarks of the ops before and after the GEMMs of an expert layer, without a GPU."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_bytes_by_hand(op):
 @by_op
 @pytest.mark.parametrize("alignment", [PACKED, PADDED])
 def test_the_op_agrees_with_what_is_expected(op, alignment):
-    """Compare the op with `expected`: equal on a CPU; on a GPU, unspecified elements are not written."""
+    """Compare the op with the benchmark's `expected`. On a GPU, unspecified elements must not be written."""
     benchmark = ops.load(op)
     case = benchmark.case(5, 32 if isinstance(benchmark, RoutingBenchmark) else 256, 32, alignment)
     tensors = benchmark.make_set(case, CPU)

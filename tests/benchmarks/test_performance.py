@@ -1,4 +1,4 @@
-"""Test the committed result files, and the document that compares them with targets."""
+"""Test the committed result files, and the document that compares them with the targets."""
 
 import json
 
@@ -15,7 +15,7 @@ def read(path):
 
 
 def judged_anew(path):
-    """Return the marks of a result file by the current targets."""
+    """Compare the results in a file with the current targets."""
     return next(marks for name, _, _, marks in performance.measured(path.parent) if name == path.stem)
 
 
@@ -24,7 +24,7 @@ def judged_anew(path):
 
 @by_result
 def test_a_result_file_shows_the_same_numbers_as_when_it_was_written(path):
-    """Its rows, as they are rendered today, stand in the Markdown file that was written with it."""
+    """Check that a result file, rendered today, gives the rows of the Markdown file that was written with it."""
     result, text = read(path), path.with_suffix(".md").read_text(encoding="utf-8")
     if path.stem == "host":
         times = {name: host.HostTime(**time) for name, time in result["times"].items()}
@@ -52,7 +52,8 @@ def test_marks_have_the_values_that_were_written(path):
 
 
 def test_the_document_is_in_step_with_the_results():
-    """Check the document. If this fails, run `python -m benchmarks performance`."""
+    """Check that the committed document equals the document generated from the results. If not, run `python -m
+    benchmarks performance`."""
     assert performance.DOCUMENT.read_text(encoding="utf-8") == performance.document()
 
 

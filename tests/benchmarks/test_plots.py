@@ -1,4 +1,4 @@
-"""Test the rows and pictures that `python -m benchmarks plots` draws."""
+"""Test the data and the pictures of `python -m benchmarks plots`."""
 
 import pytest
 

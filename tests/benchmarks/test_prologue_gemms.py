@@ -1,4 +1,5 @@
-"""Test the benchmarks of GEMMs with a prologue, without a GPU: bytes, sizes, checks, and the two ops."""
+"""Test the benchmarks of GEMMs with a prologue, without a GPU: bytes, sizes, checks, and the variant with two separate
+ops."""
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ PARTS = {
     "silu_mul_fp4quant_mm_fp4": ("silu_mul_fp4quant", "mm_fp4"),
     "silu_mul_mm_fp4_weight_only": ("silu_mul", "mm_fp4_weight_only"),
 }
-"""The ops that do the same in two calls."""
+"""The two ops that compute the same as each fused op."""
 
 
 class Called(TorchDispatchMode):
-    """Record our ops that are called."""
+    """Dispatch mode that records which of our ops are called."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +33,8 @@ by_op = pytest.mark.parametrize("op", PARTS)
 
 
 def test_bytes_by_hand():
-    """Check M = 16, N = 32, K = 64. Two ops also write and read codes and scales, or 16-bit numbers."""
+    """Check the bytes moved for M = 16, N = 32, K = 64. Two separate ops also write and read the codes and scales, or
+    16-bit numbers."""
     weight, out = 32 * (32 + 4), 16 * 32 * 2
     moved = {}
     for op in PARTS:
@@ -57,7 +59,7 @@ def test_the_op_and_the_two_agree_with_float64(op, sizes):
     sets = [benchmark.make_set(case, CPU) for _ in range(2)]
     for tensors in sets:
         expected = benchmark.expected(case, tensors)
-        assert benchmark.mismatch((tensors["out"],), expected) == 1.0  # poison
+        assert benchmark.mismatch((tensors["out"],), expected) == 1.0  # 1.0: all elements are poison
         assert expected[0].isfinite().all() and (expected[0] != 0).float().mean() > 0.99
     variants, absent = runner.collect_variants(benchmark, case, sets, with_peers=False)
     assert list(variants) == ["ours", "apart"] and {"wgmma", "mma_sync", "cublas"} <= set(absent)

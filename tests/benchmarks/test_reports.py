@@ -1,4 +1,4 @@
-"""Test marks, tables, JSON and the plot, with rows made by hand."""
+"""Test the comparison with targets, tables, JSON and the plot, with rows made by hand."""
 
 import json
 
@@ -9,7 +9,7 @@ from benchmarks.case import at_least, at_most
 
 
 def row(m, h, **us):
-    """Return a row with the given times in µs; every variant moves the bytes of the copy."""
+    """Return a result row with the given times in µs. Every variant moves as much as the copy."""
     variants = {
         name: {
             "us": value,

@@ -14,7 +14,7 @@ ESTIMATES = {SLOW: 2e-6, FAST: 3e-6, WRONG: 2.5e-6, HOPELESS: 9e-6, Candidate("r
 
 
 class FakeBench:
-    """Bench with given times, and a candidate with a wrong result."""
+    """Simulated measurement with given times, in which one candidate's result is wrong."""
 
     freed = False
 
@@ -38,7 +38,8 @@ def bench(monkeypatch):
 
 
 def test_the_fastest_comes_first(bench):
-    """Check that slow estimates are left out, and that wrong tactics get no time."""
+    """Check that the fastest tactic is listed first, that tactics with slow estimates are left out, and that wrong
+    tactics get no time."""
     rows = tactics.timed(fp8_problem(), 8, HOPPER, within=4.0)
     assert [(row.candidate, row.seconds, row.wrong) for row in rows] == [
         (FAST, 4e-6, None),
@@ -49,7 +50,7 @@ def test_the_fastest_comes_first(bench):
 
 
 def test_the_table(bench):
-    """Check that the table marks the tactic with the smallest estimate as the choice of the model."""
+    """Check that the table marks the tactic with the smallest estimate as the cost model's choice."""
     text = tactics.markdown(tactics.timed(fp8_problem(), 8, HOPPER, within=4.0))
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]] == [
         ["wgmma 16 × 128 × 1", "4.00", "1.000", "3.00"],
@@ -66,7 +67,7 @@ def test_a_gpu_is_needed(monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
-    """Check that every tactic of a small GEMM is right and gets a time."""
+    """Check that every tactic of a small GEMM gives a correct result and gets a time."""
     path = tmp_path / "tactics.json"
     assert tactics.main([*["mm_fp8_block", "--n", "256", "--k", "256", "--m", "8", "--json"], str(path)]) == 0
     table = capsys.readouterr().out
