@@ -1,4 +1,4 @@
-"""Forms in which producers store layers and experts: configurations and tensors as each producer writes them."""
+"""Load layers and experts from configurations and tensors as each producer writes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(quantization: dict, folder) -> QuantSpec:
 
 
 def loaded(folder, tensors: Tensors, quantization: dict, **given) -> np.ndarray:
-    """Load a layer (N, K) and return its weight."""
+    """Load a layer (N, K) and return its decoded weight."""
     checkpoints.write(folder, {f"0.{name}": tensor for name, tensor in tensors.items()}, quantization)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(K, N, bias=False)).bfloat16()
@@ -46,7 +46,7 @@ def assert_equal(got: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize("actorder", ["static", "weight"])
 def test_gptq_of_llm_compressor(actorder, tmp_path):
-    """``static``, llm-compressor's default, reorders columns during the calibration only."""
+    """Load weights of GPTQ with llm-compressor's default ``static``, which reorders columns only while calibrating."""
     kind = KINDS["compressed-tensors NVFP4A16"]
     tensors, want = checkpoints.random_layer(kind, N, K)
     quantization = compressed("nvfp4-pack-quantized", {**NVFP4_WEIGHT, "actorder": actorder}, None)
@@ -63,7 +63,8 @@ def rotation(*locations: str) -> dict:
 
 
 def test_rotations(tmp_path):
-    """Load weights that contain their rotations, as SpinQuant's R1 and R2; refuse QuIP's, which the model applies."""
+    """Load weights into which rotations were already multiplied, such as SpinQuant's R1 and R2. Refuse rotations that
+    the model must apply at run time, such as QuIP's."""
     tensors, want = checkpoints.random_layer(KINDS["compressed-tensors NVFP4A16"], N, K)
     offline = compressed(
         "nvfp4-pack-quantized", NVFP4_WEIGHT, None, transform_config=rotation("weight_output", "weight_input")
@@ -82,7 +83,8 @@ def mixed(layers: dict) -> dict:
 
 
 def test_targets_of_modules(tmp_path):
-    """A target names a layer, or a module with everything inside it; the innermost applies."""
+    """Check which scheme applies to a layer: a target names the layer, or a module that contains it; the innermost
+    wins."""
     spec = config(
         mixed(
             {
@@ -101,7 +103,7 @@ def test_targets_of_modules(tmp_path):
 
 
 def test_many_names(tmp_path):
-    """A configuration that lists each of 20,000 layers is read in linear time."""
+    """Check that reading a configuration that lists each of 20,000 layers takes linear time."""
     names = [f"m.{layer}.mlp.experts.{expert}.up_proj" for layer in range(40) for expert in range(500)]
     layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names}
     spec = config({**mixed(layers), "ignore": [f"{name}.x" for name in names]}, tmp_path)
@@ -149,7 +151,7 @@ def auto_round(fmt: str, activations: int = 16, **more) -> dict:
 
 
 def mxfp4(*, input_scale: bool = False) -> tuple[Tensors, np.ndarray]:
-    """Return a layer with codes in ``weight``, and its weight."""
+    """Return the tensors of an MXFP4 layer whose codes are called ``weight``, and its decoded weight."""
     own, want = checkpoints.random_layer(KINDS["compressed-tensors MXFP4"], N, K)
     tensors = {"weight": own["weight_packed"], "weight_scale": own["weight_scale"]}
     return {**tensors, **({"input_scale": torch.tensor(0.02)} if input_scale else {})}, want
@@ -178,8 +180,8 @@ def test_mxfp4(quantization, input_scale, tmp_path):
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_nvfp4_for_fp8_activations(block, tmp_path):
-    """ModelOpt's ``W4A8_NVFP4_FP8`` has blocks of 32, and an input scale for FP8, which FP4 activations must not
-    use."""
+    """Load ModelOpt's ``W4A8_NVFP4_FP8``. Its blocks are 32 elements, and its input scale is for FP8, so FP4
+    activations must not use it."""
     tensors, want = checkpoints.random_layer(KINDS["modelopt W4A4"], N, K)
     quantization = modelopt("W4A8_NVFP4_FP8", **({"group_size": 16} if block == 16 else {}))
     if block == 32:
@@ -194,7 +196,7 @@ def test_nvfp4_for_fp8_activations(block, tmp_path):
 
 
 def test_fp8_blocks_of_modelopt(tmp_path):
-    """ModelOpt's scales of blocks have two more dimensions."""
+    """Load ModelOpt's FP8 blocks. Their scales are stored with two additional dimensions."""
     own, want = checkpoints.random_layer(KINDS["DeepSeek FP8"], N, K)
     tensors = {"weight": own["weight"], "weight_scale": own["weight_scale_inv"].view(2, 1, 2, 1)}
     assert_equal(loaded(tmp_path, tensors, modelopt("fp8_pb_wo")), want)
@@ -259,7 +261,7 @@ def block(form=Experts) -> Block:
 
 
 def filled(folder, tensors: Tensors, quantization: dict, form=Experts) -> tuple[np.ndarray, np.ndarray]:
-    """Load a block and return its experts' weights, (E, 2I, H), gate first, and (E, H, I)."""
+    """Load a model with experts; return their decoded weights: (E, 2I, H), gate first, and (E, H, I)."""
     every = {f"mlp.experts.{name}": tensor for name, tensor in tensors.items()}
     checkpoints.write(folder, {**every, "o_proj.weight": torch.zeros(H, H).bfloat16()}, quantization)
     experts = checkpoint.load_(block(form), folder).mlp.experts
@@ -268,7 +270,7 @@ def filled(folder, tensors: Tensors, quantization: dict, form=Experts) -> tuple[
 
 
 def stacked(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return stacks of gate, up and down weights that are listed expert by expert."""
+    """Stack gate, up and down weights that are listed expert by expert."""
     gate_up = [np.concatenate(parts[3 * e : 3 * e + 2]) for e in range(E)]
     return np.stack(gate_up), np.stack(parts[2::3])
 
@@ -284,7 +286,7 @@ def by_layer(kind: str) -> tuple[Tensors, list[np.ndarray]]:
 
 
 def test_one_entry_for_experts(tmp_path):
-    """ModelOpt's MIXED_PRECISION has one entry for the experts of a layer."""
+    """Load ModelOpt's MIXED_PRECISION, whose configuration describes all experts of a layer in one entry."""
     tensors, parts = by_layer("modelopt W4A4")
     quantization = mixed({"mlp.experts": {"quant_algo": "NVFP4", "group_size": 16}, "o_proj": {"quant_algo": "FP8"}})
     for got, want in zip(filled(tmp_path, tensors, quantization), stacked(parts), strict=True):
@@ -294,7 +296,7 @@ def test_one_entry_for_experts(tmp_path):
 @pytest.mark.parametrize("kind", ["modelopt FP8 tensor", "compressed-tensors FP8 tensor", "dynamic"])
 @torch.no_grad()
 def test_fp8_experts_with_a_scale_each(kind, tmp_path):
-    """A scale of a tensor is a scale of each of its blocks."""
+    """Load FP8 experts with one scale per tensor, which becomes the scale of each block."""
     quantization = KINDS[kind].quantization if kind in KINDS else compressed(
         "float-quantized", FP8_TENSOR_WEIGHT, {**FP8_TENSOR_INPUT, "strategy": "token", "dynamic": True}
     )  # fmt: skip
@@ -312,7 +314,8 @@ def test_fp8_experts_with_a_scale_each(kind, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
 def test_fused_fp8_experts(dtype, tmp_path):
-    """transformers saves the experts of Qwen3-MoE and Mixtral as two parameters with scales of blocks."""
+    """Load experts that are stored as two parameters with scales of blocks, as transformers saves Qwen3-MoE and
+    Mixtral."""
     quantization = {**KINDS["DeepSeek FP8"].quantization, "modules_to_not_convert": ["lm_head"], "scale_fmt": "float"}
     tensors, want = {}, []
     for part, n, k in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
@@ -342,7 +345,8 @@ def test_fused_fp8_experts(dtype, tmp_path):
 
 @pytest.mark.parametrize("factors", ["one", "each"])
 def test_fused_nvfp4_experts_of_gpt_oss(factors, tmp_path):
-    """ModelOpt quantises along the input of each transposed parameter, and stores codes and scales transposed."""
+    """Load experts in ModelOpt's format, which quantises each transposed parameter along its input and stores codes and
+    scales transposed."""
     tensors, want = {}, []
     for part, n, k in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
         codes = torch.randint(256, (E, n, k // 2), dtype=torch.uint8)
@@ -367,7 +371,7 @@ def test_fused_nvfp4_experts_of_gpt_oss(factors, tmp_path):
 
 
 class Unlike(nn.Module):
-    """Experts in parameters that this package cannot replace, as in Llama 4 with another forward."""
+    """Experts in two parameters that this package cannot replace, because their forward differs, as in Llama 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +379,7 @@ class Unlike(nn.Module):
 
 
 def test_fused_experts_of_another_kind(tmp_path):
-    """The message says that these experts have no quantised form, instead of comparing shapes."""
+    """Check that the error says that these experts cannot be quantised, instead of comparing shapes."""
     tensors = {"gate_up_proj": torch.zeros(E, H // 2, 2 * I, dtype=torch.uint8)}
     with pytest.raises(
         ValueError, match=r"gate_up_proj in .* is quantised, but Unlike has no quantised form; expected"

@@ -1,4 +1,4 @@
-"""Reading checkpoints: each format decodes as its producer defines it, and ambiguous files are refused."""
+"""Load checkpoints: each format decodes as its producer defines it, and ambiguous files are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def on_meta(**given: Any) -> Model:
 
 
 class Content:
-    """Tensors of a checkpoint for ``Model``, and its quantised weights in float64."""
+    """Tensors of a checkpoint for ``Model``, and the weights in float64 to which they decode."""
 
     def __init__(self, kind: Kind, is_tied: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {
@@ -119,7 +119,7 @@ def test_values(kind, is_merged, where, tmp_path):
 
 @by_kind
 def test_the_file_can_go(kind, tmp_path):
-    """No tensor of the model is mapped from the file."""
+    """Check that no tensor of the loaded model is mapped from the file, so that the file can be deleted."""
     content = Content(kind)
     checkpoints.write(tmp_path, content.tensors, kind.quantization)
     model = checkpoint.load_(on_meta(), tmp_path)
@@ -146,7 +146,7 @@ def test_fp4_activations(name, tmp_path):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_fp8_activations(dynamic, tmp_path):
-    """The configuration says whether activations are static; the tensors must agree."""
+    """Check that the configuration decides whether activations are static, and that the tensors must agree."""
     kind = KINDS["compressed-tensors FP8 channel" if dynamic else "compressed-tensors FP8 tensor"]
     content = Content(kind)
     checkpoints.write(tmp_path, content.tensors, kind.quantization)
@@ -160,7 +160,7 @@ def test_fp8_activations(dynamic, tmp_path):
 
 
 def test_mixed_precision_with_fp8(tmp_path):
-    """Load ModelOpt's mix of NVFP4 and FP8, as its search for each layer's best format writes it."""
+    """Load ModelOpt's mix of NVFP4 and FP8 layers, as its search for the best format of each layer writes it."""
     content, fp8 = Content(KINDS["modelopt W4A4"]), KINDS["modelopt FP8 tensor"]
     tensors, want = checkpoints.random_layer(fp8, H, H)
     o_proj = {name for name in content.tensors if name.startswith("layers.0.o_proj.")}
@@ -177,7 +177,7 @@ def test_mixed_precision_with_fp8(tmp_path):
 
 
 def test_mixed_precision(tmp_path):
-    """Load a ModelOpt checkpoint with algorithms by layer."""
+    """Load a ModelOpt checkpoint whose configuration names an algorithm for each layer."""
     content = Content(KINDS["modelopt W4A16"])
     content.tensors["layers.0.o_proj.input_scale"] = torch.tensor(0.02)
     layers = {f"layers.0.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in PARTS}
@@ -192,7 +192,7 @@ def test_mixed_precision(tmp_path):
 
 
 def test_not_quantised(tmp_path):
-    """Load a checkpoint, or layers of a merged layer, without quantised tensors."""
+    """Load a checkpoint without quantised tensors, and a merged layer without a quantised part."""
     plain = {f"layers.0.{name}.weight": torch.randn(n, H).bfloat16() for name, n in PARTS.items()}
     content = Content(NVFP4)
     kept = {name: tensor for name, tensor in content.tensors.items() if not name.startswith("layers") or "bias" in name}
@@ -204,7 +204,7 @@ def test_not_quantised(tmp_path):
 
 
 def test_quantised_lm_head(tmp_path):
-    """The tensors decide, not the list of ignored layers."""
+    """Check that the tensors show whether lm_head is quantised, even if the list of ignored layers names it."""
     content = Content(NVFP4)
     del content.tensors["lm_head.weight"]
     own, want = checkpoints.random_layer(NVFP4, 32, H)
@@ -253,7 +253,7 @@ def test_gpt_oss(tmp_path):
     got = checkpoint.read_experts(tmp_path, "e")
     for e in range(experts):
         blocks = tensors["e.gate_up_proj_blocks"][e].flatten(-2)
-        rows = weights.fp4(blocks, tensors["e.gate_up_proj_scales"][e])  # interleaved
+        rows = weights.fp4(blocks, tensors["e.gate_up_proj_scales"][e])  # rows of gate and up alternate
         assert np.array_equal(
             weights.fp4(got.gate_up[e], got.gate_up_scale[e]), np.concatenate((rows[::2], rows[1::2]))
         )
@@ -288,7 +288,7 @@ def test_gpt_oss(tmp_path):
 
 
 def test_one_tensor_at_a_time(tmp_path, monkeypatch):
-    """Tensors of one layer are freed before the next layer is read."""
+    """Check that the tensors of one layer are freed before the next layer is read."""
     content = Content(NVFP4)
     checkpoints.write(tmp_path, content.tensors, NVFP4.quantization, shards=2)
     read, names, alive, original = [], [], [], Files.read
@@ -323,7 +323,7 @@ def test_each_tensor_is_needed(kind, tmp_path):
     assert len(suffixes) > 1
     for suffix in suffixes:
         if kind.scheme == "nvfp4" and suffix.startswith("input"):
-            continue  # only FP4 activations need it: test_values
+            continue  # skipped here: only FP4 activations need this tensor, see test_values
         rest = {name: tensor for name, tensor in content.tensors.items() if name != f"layers.0.o_proj.{suffix}"}
         refused(tmp_path, rest, rf"contains no layers\.0\.o_proj\.{suffix}, which", kind)
 
@@ -331,7 +331,7 @@ def test_each_tensor_is_needed(kind, tmp_path):
 @by_kind
 @pytest.mark.parametrize("change", ["shape", "dtype"])
 def test_each_tensor_is_checked(kind, change, tmp_path):
-    """The message names tensor and file."""
+    """Check that each tensor's presence, shape and dtype are checked, and that the error names tensor and file."""
     content = Content(kind)
     for name, tensor in content.tensors.items():
         if not name.startswith("layers.0.o_proj."):
@@ -379,12 +379,12 @@ BYTES = {
     "mxfp4": ("weight_scale", (0xFF,), (0x00, 0x7F, 0x80, 0xFE)),
     "fp8": ("weight", (0x7F, 0xFF), (0x00, 0x7E, 0x80, 0xFE)),
 }
-"""One-byte tensor of each format, its invalid bytes, and its smallest and largest valid bytes."""
+"""One-byte tensor of each format, with its invalid bytes and its smallest and largest valid bytes."""
 
 
 @by_kind
 def test_values_of_bytes(kind, tmp_path):
-    """Block scales that are NaN or have the sign bit set, and NaN elements, are found at any position."""
+    """Check that an invalid byte is found at any position: a NaN or negative block scale, or a NaN element."""
     content = Content(kind)
     suffix, bad, good = BYTES["fp8" if kind.scheme.startswith("fp8") else kind.scheme]
     tensor = content.tensors[f"layers.0.o_proj.{suffix}"]

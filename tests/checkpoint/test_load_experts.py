@@ -1,4 +1,4 @@
-"""Checkpoints with experts: each format decodes as its producer defines it, and ambiguous files are refused."""
+"""Load checkpoints with experts: each format decodes as its producer defines it, and ambiguous files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def on_meta(form=Experts) -> Block:
 
 
 def written(kind, folder, parts=QWEN, prefix="mlp"):
-    """Write a checkpoint of a block; return its tensors, and weights (E, 2I, H) and (E, H, I) in float64."""
+    """Write a checkpoint of a block with experts. Return its tensors, and the weights (E, 2I, H) and (E, H, I) in
+    float64."""
     tensors = {"o_proj.weight": torch.randn(H, H).bfloat16()}
     decoded = []
     for e in range(E):
@@ -67,7 +68,8 @@ def test_values(name, tmp_path, device):
 
 
 def test_names_of_mixtral(tmp_path):
-    """Mixtral's checkpoints use other names for the experts' layers and for their parent module."""
+    """Load a Mixtral checkpoint, whose names of the experts' layers and of their parent module differ from the
+    model's."""
     _, gate_up, down = written(KINDS["compressed-tensors FP8"], tmp_path / "x", MIXTRAL, "block_sparse_moe")
     experts = checkpoint.load_(on_meta(), tmp_path / "x").mlp.experts
     for got, want in zip(support.decoded(experts), (gate_up, down), strict=True):
@@ -104,7 +106,7 @@ def test_saved_and_read_again(scheme, style, form, tmp_path):
 
 
 def test_gpt_oss(tmp_path):
-    """Rows of gate and up are interleaved on disk."""
+    """Load gpt-oss experts, in whose checkpoint rows of gate and up alternate."""
     tensors = {**checkpoints.gpt_oss_experts(E, H, I), "o_proj.weight": torch.randn(H, H).bfloat16()}
     checkpoints.write(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]})
     experts = checkpoint.load_(on_meta(GptOssExperts), tmp_path).mlp.experts
@@ -131,13 +133,14 @@ def test_gpt_oss(tmp_path):
 
 @torch.no_grad()
 def test_few_tokens_of_gpt_oss(tmp_path):
-    """Load experts as wide as gpt-oss's: side by side, their scales start alternately at a tile and inside a tile."""
+    """Check calls with few tokens for experts as wide as gpt-oss's: side by side, every second expert's scales start
+    inside a tile."""
     experts, hidden, width, prefix = 3, 64, 2880, "mlp.experts."
     tensors = checkpoints.gpt_oss_experts(experts, hidden, width)
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]}
     checkpoints.write(tmp_path, {**tensors, "o_proj.weight": torch.randn(H, H).bfloat16()}, quantization)
     layer = checkpoint.load_(on_meta(lambda: GptOssExperts(experts, hidden, width)), tmp_path).mlp.experts
-    layer.route_few_(tokens_of_expert=2)  # by default no number of tokens is few
+    layer.route_few_(tokens_of_expert=2)  # set explicitly, because by default no call of this model has few tokens
     up, down = (
         np.stack([weights.fp4(codes.flatten(1), scales) for codes, scales in zip(*stacks, strict=True)])
         for stacks in ([tensors[f"{prefix}{name}_{part}"] for part in ("blocks", "scales")] for name in NAMES)

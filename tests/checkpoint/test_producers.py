@@ -1,4 +1,4 @@
-"""Checkpoints written here decode equally with the producers' own packages, and the other way round.
+"""Check that checkpoints written by this package decode equally with the producers' packages, and the other way round.
 
 Needs the extra `producers`.
 """
@@ -45,7 +45,7 @@ def of_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def read(folder, tensors: dict[str, torch.Tensor], name: str) -> Model:
-    """Load the model with these tensors of ``up``."""
+    """Load the model from a checkpoint with these tensors for the layer ``up``."""
     tensors = {f"up.{key}": tensor for key, tensor in tensors.items()}
     checkpoints.write(folder, {**tensors, "lm_head.weight": torch.ones(8, K)}, KINDS[name].quantization)
     return checkpoint.load_(Model(), folder)
@@ -56,13 +56,13 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
 
 
 def assert_codes_of(layer: NVFP4Linear, weight: torch.Tensor) -> None:
-    """Check that codes equal those from ``from_float``, except where the order of roundings matters."""
+    """Check that a layer's codes equal the codes of ``from_float``, except where the order of roundings matters."""
     linear = nn.Linear(K, N, bias=False)
     linear.weight.data = weight
     assert (NVFP4Linear.from_float(linear).weight != layer.weight).float().mean() < 1e-3
 
 
-# compressed-tensors decodes in bfloat16: it rounds the scale, or a quotient, and the product.
+# compressed-tensors decodes in bfloat16, in which the scale (or a quotient) and the product are rounded.
 
 BF16 = 2.0**-7
 
@@ -198,7 +198,7 @@ def test_fp8_blocks_written_by_modelopt(modelopt, tmp_path):
 
 
 def read_as(folder, tensors: dict[str, torch.Tensor], algorithm: str) -> nn.Module:
-    """Load a layer that ModelOpt's ``algorithm`` describes."""
+    """Load a layer from a checkpoint with ModelOpt's ``algorithm``."""
     written = {f"up.{key}": tensor for key, tensor in tensors.items()}
     quantization = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"]}
     checkpoints.write(folder, {**written, "lm_head.weight": torch.ones(8, K)}, quantization)

@@ -1,4 +1,4 @@
-"""Writing checkpoints: they are read back bit for bit, and decode by the formulas of the formats."""
+"""Save checkpoints: they are read back bit for bit, and decode by the formulas of the formats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ by_format = pytest.mark.parametrize(("style", "scheme", "activations"), FORMATS)
 @pytest.mark.parametrize(("scheme", "activations"), [each[1:] for each in FORMATS if each[0] == "modelopt"])
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_file_of_modelopt_is_a_state_dict(scheme, activations, assign, tmp_path):
-    """The file of a model without merged layers is its state dict."""
+    """Check that a saved ModelOpt checkpoint of a model without merged layers equals the model's state dict."""
     model, fresh = (quantised(scheme, activations) for _ in range(2))
     checkpoint.save(model, tmp_path, "modelopt")
     fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
@@ -159,8 +159,8 @@ class OwnLinear(nn.Linear):
 
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
 def test_unquantised_modules_are_listed(style, tmp_path):
-    """Every unquantised module that a reader could take for a linear layer is listed, so that readers expect no scales
-    for it."""
+    """Check that the configuration lists every unquantised module that a reader could mistake for a linear layer, so
+    that readers expect no scales for it."""
     model = quantised("nvfp4", "16bit")
     model.gate, model.own = Router(), OwnLinear(H, 8).bfloat16()
     checkpoint.save(model, tmp_path, style)
@@ -224,7 +224,7 @@ def test_merged_layers_are_written_separately(style, tmp_path):
 
 
 def test_reciprocals():
-    """Every number that is a reciprocal round-trips exactly; other numbers get the nearest reciprocal."""
+    """Check that the inverse of a factor is exact if the factor is a reciprocal, and otherwise the nearest number."""
     scales = torch.rand(100_000) * 2.0 ** torch.randint(-20, 20, (100_000,))
     values = scales.reciprocal()
     assert torch.equal(_inverse(values).reciprocal(), values)

@@ -1,4 +1,4 @@
-"""Values of scales and parameters in checkpoints: missing, zero, powers of two, not finite."""
+"""Load checkpoints with unusual values of scales and parameters: missing, zero, powers of two, not finite."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def load(folder, form=Model, **given) -> nn.Module:
 
 
 def load_named(folder, kind: str) -> nn.Module:
-    """Write a checkpoint of a kind, and load it."""
+    """Write a checkpoint of this kind and load it."""
     checkpoints.write(folder / "x", tensors_of(kind)[0], KINDS[kind].quantization)
     return load(folder / "x")
 
 
 def tensors_of(name: str) -> tuple[checkpoints.Tensors, dict[str, np.ndarray]]:
-    """Return tensors of a checkpoint for ``Model``, and its quantised weights in float64."""
+    """Return the tensors of a checkpoint for ``Model``, and the weights in float64 to which they decode."""
     tensors, decoded = {"norm.weight": torch.ones(K).bfloat16(), "mask": torch.zeros(3).bfloat16()}, {}
     for layer in ("q_proj", "k_proj"):
         own, decoded[layer] = checkpoints.random_layer(KINDS[name], N, K)
@@ -80,7 +80,8 @@ def without_scale(tensors: checkpoints.Tensors, name: str, value: float | None) 
     ],
 )
 def test_input_scales_that_are_missing_or_zero(kind, value, tmp_path):
-    """Load them with one warning where activations do not use them; refuse them for FP4 activations."""
+    """Check that missing or zero input scales cause one warning if activations do not use them, and an error for FP4
+    activations."""
     tensors, decoded = tensors_of(kind)
     for layer in ("q_proj", "k_proj"):
         without_scale(tensors, f"{layer}.{SCALES[kind]}", value)
@@ -97,7 +98,7 @@ def test_input_scales_that_are_missing_or_zero(kind, value, tmp_path):
 
 
 def test_input_scales_of_a_part(tmp_path):
-    """A merged layer loads without the scale if one part lacks it."""
+    """Check that a merged layer is loaded without an input scale if one of its parts lacks it."""
     tensors, decoded = tensors_of("modelopt W4A4")
     del tensors["k_proj.input_scale"]
     checkpoints.write(tmp_path, tensors, KINDS["modelopt W4A4"].quantization)
@@ -109,7 +110,7 @@ def test_input_scales_of_a_part(tmp_path):
 @pytest.mark.parametrize("kind", ["modelopt W4A4", "modelopt FP8 tensor"])
 @pytest.mark.parametrize("value", [None, 0.0])
 def test_input_scales_of_experts(kind, value, tmp_path):
-    """Experts compute the scales of their activations."""
+    """Check that experts load without input scales, because they compute the scales of their activations."""
     experts, hidden, width = 3, 128, 128
     tensors, decoded = {"o_proj.weight": torch.zeros(256, 256).bfloat16()}, []
     for e in range(experts):
@@ -153,7 +154,8 @@ def test_static_fp8_needs_its_input_scale(tmp_path):
     ],
 )
 def test_zero_scales_of_weights(kind, suffix, place, tmp_path):
-    """A scale of 0 is refused if it hides elements, and loads if they are all zero, as producers write it."""
+    """Check that a scale of 0 is refused if elements under it are not zero, and accepted if all are zero, as producers
+    write it."""
     tensors, _ = tensors_of(kind)
     tensors[f"k_proj.{suffix}"][place] = 0
     checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)
@@ -161,7 +163,7 @@ def test_zero_scales_of_weights(kind, suffix, place, tmp_path):
         load(tmp_path)
     codes = tensors["k_proj.weight"].view(torch.uint8)
     hidden = codes[128:, 128:] if place == (1, 1) else codes[place]
-    hidden &= 0x88 if kind == "modelopt W4A4" else 0x80  # zeros of either sign
+    hidden &= 0x88 if kind == "modelopt W4A4" else 0x80  # keep only signs: zeros of either sign
     checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)
     got = load(tmp_path).k_proj.dequantize()
     assert not (got[128:, 128:] if place == (1, 1) else got[place]).any()
@@ -174,7 +176,7 @@ def test_zero_scales_of_weights(kind, suffix, place, tmp_path):
 @pytest.mark.parametrize("kind", ["DeepSeek FP8", "compressed-tensors FP8"])
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8])
 def test_powers_of_two(kind, dtype, tmp_path):
-    """e8m0 block scales of FP8 are exact in float32, from 2^-127 to 2^127."""
+    """Check that e8m0 block scales of FP8 are exact in float32, from 2^-127 to 2^127."""
     tensors, _ = tensors_of(kind)
     suffix = "weight_scale_inv" if kind == "DeepSeek FP8" else "weight_scale"
     codes = torch.tensor([[0, 1], [119, 254]], dtype=torch.uint8)
@@ -206,7 +208,7 @@ def test_parameters_that_are_not_finite(value, tmp_path):
 
 
 def test_buffers_that_are_not_finite(tmp_path):
-    """A mask may contain infinities, but no NaN."""
+    """Check that a buffer such as a mask may contain infinities, but no NaN."""
     tensors, _ = tensors_of("modelopt W4A16")
     tensors["mask"][1] = -torch.inf
     checkpoints.write(tmp_path, tensors, KINDS["modelopt W4A16"].quantization)
@@ -226,7 +228,7 @@ def test_bias_that_is_not_finite(tmp_path):
         checkpoint.load_(nn.Sequential(nn.Linear(K, N)), tmp_path)
 
 
-# Activations by format
+# Activations per format
 
 
 def mixed(folder) -> None:
@@ -246,7 +248,7 @@ def mixed(folder) -> None:
 )
 @torch.no_grad()
 def test_activations_of_mixed_checkpoints(activations, of_nvfp4, tmp_path):
-    """Each layer uses the activations if its format supports them."""
+    """Check that each layer uses the requested activations if its format supports them."""
     mixed(tmp_path)
     model = load(tmp_path, activations=activations)
     assert (model.q_proj.activations, model.k_proj.activations) == (of_nvfp4, "fp8")
@@ -275,7 +277,7 @@ def test_unsupported_activations(kind, activations, message, tmp_path):
         load(tmp_path, activations=activations)
 
 
-# Loading into a model that is loaded already
+# Loading into a model that was loaded before
 
 
 class Whole(nn.Module):
@@ -295,7 +297,7 @@ def contents(kind: str) -> checkpoints.Tensors:
         own, _ = checkpoints.random_layer(KINDS[kind], n, K)
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in own.items()}
         tensors[f"{layer}.bias"] = torch.randn(n).bfloat16()
-    if kind == "modelopt FP8 tensor":  # parts of a merged layer share a block in no format but blocks
+    if kind == "modelopt FP8 tensor":  # only in the block format can parts of a merged layer not share a block
         tensors["q_proj.input_scale"] *= 2
     return tensors
 
@@ -316,7 +318,8 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 )
 @torch.no_grad()
 def test_loaded_in_place(kind, activations, tmp_path):
-    """Tensors and modules stay where CUDA graphs read them; values are the second checkpoint's."""
+    """Check that tensors and modules stay where CUDA graphs read them, and that their values are the second
+    checkpoint's."""
     merged = {"qk_proj": ("q_proj", "k_proj")}
 
     def load_again(model: nn.Module, folder: str) -> nn.Module:
@@ -345,7 +348,7 @@ def test_loaded_in_place(kind, activations, tmp_path):
 
 
 def test_loaded_with_other_activations(tmp_path):
-    """A layer whose arithmetic changes is replaced."""
+    """Check that a layer is replaced if its activations change."""
     checkpoints.write(tmp_path, tensors_of("modelopt W4A4")[0], KINDS["modelopt W4A4"].quantization)
     model = load(tmp_path)
     old = model.q_proj
@@ -356,7 +359,8 @@ def test_loaded_with_other_activations(tmp_path):
 
 @pytest.mark.parametrize("has_scale", [False, True])
 def test_an_input_scale_that_is_not_used(has_scale, tmp_path):
-    """A layer with or without an unused input scale is overwritten by a layer without or with one."""
+    """Check that a layer can be overwritten in place if only the old or only the new layer stores an input scale that
+    is not used."""
     model = load_named(tmp_path, "modelopt W4A4" if has_scale else "modelopt W4A16")
     layer, places = model.q_proj, {key: tensor.data_ptr() for key, tensor in model.q_proj.named_buffers()}
     tensors, decoded = tensors_of("modelopt W4A16" if has_scale else "modelopt W4A4")
@@ -369,7 +373,7 @@ def test_an_input_scale_that_is_not_used(has_scale, tmp_path):
 
 
 def test_tensors_of_inference_mode(tmp_path):
-    """Tensors that cannot be changed in place are replaced."""
+    """Check that tensors that cannot be changed in place are replaced."""
     with torch.inference_mode():
         model = load_named(tmp_path, "modelopt W4A16")
     tensors, decoded = tensors_of("modelopt W4A16")

@@ -1,4 +1,4 @@
-"""Supported and refused configurations."""
+"""Read configurations that are supported, and refuse the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_kinds(kind, tmp_path):
 
 
 def test_modelopt_file(tmp_path):
-    """Read ModelOpt's own file with wildcards; ``config.json`` takes precedence."""
+    """Read ModelOpt's own file, which contains wildcards. ``config.json`` takes precedence over it."""
     given = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.layers.0.self_attn*"]}
     spec = spec_of(tmp_path, given, "hf_quant_config.json", "quantization")
     assert spec.scheme("model.layers.1.self_attn.q_proj") == LayerScheme("nvfp4", "modelopt", "fp4")
@@ -54,7 +54,7 @@ def test_modelopt_file(tmp_path):
 
 
 def test_targets(tmp_path):
-    """Names take precedence over regular expressions, and these over all linear layers."""
+    """Check that names take precedence over regular expressions, and regular expressions over ``"Linear"``."""
     quantization = {
         **compressed("mixed-precision", {}, None),
         "config_groups": {
@@ -93,7 +93,7 @@ def test_not_quantised(tmp_path):
 
 
 def changed(kind: str, path: str, value) -> dict:
-    """Return the configuration with another value at a path of keys."""
+    """Return the configuration of this kind with another value at a path of keys."""
     quantization = copy.deepcopy(KINDS[kind].quantization)
     *keys, last = path.split("/")
     part = quantization

@@ -1,4 +1,4 @@
-"""Checkpoints as torchao writes them: the file's metadata describes each weight.
+"""Load checkpoints that are written like torchao's: the metadata of the files describes each weight.
 
 tests/integrations/test_torchao.py writes and decodes with torchao itself, if it is installed.
 """
@@ -23,24 +23,24 @@ from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint.spec import spec_of
 from torch_cute_ops.nn import QuantExperts
 
-K, N = 192, 72  # rows and blocks that are padded in tiles
+K, N = 192, 72  # sizes with padding rows and padding blocks in tiled scales
 CONFIG = {"quant_method": "torchao", "quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_data": {}}}}
 FP4 = {"_type": "torch.dtype", "_data": "float4_e2m1fn_x2"}
 
 
 def tiled(scale: torch.Tensor) -> torch.Tensor:
-    """Convert linear scales (N, blocks) to 128x4, in torchao's shape."""
+    """Convert linear scales (N, blocks) to the 128x4 layout in torchao's shape."""
     tiles = torch.from_numpy(spec.arrange(weights.raw(scale), "128x4")).view(scale.dtype)
     return tiles.view(tiles.shape[0] * 32, tiles.shape[1] * 16)
 
 
 class Stored:
-    """A checkpoint under construction.
+    """Checkpoint under construction, as torchao would write it.
 
     Attributes:
         tensors: tensors of the file.
         metadata: metadata of the file.
-        decoded: float64 weights by parameter; for experts, one below the next.
+        decoded: float64 weight of each parameter. The weights of experts are stacked along their rows.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Stored:
         self.decoded: dict[str, np.ndarray] = {}
 
     def add(self, name: str, kind: str, n: int, k: int, *, is_tiled: bool, experts: int = 0, factor: bool = True):
-        """Add a weight of random numbers; with ``experts``, of shape (E, N, K)."""
+        """Add a random weight. With ``experts``, its shape is (E, N, K)."""
         rows, lead = n * max(experts, 1), (experts,) if experts else ()
         codes = torch.randint(256, (rows, k // 2), dtype=torch.uint8)
         if kind == "NVFP4Tensor":
@@ -145,7 +145,7 @@ def test_input_scale(tmp_path):
     made.write(tmp_path)
     model = checkpoint.load_(on_meta(), tmp_path, activations="fp4")
     assert model.q_proj.activations == "fp4" and model.q_proj.input_scale.item() == 0.25
-    # The loaded model can be saved in other formats, with equal bits.
+    # Check that the loaded model can be saved in another format, with equal bits.
     checkpoint.save(model, tmp_path / "modelopt", "modelopt")
     again = load_file(tmp_path / "modelopt" / "model.safetensors")
     assert torch.equal(again["k_proj.weight"], made.tensors["k_proj._weight_qdata"])
