@@ -1,4 +1,4 @@
-"""``python -m torch_cute_ops`` and deployments: their output, compiled kernels and errors."""
+"""``python -m torch_cute_ops`` and deployments: output, compiled kernels and errors."""
 
 import errno
 import functools
@@ -34,7 +34,7 @@ from torch_cute_ops.runtime.store import Store, symbol_of
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Create an empty cache on disk for this process and its children."""
+    """Set an empty cache on disk for this process and its children, and return its folder."""
     folder = tmp_path / "cache"
     monkeypatch.setattr(settings, "CACHE_DIR", folder)
     monkeypatch.setenv("TORCH_CUTE_OPS_CACHE_DIR", str(folder))
@@ -45,7 +45,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_info(capsys, cache, monkeypatch):
-    # Cached, because both forms print the same report, and each answer plans the op for every architecture.
+    # Cache the answers, because each plans the op for every architecture, and text and JSON print the same report.
     monkeypatch.setattr(info, "availability", functools.cache(info.availability))
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_info(capsys, cache, monkeypatch):
     assert report["ops"]["fp4_quantize"] == {"cpu": "reference", **dict.fromkeys(ARCHS, "kernel")}
     assert len(report["devices"]) == torch.cuda.device_count()
     answers = [line for line in text.splitlines() if "reference: cpu" in line]
-    assert [line.split()[0] for line in answers] == list(OPS)  # a blank follows each name, however long it is
+    assert [line.split()[0] for line in answers] == list(OPS)  # a blank follows even a long name
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_info_names_missing_packages(monkeypatch):
 
 @pytest.mark.parametrize("op", ["mm_fp4", "moe_fc2_fp4_weight_only"])
 def test_info_asks_the_backends(op, monkeypatch):
-    """The answer is "kernel" if a backend other than the reference can compute the op."""
+    """Check that the answer is "kernel" if a backend other than the reference can compute the op."""
 
     def reason(problem, target):
         return None if target.arch.name == "sm_90a" else "does not suit"
@@ -107,7 +107,7 @@ def test_info_asks_the_backends(op, monkeypatch):
 
 
 def test_info_compares_the_record(tmp_path, monkeypatch):
-    """The record names the same sources, other sources, or is missing."""
+    """Check the report if the GPU record contains the digest of these sources or of other sources, or is missing."""
     path = tmp_path / "gpu_record.json"
     monkeypatch.setattr(info, "RECORD", path)
     monkeypatch.setattr(info, "availability", lambda spec: {})
@@ -148,7 +148,7 @@ def test_as_a_module():
 
 @pytest.mark.slow
 def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
-    """Workers compile the kernels; afterwards this process loads them."""
+    """Check that workers compile the kernels into the cache, and that this process then loads them."""
     arguments = ["warmup", "fp4_quantize", "--hidden", "64", "96", "--dtype", "bf16", "--arch", "sm_90a"]
     assert main([*arguments, "--workers", "2"]) == 0
     assert "2 kernels are ready, 0 failed" in capsys.readouterr().out
@@ -162,7 +162,8 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
     assert len(re.findall(r"^[0-9a-f]{16}  .*RowQuantKernel", listed, re.M)) == 2 and "2 kernels" in listed
     assert main(["cache", "verify"]) == 0
     assert "0 damaged" in capsys.readouterr().out
-    # Copy another kernel's object and make the description match it: the function's name reveals the exchange.
+    # Copy another kernel's object file and adapt the description. Only the name of its function then reveals the
+    # exchange.
     first, second = sorted(path.parent for path in cache.rglob("kernel.o"))
     shutil.copy(first / "kernel.o", second / "kernel.o")
     description = json.loads((first / "kernel.json").read_text()) | {"symbol": symbol_of(second.name)}
@@ -179,7 +180,7 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
 
 
 def test_an_object_that_cannot_be_loaded(tmp_path):
-    """The DSL does not report the cause, so the error is an ``OSError``, not damage."""
+    """Check that the error is an ``OSError`` and not ``Damaged``, because the DSL does not report the cause."""
     (tmp_path / "kernel.o").write_bytes(b"no object file")
     with pytest.raises(OSError, match=r"\w+Error: "):
         compiler.load_object(tmp_path / "kernel.o", "k0")
@@ -191,13 +192,13 @@ HIDDEN = [str(64 * i) for i in range(1, 101)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_warmup_can_be_stopped(tmp_path, number, status):
-    """The workers are gone within two seconds, and all stored kernels are whole. Ctrl-C reaches all processes of the
-    terminal; SIGTERM reaches only the first process."""
+    """Check that after a signal the workers end within two seconds, and that all stored kernels are complete. Ctrl-C
+    reaches all processes of the terminal; SIGTERM reaches only the first process."""
     command = [sys.executable, "-m", "torch_cute_ops", "warmup", "fp4_quantize", "--dtype", "bf16", "--arch", "sm_90a"]
     command += ["--workers", "2", "--hidden", *HIDDEN]
     variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path))
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    # Background jobs of a shell ignore SIGINT, and their children inherit that.
+    # Background jobs of a shell ignore SIGINT, and so would their children, so restore the default.
     hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(
         command, env=variables, text=True, start_new_session=True, preexec_fn=hear, **streams
@@ -229,7 +230,8 @@ def test_cache_that_is_off(monkeypatch, capsys):
 
 
 def test_a_cache_folder_that_is_no_folder(monkeypatch, capsys):
-    """The reason is named before anything is compiled, and nobody is told to change the rights of /dev/null."""
+    """Check that the reason is reported before anything is compiled, without the advice to change the permissions of
+    /dev/null."""
     monkeypatch.setattr(settings, "CACHE_DIR", Path("/dev/null"))
     reason = "/dev/null is no folder; set TORCH_CUTE_OPS_CACHE_DIR to a folder"
     assert main([*QUANTIZE, "--arch", "sm_90a"]) == 2
@@ -270,7 +272,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("variable", ["TORCH_CUTE_OPS_CACHE_MB", "TORCH_CUTE_OPS_PDL"])
 def test_a_wrong_setting(variable):
-    """A command ends with one line and status 2; another program gets an exception with a traceback."""
+    """Check that a command ends with one line and status 2. Another program gets an exception with a traceback."""
     environment = {**os.environ, variable: "x"}
     done = subprocess.run(
         [sys.executable, "-m", "torch_cute_ops", "cache"],
@@ -284,7 +286,7 @@ def test_a_wrong_setting(variable):
 
 
 def test_building_an_op_by_name(tmp_path, monkeypatch, capsys):
-    """The kernels are those that a file with the same calls names."""
+    """Check that building an op by its options builds the same kernels as a deployment file with the same calls."""
     built = []
     monkeypatch.setattr("torch_cute_ops.runtime.bundle_build.build", lambda folder, pairs: built.extend(pairs))
     monkeypatch.setattr("torch_cute_ops.cli.main._tell_flavour", lambda: None)
@@ -298,14 +300,14 @@ def test_building_an_op_by_name(tmp_path, monkeypatch, capsys):
 
 
 def test_warmup_without_a_cache(monkeypatch, capsys):
-    """It is refused, because its kernels would be lost."""
+    """Check that ``warmup`` is refused without a cache on disk, because its kernels would be lost."""
     monkeypatch.setattr(settings, "CACHE", False)
     assert main([*QUANTIZE, "--arch", "sm_90a"]) == 2
     assert "no kernels are kept on disk: TORCH_CUTE_OPS_CACHE=0" in capsys.readouterr().err
 
 
 def test_cache_clear_reports_failures(cache, monkeypatch, capsys):
-    """Renaming fails as on a read-only file system."""
+    """Check the report if renaming fails, as on a read-only file system."""
     store = compiler.store()
     for key in ("1", "2"):
         assert store.save(key, lambda path, symbol: path.write_text(symbol))
@@ -321,7 +323,7 @@ def test_cache_clear_reports_failures(cache, monkeypatch, capsys):
 
 
 def test_cache_that_cannot_be_read(cache, monkeypatch, capsys):
-    """The commands fail instead of reporting an empty cache."""
+    """Check that the commands fail if the cache cannot be read, instead of reporting an empty cache."""
 
     def iterdir(path):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -333,7 +335,7 @@ def test_cache_that_cannot_be_read(cache, monkeypatch, capsys):
 
 
 def test_warmup_reports_failures(cache, capsys, monkeypatch):
-    """Each failure is printed with its reason, and the other jobs go on."""
+    """Check that each failure is printed with its reason, and that the other jobs are still run."""
     outcomes = (
         deployment.Outcome(deployment.Job("fp4_quantize", (("hidden", hidden),)), "sm_90a", error)
         for hidden, error in {64: "", 96: "ValueError: of width"}.items()
@@ -347,11 +349,11 @@ def test_warmup_reports_failures(cache, capsys, monkeypatch):
 
 
 def test_tune_reports_failures(capsys, monkeypatch):
-    """Each failure is printed with its reason, and the other jobs go on."""
+    """Check that each failure is printed with its reason, and that the other jobs are still run."""
 
     def warmup(op, *, tune, n, k, m):
         if m == 2:
-            raise ArithmeticError("of a test")  # the DSL's errors have no common base
+            raise ArithmeticError("of a test")  # any exception: the DSL's classes share no base
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_cute_ops.registry, "warmup", warmup)
@@ -393,7 +395,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name, capsys):
-    """The exit status is 2, an error names the cause, and nothing is compiled."""
+    """Check that the exit status is 2, that an error names the cause, and that nothing is compiled."""
     arguments, text = WRONG[name]
     assert main(arguments) == 2
     shown = capsys.readouterr()
@@ -416,7 +418,7 @@ def test_wrong_number_of_processes():
 
 
 def test_building_an_unsupported_call(tmp_path, capsys):
-    """The error names the call, and no bundle is made."""
+    """Check that the error names the call, and that no bundle is written."""
     path = tmp_path / "deployment.toml"
     path.write_text('[[kernel]]\nop = "mm_fp4"\nn = 64\nk = 100\n')
     assert main(["build", "--config", str(path), "--arch", "sm_90a", "-o", str(tmp_path / "kernels")]) == 2
@@ -424,7 +426,7 @@ def test_building_an_unsupported_call(tmp_path, capsys):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
-    """The exit status is 1, and the error names the package, without a traceback."""
+    """Check that the exit status is 1, and that the error names the missing package, without a traceback."""
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert main([*QUANTIZE, "--arch", "sm_90a"]) == 1
     assert "needs a package that is not installed" in (text := capsys.readouterr().err) and "tqdm" in text
@@ -472,9 +474,9 @@ for hidden in (64, 96):
 
 @pytest.mark.slow
 def test_a_bare_image(tmp_path):
-    """``info``, tuned choices and kernels work without optional packages, a home folder and a passwd entry.
+    """Check that ``info``, tuned choices and kernels work without optional packages, a home folder and a passwd entry.
 
-    One warning names the variable to set, and no folder is created.
+    A single warning names the environment variable to set, and no folder is created.
     """
     variables = variables_of()
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, env=variables, cwd=tmp_path)
@@ -504,7 +506,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("op", OPTIONS)
 def test_options_become_properties(op, monkeypatch, capsys):
-    """Each option of the command line becomes a property of the job."""
+    """Check that each option of the command line becomes a property of the job."""
     given, words = [], OPTIONS[op].split()
     monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: given.extend(jobs) or (outcome for outcome in ()))
     assert main(["warmup", op, *words, "--arch", "sm_90a"]) == 0
@@ -521,7 +523,7 @@ def test_options_become_properties(op, monkeypatch, capsys):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_properties_of_each_op(op):
-    """``properties_of`` lists every property of a sample, and marks required ones."""
+    """Check that ``properties_of`` lists every static property of the samples, and marks required properties."""
     stated, known = properties_for(op), torch_cute_ops.properties_of(op.name)
     assert stated.keys() <= known.keys() and "device" not in known
     assert all(stated[name] for name, each in known.items() if each.is_required)
@@ -530,7 +532,8 @@ def test_properties_of_each_op(op):
 
 
 def test_a_property_is_of_one_kind():
-    """All ops give a property the same kind, because an option of the command line takes values or is a switch."""
+    """Check that the kind of a property is the same in all ops, because its command-line option either takes values or
+    is a switch."""
     kinds = {(name, each.kind) for op in OPS for name, each in torch_cute_ops.properties_of(op).items()}
     assert len(kinds) == len(dict(kinds))
 
@@ -545,7 +548,7 @@ NEW_PROPERTIES = {
 
 
 def test_a_new_op_needs_no_edit(monkeypatch, capsys):
-    """The command line takes, checks and shows the properties of an op that it does not know."""
+    """Check that the command line accepts, checks and prints the properties of a newly defined op."""
     path = SimpleNamespace(example=lambda **_: {}, statics=NEW_PROPERTIES)
     spec = SimpleNamespace(name="new_op", path=path, kernels=lambda arch: (), has_backends=False)
     monkeypatch.setitem(OPS, "new_op", spec)
@@ -576,7 +579,7 @@ def test_wrong_properties_name_the_op(op):
 
 
 def test_device_0_is_a_device(monkeypatch):
-    """``device=0`` means CUDA device 0, not the current device or a CPU."""
+    """Check that ``device=0`` means CUDA device 0, not the current device or a CPU."""
     asked = []
     monkeypatch.setattr(
         torch_cute_ops.registry, "cuda_device", lambda device: asked.append(device) or torch.device("cpu")
@@ -672,7 +675,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("content", BAD_FILES, ids=lambda content: BAD_FILES[content][:60])
 def test_bad_files(content, tmp_path):
-    """The message names the file, table, op and key, and the expected value."""
+    """Check that the error names the file, table, op and key, and the expected value."""
     path = tmp_path / "deployment.toml"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {BAD_FILES[content]}')}") as raised:
@@ -698,7 +701,7 @@ def test_prepare_needs_a_device(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_prepare(tmp_path, monkeypatch, cache):
-    """After ``prepare``, the listed calls compile nothing and can be captured."""
+    """Check that after ``prepare`` the calls in the file compile nothing and can be captured."""
     path = tmp_path / "deployment.toml"
     path.write_text('[[kernel]]\nop = "rmsnorm_fp4quant"\nhidden = [1008, 1040]\ndtype = "bf16"\n')
     deployment.prepare(path)
