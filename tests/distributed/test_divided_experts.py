@@ -1,4 +1,4 @@
-"""Experts divided among real processes: values, reads from a checkpoint, and refusals."""
+"""Experts divided among real processes: results, reads from a checkpoint, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def block_of(form, scheme: str) -> Block:
 
 
 def ways_of(scheme: str) -> tuple[str, ...]:
-    """Return the ways to divide experts in a format: a scale of a token cannot be divided."""
+    """Return the supported ways to divide experts in a format. Scales per token cannot be divided."""
     return ("expert",) if scheme == "fp8_channel" else WAYS
 
 
@@ -53,7 +53,7 @@ def divided(block: Block, mesh, by: str, sums: torch.dtype | None = None) -> Qua
 
 @torch.no_grad()
 def values(rank: int) -> None:
-    """Check results against undivided experts in float64, rounded where the ops round; pairs without an expert add
+    """Check results against undivided experts in float64, rounded where the ops round. Pairs without an expert add
     nothing."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for scheme, form in FORMS:
@@ -71,7 +71,7 @@ def values(rank: int) -> None:
         weights = support.decoded(whole)
         want = support.computed(x, ids, factors, *weights, biases, whole.swiglu, granularity=granularity)
         reference = copy.deepcopy(whole)
-        if biases is not None:  # in a dtype that the GEMM accepts with the result's
+        if biases is not None:  # convert the biases to a dtype that the GEMM accepts together with the result's
             reference.down_proj.bias = nn.Parameter(whole.down_proj.bias.float(), requires_grad=False)
         for by in ways_of(scheme):
             for sums in (torch.float32, None):
@@ -87,8 +87,8 @@ def values(rank: int) -> None:
                 assert not y[2].any()
                 with pytest.raises(ValueError, match=f"top_k_index holds {E}, out of range: there are {E} experts"):
                     experts(x, torch.full_like(ids, E), factors)
-                # The sum of all ranks equals the undivided result, up to the order of float32 additions or one rounding
-                # per rank.
+                # The sum of all ranks' results equals the undivided result, except for the order of float32 additions
+                # or one rounding per rank.
                 exact = reference.summed(x, ids, factors, torch.float32)
                 bound = 2.0**-8 * exact.abs() + 1e-4 if sums else 2.0**-6 * exact.abs().max()
                 assert ((y.float() - exact).abs() <= bound).all(), (scheme, form, by, sums)
@@ -104,7 +104,7 @@ def values(rank: int) -> None:
                 line = few_tokens(few.intermediate_size) * E // TOPK
                 assert few.is_few(line, TOPK) and not few.is_few(line + 2, TOPK)
                 assert not few.is_few(513, 1)
-            # FP4 activations, with a global scale for each expert.
+            # FP4 activations, with a global scale per expert
             amax = torch.linspace(60, 90, E)
             hidden = torch.cat([nvfp4_global_scale(each) for each in amax])
             scales = {"input_global_scale": nvfp4_global_scale(x.abs().amax()), "hidden_global_scale": hidden}
@@ -126,7 +126,8 @@ def write_gpt_oss(folder: Path) -> None:
 
 @torch.no_grad()
 def from_a_checkpoint(rank: int, folder: Path) -> None:
-    """Check that loading equals dividing the whole experts; each rank reads only its experts, or its shard of each."""
+    """Check that loading into shards equals dividing the whole experts, and that each rank reads only its experts, or
+    only its shard of each expert."""
     mesh = init_device_mesh("cpu", (WORLD,))
     read: list = []
     note_reads(read)
@@ -160,7 +161,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
                 assert ("mlp.experts.down_proj_blocks", *half) in read
                 assert "mlp.experts.down_proj_blocks" not in read
             elif by == "expert":
-                # Experts are renumbered from 0 on each rank, so half of all experts are read.
+                # Names show local indices: each rank numbers its half of the experts from 0.
                 assert {name.split(".")[2] for name in names if "experts" in name} == {"0", "1"}
             else:
                 half = WIDTH // 2 // (2 if "fp4" in case else 1)
@@ -239,8 +240,8 @@ def test_errors(mesh, tmp_path):
 
 
 def test_scales_of_tokens_are_not_divided():
-    """Check that experts whose activations have one scale per token are refused by intermediate size, before and after
-    they are sharded."""
+    """Check that experts whose activations have one scale per token cannot be divided by intermediate size, neither
+    before nor after they are sharded."""
     experts = block_of(Experts, "fp8_channel").mlp.experts
     mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
     for divide in (DividedExperts("tensor").divide, DividedExperts("tensor").bind_experts):

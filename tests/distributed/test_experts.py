@@ -1,4 +1,4 @@
-"""Expert parallelism among real processes."""
+"""``ExpertParallel`` in real processes: results, captures, refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMATS = ("fp8", "nvfp4", "mxfp4")
 
 
 def weights_of(fmt: str, n: int, k: int) -> ExpertWeights:
-    """Return the weights of experts: with a bias in FP4, and with 128x4 scales in NVFP4."""
+    """Return random weights of experts: in FP4 with a bias, and in NVFP4 with 128x4 scales."""
     weight = torch.randn(EXPERTS, n, k) / k**0.5
     if fmt == "fp8":
         blocks = weight.view(EXPERTS, n // 128, 128, k // 128, 128)
@@ -36,7 +36,7 @@ def weights_of(fmt: str, n: int, k: int) -> ExpertWeights:
 
 
 def decoded(weights: ExpertWeights) -> np.ndarray:
-    """Decode to (E, N, K) in float64."""
+    """Decode the weights to (E, N, K) in float64."""
     experts, n, _ = weights.codes.shape
     codes = weights.codes.view(torch.uint8).numpy()
     if not weights.is_fp4:
@@ -54,7 +54,7 @@ def decoded(weights: ExpertWeights) -> np.ndarray:
 
 
 def layer_in_float64(up: ExpertWeights, down: ExpertWeights, x, ids, factors, residual) -> np.ndarray:
-    """Compute the layer's result without any rounding of activations."""
+    """Compute the layer's result in float64, without rounding activations."""
     w_up, w_down = decoded(up), decoded(down)
     b_up, b_down = (0 if each.bias is None else each.bias.double().numpy() for each in (up, down))
     total = residual.double().numpy().copy()
@@ -90,7 +90,7 @@ def everything(rank: int) -> None:
                 layer = ExpertParallel(own_up, own_down, group, wire=wire, max_rows=max_rows)
                 with count_traffic() as traffic:
                     y = layer(x[mine], ids[mine], factors[mine], residual[mine])
-                # Equals the result on one rank with all experts, bit for bit.
+                # The result equals the result on one rank with all experts, bit for bit.
                 assert torch.equal(y, one[mine]), (fmt, wire, max_rows)
                 pairs = int((ids[mine] >= 0).sum()) if max_rows is None else EXPERTS * TOKENS
                 counts, codes, scales, back = traffic.sent
@@ -106,7 +106,7 @@ def everything(rank: int) -> None:
             assert 0 < error < 0.04
         with pytest.raises(RuntimeError, match="ExpertParallel: rank 1 differs: max_rows is 6, on rank 0 5"):
             ExpertParallel(own_up, own_down, group, max_rows=TOKENS + rank)
-        # A rank without tokens, and experts without rows.
+        # Rank 0 has no tokens, and some experts get no rows.
         count = 0 if rank == 0 else TOKENS
         few = torch.zeros(count, TOPK, dtype=torch.int32)
         few[:, 1] = -1
@@ -117,11 +117,11 @@ def everything(rank: int) -> None:
                 assert y.shape == (count, H)
                 if count:
                     assert torch.equal(y, ExpertParallel(up, down, wire=wire)(x[:count], few, factors[:count]))
-        # Pairs beyond max_rows are dropped: two of each rank's five tokens fit.
+        # Two of each rank's five tokens fit; later pairs are dropped.
         y = ExpertParallel(own_up, own_down, group, max_rows=2)(x[mine], few_of(mine), factors[mine])
         want = ExpertParallel(up, down)(x[mine], few_of(mine), factors[mine])
         assert torch.equal(y[:2], want[:2]) and not y[2:].any()
-        # Each expert is sharded, instead of the set of experts.
+        # Divide each expert among the ranks, instead of giving each rank whole experts.
         parts = up.of_rows(rank, WORLD, 2), down.of_columns(rank, WORLD)
         y = ExpertParallel(*parts, tensor_group=group)(x, ids, factors, residual)
         whole = [torch.empty_like(y) for _ in range(WORLD)]
@@ -143,7 +143,7 @@ def test_experts_of_ranks():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_parts_of_weights(fmt):
-    """Shards decode to slices of the decoded weights."""
+    """Check that shards of the weights decode to slices of the decoded weights."""
     up, down = weights_of(fmt, 2 * WIDTH, H), weights_of(fmt, H, WIDTH)
     whole = decoded(up)
     np.testing.assert_array_equal(decoded(up.of_experts(1, 3)), whole[1:3])

@@ -1,4 +1,4 @@
-"""Layers divided among real processes: values, traffic, and reads from a checkpoint."""
+"""Linear layers divided among real processes: results, traffic, and reads from a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from support.checkpoints import note_reads
 WORLD = 2
 K = 256
 PARTS = (256, 256, 128)
-"""Rows of q, k and v: heads of 128; v has one head."""
+"""Rows of the merged layers q, k and v. A head is 128 rows; v is a single head."""
 KINDS = [
     (NVFP4Linear, "16bit", False),
     (NVFP4Linear, "fp4", True),
@@ -61,7 +61,7 @@ KINDS = [
     (FP8TensorLinear, "fp8", True),
     (FP8ChannelLinear, "fp8", False),
 ]
-"""Layer classes, their activations, and whether the activations have a calibrated scale."""
+"""Layer classes, each with its activations, and whether the activations have a calibrated scale."""
 
 
 def made(cls: type[QuantLinear], activations: str, is_static: bool, n: int, *, bias: bool = True) -> QuantLinear:
@@ -79,14 +79,15 @@ def own(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def columns_and_rows(rank: int) -> None:
-    """Check every kind of layer, sharded by columns and by rows, with all tokens on every rank or divided tokens."""
+    """Check every class of layers, sharded by columns and by rows, with all tokens on every rank or with divided
+    tokens."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for cls, activations, is_static in KINDS:
         torch.manual_seed(0)
         x = torch.randn(4, 2, K).bfloat16()
         layer = merge([made(cls, activations, is_static, n) for n in PARTS])
         want = layer(x).split(PARTS, -1)
-        # Each rank has one head of q and of k; v has only one head.
+        # Each rank stores one head of q and one of k; both ranks store the only head of v.
         mine = torch.cat([own(want[0], rank, -1), own(want[1], rank, -1), want[2]], -1)
         for sequence, gather in ((False, False), (True, False), (True, True)):
             style = ColumnParallel(unit=128, sequence=sequence, gather_output=gather)
@@ -94,7 +95,7 @@ def columns_and_rows(rank: int) -> None:
             assert isinstance(divided, cls) and divided.parts == (128, 128, 128)
             y = divided(own(x, rank) if sequence else x)
             assert torch.equal(y, torch.cat(want, -1) if gather else mine), (cls, sequence, gather)
-            # Gathered columns are in the undivided layer's order, though both ranks have v's head.
+            # Gathered columns are in the order of the undivided layer, although both ranks computed v's head.
             assert divided.whole_parts == PARTS and type(divided).__name__ == f"ColumnParallel{cls.__name__}"
             assert [type(part) for part in divided.split()] == [cls] * 3
             assert f"ColumnParallel(unit=128, sequence={sequence}" in repr(divided)
@@ -107,7 +108,7 @@ def columns_and_rows(rank: int) -> None:
                 y = all_gather(y, mesh.get_group())
             assert y.dtype == x.dtype
             assert_product(y, down, x)
-        # Sums in bfloat16: each rank's partial sum is rounded, and so is the total.
+        # With sums in bfloat16, each rank's partial sum is rounded, and so is the total.
         y = parallelize_module(copied(down), mesh, RowParallel(sums=torch.bfloat16))(own(x, rank, -1))
         assert ((y - down(x)).abs() <= 2.0**-6 * down(x).abs().max()).all()
     down, halves = made(NVFP4Linear, "16bit", False, 136), torch.randn(2, 4, 2, K).bfloat16()
@@ -132,7 +133,8 @@ def columns_and_rows(rank: int) -> None:
 
 @torch.no_grad()
 def what_travels(rank: int) -> None:
-    """Check that the norm's codes and scales travel, their bytes, and that they equal one norm of all rows."""
+    """Check that only codes and scales of the norm are sent, how many bytes they have, and that they equal a norm of
+    all rows."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = mesh.get_group()
     torch.manual_seed(1)
@@ -160,7 +162,7 @@ def what_travels(rank: int) -> None:
             size = 0.5 if activations == "fp4" else 1.0
             assert traffic.nbytes() == elements * (size + scales), cls
             assert 2 * elements / traffic.nbytes() > (1.9 if activations == "fp8" else 3.5)
-    # The layer itself gathers a tensor, or the norm's result.
+    # The layer gathers the rows itself, whether it gets a tensor or the norm's result.
     layer = made(*KINDS[1], 64)
     y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale)
     rows = normed_rows(layer, own(x, rank), weight)
@@ -206,7 +208,7 @@ SCHEMES |= {"fp8_tensor": "compressed-tensors", "fp8_channel": "compressed-tenso
 
 @torch.no_grad()
 def from_a_checkpoint(rank: int, folder: Path) -> None:
-    """Check that loading equals dividing the whole model, and that no rank reads a divided tensor whole."""
+    """Check that loading into shards equals dividing the whole model, and that no rank reads a divided tensor whole."""
     mesh = init_device_mesh("cpu", (WORLD,))
     plans = [decoder_plan(128, merged=is_merged) for is_merged in (False, True)]
     read: list[object] = []
@@ -233,7 +235,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
                 assert_same_layer(actual, getattr(attention, name))
             assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
             assert torch.equal(model.embed.weight, whole.embed.weight)
-            # 128 rows of q and of k, all of v, half of o's columns: bytes in FP4 and FP8.
+            # Bytes of 128 rows of q and of k, all rows of v, and half of o's columns, in FP4 and FP8.
             half = 64 if "fp4" in scheme else 128
             weight = "weight_packed" if scheme == "mxfp4" else "weight"
             prefix = "model.layers.0.self_attn"
@@ -245,7 +247,8 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
 
 @torch.no_grad()
 def rows_under_one_scale(rank: int) -> None:
-    """Check that FP8 rows with divided columns get the codes and scales of whole rows, special values included."""
+    """Check that FP8 rows whose columns are divided get the codes and scales of whole rows, including NaN and
+    infinity."""
     x = torch.randn(6, 64) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1.0, 1.0]).unsqueeze(1)
     x[4, 3], x[5, 40] = torch.nan, torch.inf
     dist.broadcast(x, 0)
@@ -257,14 +260,15 @@ def rows_under_one_scale(rank: int) -> None:
 
 @torch.no_grad()
 def unequal_rows(rank: int) -> None:
-    """Check that every rank raises before the collective and names each rank's rows; equal rows work afterwards."""
+    """Check that ranks with unequal numbers of rows raise an error before the collective, and that each error names
+    each rank's rows. Equal numbers work afterwards."""
     mesh = init_device_mesh("cpu", (WORLD,))
     layer = parallelize_module(nn.Linear(8, 8), mesh, ColumnParallel(sequence=True))
     for rows in (3, 3, 5):
         assert layer(torch.ones(rows, 8)).shape == (WORLD * rows, 4)
     with pytest.raises(RuntimeError, match="ColumnParallelLinear: rank 0 has 4 rows, rank 1 has 6 rows; expected eq"):
         layer(torch.ones(4 + 2 * rank, 8))
-    time.sleep(0.3 * rank)  # rank 0 must not mistake rank 1's earlier post for the current one
+    time.sleep(0.3 * rank)  # rank 0 must not mistake an earlier post of rank 1 for the current one
     assert layer(torch.ones(7, 8)).shape == (WORLD * 7, 4)
     layer = parallelize_module(nn.Linear(8, 8), mesh, RowParallel(sequence=True))
     with pytest.raises(ValueError, match="7 rows; expected a multiple of the 2 ranks"):
@@ -273,7 +277,8 @@ def unequal_rows(rank: int) -> None:
 
 @torch.no_grad()
 def warmed_up(rank: int) -> None:
-    """Check that ranks call the same collectives, and that ranks which warm up other rows report it."""
+    """Check that ``warmup`` calls the same collectives on all ranks, and that an error names ranks that warm up other
+    numbers of rows."""
     mesh = init_device_mesh("cpu", (WORLD,))
     layer = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, ColumnParallel(sequence=True))
     with count_traffic() as traffic:
@@ -286,7 +291,7 @@ def warmed_up(rank: int) -> None:
 
 
 def one_rank_keeps_its_rows(rank: int) -> None:
-    """Check that the rank whose rows change names the rank that does not compare, after the group's time-out."""
+    """Check that, if only one rank's number of rows changes, it names the other rank after the group's time-out."""
     group = dist.group.WORLD
     agree_on_rows("layer", (4,), group)
     if rank:
@@ -319,7 +324,7 @@ def test_divided_layers(tmp_path):
 
 
 def test_bounds():
-    """Check the bounds of heads, also with fewer heads than ranks, and sizes that cannot be divided."""
+    """Check the bounds of shards in whole heads, also with fewer heads than ranks, and sizes that cannot be divided."""
     assert [WeightShard(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
     assert [WeightShard(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
     assert WeightShard(0, 1, 2, 64).bounds(384) == (192, 384)
@@ -349,7 +354,7 @@ def test_bounds():
     ],
 )
 def test_shard_ranges(suffix, shape, rows, columns):
-    """Check the shard of the second of two ranks, for a layer (512, 256)."""
+    """Check the range of each tensor for the second of two ranks, for a layer (512, 256)."""
     assert shard_range(WeightShard(0, 1, 2), suffix, shape, (512, 256), "name") == rows
     assert shard_range(WeightShard(1, 1, 2), suffix, shape, (512, 256), "name") == columns
 
@@ -375,7 +380,7 @@ def mesh():
 
 @torch.no_grad()
 def test_one_graph(mesh):
-    """Layers that gather and scatter compile to one graph. A fake group computes no values."""
+    """Check that layers that gather or scatter compile to one graph. The fake process group computes no values."""
     columns, rows = made(*KINDS[1], 64), made(*KINDS[1], 64)
     both = nn.Sequential(
         parallelize_module(columns, mesh, ColumnParallel(sequence=True, gather_output=True)),
@@ -391,7 +396,8 @@ def test_one_graph(mesh):
 
 @pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
 def test_inputs_that_collectives_refuse(mesh, style):
-    """Refused: a gradient, which would be lost, and a row without a row dimension, whose columns would be scattered."""
+    """Check that a divided layer refuses an input that requires grad, because the gradient would be lost, and a single
+    row without a row dimension, whose columns would be scattered."""
     linear = parallelize_module(nn.Linear(8, 8), mesh, style(sequence=True))
     for x in (torch.randn(2, linear.in_features), torch.randn(2, linear.in_features, requires_grad=True)):
         with pytest.raises(ValueError, match="no gradient"):
@@ -403,7 +409,7 @@ def test_inputs_that_collectives_refuse(mesh, style):
 
 @torch.no_grad()
 def test_warmup_rows_count_all_ranks(mesh, monkeypatch):
-    """Rows count the tokens of all ranks, if each rank has a share of them."""
+    """Check that ``warmup`` takes the number of rows of all ranks together, if each rank has only some of the rows."""
     multiplied = []
     real = NVFP4Linear._product
     monkeypatch.setattr(
@@ -418,7 +424,7 @@ def test_warmup_rows_count_all_ranks(mesh, monkeypatch):
 
 @torch.no_grad()
 def test_warmup_of_gates_returns_partial_sums(mesh, monkeypatch):
-    """Layers with partial sums return them in the dtype ``sums``."""
+    """Check that ``warmup`` calls layers that return partial sums with results in the dtype ``sums``."""
     dtypes = []
     real = NVFP4Linear._gated_product
     monkeypatch.setattr(
@@ -427,7 +433,7 @@ def test_warmup_of_gates_returns_partial_sums(mesh, monkeypatch):
     up = parallelize_module(made(NVFP4Linear, "16bit", False, 2 * K), mesh, ColumnParallel())
     down = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, RowParallel(sums=torch.float32))
     warmup(nn.ModuleList([up, down]), rows=(1,))
-    assert dtypes == [torch.float32] * 2  # the second call prefetches
+    assert dtypes == [torch.float32] * 2  # the second call is the call that prefetches
 
 
 def test_errors(mesh, tmp_path):

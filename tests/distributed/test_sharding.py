@@ -52,13 +52,13 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.fixture
 def mesh():
-    """Mesh of two ranks; use its tensors in a block ``with ranks()``."""
+    """Return a mesh of two simulated ranks. Use its tensors in a block ``with ranks()``."""
     yield from mesh_of(WORLD)
 
 
 @pytest.fixture
 def square():
-    """Mesh of 2 × 2 ranks."""
+    """Return a mesh of 2 × 2 simulated ranks."""
     yield from mesh_of(2, 2)
 
 
@@ -77,7 +77,7 @@ def ranks(world: int = WORLD) -> Any:
 
 
 def fitting(op: OpSpec, given: dict[str, Any]) -> list[Rule]:
-    """Return the rules by which a call can be sharded on two ranks."""
+    """Return the rules by which a call can be sharded over two ranks."""
     return [
         rule
         for rule in rules_of(op, given)
@@ -95,8 +95,8 @@ def tensors_of(op: OpSpec, given: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def assert_rule_holds(op: OpSpec, given: dict[str, Any], rule: Rule, mesh: Any) -> None:
-    """Check that a call on tensors placed as the rule says moves nothing, and that its shards make up the whole
-    result."""
+    """Check that a call whose tensors are placed as the rule says needs no communication, and that its shards make up
+    the whole result."""
     given = private_of(op, given)
     expected = expected_of(op).results(given)
     tensors = tensors_of(op, given)
@@ -121,7 +121,7 @@ def private_of(op: OpSpec, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(tensor: DTensor) -> torch.Tensor:
-    """Assemble the shards of all ranks."""
+    """Assemble the whole tensor from the shards of all ranks."""
     (placement,) = tensor.placements
     parts = [*tensor._local_tensor._local_tensors.values()]
     if isinstance(placement, Partial):
@@ -147,17 +147,18 @@ def distributed(tensor: torch.Tensor, placement: Placement, mesh: Any) -> DTenso
 
 @functools.cache
 def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
-    """Return calls from the samples, and large calls for rules that no sample fits."""
+    """Return (call, rule) pairs that cover the op's rules: calls from the samples, and large calls for rules that fit
+    no sample."""
     found: dict[str, tuple[dict[str, Any], Rule]] = {}
     samples = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
-    # Prefer samples whose sums are exact, so that results can be compared.
+    # Prefer samples whose sums are exact: sharding changes the order of additions.
     samples.sort(key=lambda sample: not sample.name.endswith("exact"))
     calls = [*large_calls(op), *(arguments(op, sample) for sample in samples)]
     for given in calls:
         if any(0 in tensor.shape for tensor in tensors_of(op, given).values()):
             continue
         for rule in fitting(op, given):
-            # Each partial sum is rounded; float32 results avoid that.
+            # Use float32 results for partial sums: otherwise each partial sum is rounded.
             is_rounded = "out_dtype" in given and Partial() in rule.outputs.values()
             call = given | {"out_dtype": torch.float32} if is_rounded else given
             found.setdefault(f"{rule.over} {rule.inputs} {rule.outputs}", (call, rule))
@@ -165,14 +166,15 @@ def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
 
 
 ROWS = 256
-"""Two shards of whole tiles."""
+"""Number of rows that gives two shards of whole scale tiles."""
 LARGE = {"fp4_dequantize", "mm_fp4", "mm_fp4_weight_only", "mm_fp8_fp4", "moe_fc2_fp4", "moe_fc2_fp4_weight_only"}
 LARGE |= {"silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"}
 LARGE |= {name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"}
 
 
 def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
-    """Yield calls with enough rows, columns and scales for two shards; experts also with factors and biases."""
+    """Yield calls with enough rows, columns and scales for two shards. Calls with experts also get factors and
+    biases."""
     if op.name in ("grouped_mm_fp8", "grouped_mm_fp8_fp4"):
         inputs: Any = grouped_mm_fp8
         form: tuple[Any, ...] = ()
@@ -219,7 +221,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
 
 @by_op
 def test_rules(op, mesh):
-    """If no rule fits a call, all its tensors are replicated."""
+    """Check each rule of the op. If no rule fits a call, its tensors must be replicated."""
     cases = cases_of(op)
     ways = {rule.over for _, rule in cases} - {""}
     assert ways == (EXPECTED.get(op.name) or ({"rows"} if isinstance(op.path, RowQuant) else ways))
@@ -251,13 +253,13 @@ EXPECTED = {
     "silu_mul_fp4quant_mm_fp4": {"rows", "columns"},
     "silu_mul_mm_fp4_weight_only": {"rows", "columns"},
 }
-"""Sharded dimensions of each op, unless only rows are sharded."""
+"""Dimensions over which each op can be sharded, if not only over rows."""
 
 
 @pytest.mark.parametrize("name", ["fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"])
 def test_a_global_scale_is_the_same_on_all_ranks(name, mesh):
-    """The global scale is replicated for every rule, also for K, where each rank quantises its own blocks; gate and up
-    halves are never separated."""
+    """Check that every rule replicates the global scale, also when each rank quantises other blocks of K, and that no
+    rule separates the halves gate and up."""
     op = OPS[name]
     samples = importlib.import_module(f"samples.{name}").SAMPLES
     scale = torch.tensor([3.0])
@@ -283,7 +285,8 @@ def test_reasons():
 
 
 def test_tiles_are_sharded_whole(mesh):
-    """Check the multiples of rows and of K by which tiles are sharded, and that other sizes are refused with them."""
+    """Check the multiples of rows and of K in which tiled scales can be sharded. The error for other sizes names the
+    multiple."""
     x = torch.randn(192, 128)
     codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU)
     with ranks():
@@ -312,7 +315,7 @@ def test_tiles_are_sharded_whole(mesh):
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_prefetched_tensors_are_not_redistributed(dtype, placement, mesh):
-    """Each rank prefetches its own shard, also in FP8, because no result depends on it."""
+    """Check that each rank prefetches its own shard, also in FP8: no result depends on it, so nothing is sent."""
     sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 32, 128, NVFP4, "linear", CPU, out_dtype=torch.float32)
     given = arguments(OPS["mm_fp4_weight_only"], sample)
     rows = torch.zeros(32, 64, dtype=torch.uint8).view(dtype)
@@ -338,7 +341,7 @@ def test_a_residual_is_never_redistributed(mesh):
             with pytest.raises(RuntimeError, match="cute::add_rmsnorm_fp8quant: residual is updated in place and is "):
                 torch.ops.cute.add_rmsnorm_fp8quant(given, residual, weights)
             assert torch.equal(joined(residual), before)
-        # The input can be redistributed to the residual's placement.
+        # Here the input can be redistributed to the residual's placement.
         residual = distributed(x, Shard(0), mesh)
         version = residual._version
         y, _ = torch.ops.cute.add_rmsnorm_fp8quant(whole, residual, weights)
@@ -362,7 +365,8 @@ def test_a_bias_is_not_added_twice(mesh):
 
 
 def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
-    """An implicit collective of FP8 raises and names ``redistribute``, which preserves the values."""
+    """Check that an implicit collective of FP8 raises an error that names ``redistribute``, which preserves the
+    values."""
     codes, scale = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(256, 1)
     with ranks():
         a, a_scale = distributed(codes, Shard(1), mesh), distributed(scale, Replicate(), mesh)
@@ -385,7 +389,8 @@ def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
 
 
 def test_weights_stay_transposed_views(mesh):
-    """Check that a replicated weight is sharded in the call, and that other moves need ``redistribute``."""
+    """Check that a replicated weight is sharded without communication, and that other changes of its placement need
+    ``redistribute``."""
     sample = mm_fp4_weight_only.SAMPLES.sample("", 64, 32, 128, NVFP4, "linear", CPU, scales=POWERS["e4m3"])
     a, weight, scale = sample.args
     decoded = fp4_dequantize(weight.mT.contiguous(), scale, scale_layout="linear", out_dtype=torch.float32)
@@ -434,7 +439,8 @@ def test_ops_without_rules_say_why(mesh):
 
 @pytest.mark.parametrize("lead", [(6,), (4, 3)])
 def test_column_scales_keep_their_strides_through_a_gather(lead, mesh):
-    """Check values and strides of gathered FP8 block scales, and the product of a GEMM that gathers them itself."""
+    """Check the values and strides of FP8 block scales after a gather, and the product of a GEMM that gathers them
+    implicitly."""
     x, weight = torch.randn(*lead, 384), torch.randn(256, 384).to(torch.float8_e4m3fn)
     codes, want = torch_cute_ops.fp8_quantize(x, granularity="block128")
     b_scale = torch.rand(2, 3) + 0.5
@@ -458,7 +464,7 @@ def test_column_scales_keep_their_strides_through_a_gather(lead, mesh):
 
 
 def test_decisions_depend_on_non_tensor_arguments(mesh):
-    """torch caches decisions; a different non-tensor argument needs a new decision."""
+    """Check that a different non-tensor argument leads to a new sharding decision, although torch caches decisions."""
     x = torch.randn(4, 256)
     with ranks():
         rows = distributed(x, Shard(0), mesh)
@@ -481,7 +487,7 @@ def test_decisions_depend_on_non_tensor_arguments(mesh):
 
 
 def test_two_dimensions(square):
-    """Shard rows over one mesh dimension and K over the other; a size sharded by both must fit all shards."""
+    """Shard rows over one mesh dimension and K over the other. If both shard the same size, it must fit all shards."""
     a = torch.randint(-3, 4, (6, 128)).bfloat16()
     codes, scale = random_matrix(24, 128, NVFP4, "linear", CPU, POWERS["e4m3"])
     (op,) = (op for op in OPS.values() if op.name == "mm_fp4_weight_only")
@@ -516,22 +522,22 @@ def test_two_dimensions(square):
 
 
 def local(parts: list[torch.Tensor], mesh: Any, *placements: Placement, of: torch.Tensor) -> DTensor:
-    """Return a DTensor with these local shards."""
+    """Return a DTensor made of these shards of the ranks."""
     one = local_tensor.LocalTensor({rank: part.clone() for rank, part in enumerate(parts)})
     return DTensor.from_local(one, mesh, placements, run_check=False, shape=of.shape, stride=of.stride())
 
 
 def test_by_torchs_own_check(mesh):
-    """torch runs the op on shards and compares the assembled result with the op on the whole."""
+    """Run torch's own check: it runs the op on shards and compares the assembled result with the op on the whole."""
     pytest.importorskip("expecttest", reason="torch's check of sharding rules needs expecttest")
     from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination
 
     for op in OPS.values():
         for given, rule in cases_of(op):
             if Partial() in rule.inputs.values():
-                continue  # torch requires 1e-5, but partial sums are rounded to 16 bits
+                continue  # torch's tolerance is 1e-5, but these partial sums are rounded to 16 bits
             tensors = tensors_of(op, given)
-            # torch makes shards contiguous, but a weight is a transposed view, so it gets the underlying tensor.
+            # torch makes shards contiguous, but a weight must be a transposed view, so pass the underlying tensor.
             place = next((i for i, name in enumerate(given) if name in ("b", "w")), None)
 
             def outputs_of(*args: Any, op: OpSpec = op, place: int | None = place) -> tuple[torch.Tensor, ...]:
@@ -555,11 +561,11 @@ def test_by_torchs_own_check(mesh):
 
 
 def transposed(args: tuple[Any, ...], place: int | None) -> tuple[Any, ...]:
-    """Return the call with one argument transposed."""
+    """Return the call's arguments with the tensor at ``place`` transposed."""
     return args if place is None else (*args[:place], args[place].mT, *args[place + 1 :])
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """View FP8 as bytes, and replace NaN by numbers."""
+    """View FP8 as bytes, and replace NaN by numbers, so that tensors can be compared."""
     tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     return tensor.nan_to_num(7.0, 8.0, 9.0) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""Ranks that mismatch, come late, fail or die, as real processes: errors name them."""
+"""Ranks that mismatch, come late, fail or die, as real processes: the errors name these ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch_cute_ops.distributed import check_ranks, compare, start, watched_rank
 
 WORLD = 3
 LIMIT = 30.0
-"""Time-out of the group in seconds, for which no test should wait."""
+"""Time-out of the process group in seconds. No test should have to wait for it."""
 
 
 def outcomes(function: Any, folder: Path, *, dead: int | None = None) -> dict[int, Any]:
-    """Return the result of ``function(rank)``, or its error, for each rank that is not meant to die."""
+    """Return the result of ``function(rank)``, or its error, for each rank except the rank that is meant to die."""
     context, port = mp.get_context("fork"), free_port()
     processes = [context.Process(target=_main, args=(rank, port, function, folder)) for rank in range(WORLD)]
     for process in processes:
@@ -55,13 +55,13 @@ def _main(rank: int, port: int, function: Any, folder: Path) -> None:
     text = json.dumps({"answer": answer, "seconds": time.monotonic() - began, "log": lines})
     (folder / f"{rank}.part").write_text(text)
     (folder / f"{rank}.part").rename(folder / f"{rank}.json")
-    if rank == 0:  # rank 0 hosts the store
+    if rank == 0:  # rank 0 hosts the store, so it ends last
         wait_until((folder / "done").exists, LIMIT)
-    os._exit(0)  # skip the shutdown handshake with dead ranks
+    os._exit(0)  # do not wait for dead ranks in the shutdown handshake
 
 
 def checks(rank: int) -> list[str]:
-    """Compare equal ranks, then ranks with a different fact, shape, dtype or version, and a missing rank."""
+    """Check ranks that are equal; then ranks with a different fact, shape, dtype or version; then a missing rank."""
     model = nn.Linear(4, 4)
     found = []
 
@@ -132,7 +132,8 @@ def work_with_one_that_fails(rank: int) -> None:
 
 
 def one_is_silent(rank: int) -> str:
-    """Rank 1 gives no sign, like a hanging host, and nothing fails. Events of an earlier block do not count."""
+    """Rank 1 gives no sign of life, like a host that hangs, and no call fails. Events of an earlier block must not
+    count."""
     with contextlib.suppress(ValueError), watched_ranks(timeout_s=LIMIT):
         if rank == 1:
             raise ValueError("of an earlier block")
