@@ -1,5 +1,5 @@
-"""Tensors that no schema refuses, in every form of every op: ``None`` for a required tensor, outputs that overlap
-another tensor, and strides of weights."""
+"""Wrong arguments that no schema refuses, in every form of a call of every op: ``None`` for a required tensor, outputs
+that overlap another tensor, and weights with wrong strides."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# Forms of a call. ``given`` are the arguments by name, ``outputs`` the tensors to write into, by their names in .out.
+# Forms of a call: functions of the arguments by name, and of the output tensors by their names in ``.out``.
 
 
 def as_function(op, given, outputs=None):
@@ -63,7 +63,7 @@ class Place:
     Attributes:
         device: device of the calls' tensors.
         forms: available forms of a call.
-        fakes: mode that makes fake tensors, or None if calls take the tensors themselves.
+        fakes: mode that makes fake tensors, or None if calls use real tensors.
         launches: launches recorded by the model of kernels.
     """
 
@@ -73,7 +73,7 @@ class Place:
     launches: Launches = field(default_factory=Launches)
 
     def anew(self):
-        """Restore the state that the fixture made, before each case of a chunk."""
+        """Restore the initial state before each case of a chunk."""
         self.launches.anew()
         if self.fakes is not None:
             self.fakes = FakeTensorMode()
@@ -85,7 +85,7 @@ class Place:
             return form(op, *(None if each is None else changed(each, mode.from_tensor) for each in (given, outputs)))
 
     def good_call(self, op, has=()):
-        """Return good arguments that include the tensors ``has``, and tensors for the outputs."""
+        """Return valid arguments that include the optional tensors ``has``, and tensors for the outputs."""
         sample = sample_with(op, self.device.replace("meta", "cpu"), *has)
         given = changed(sample.kwargs, on_meta) if self.device == "meta" else sample.kwargs
         outputs = poisoned(run(op, named(op, given))[: len(op.outputs)])
@@ -93,7 +93,7 @@ class Place:
 
 
 def callable_on(op, given, device):
-    """Return the arguments; if no kernel can compute the call, name the reference."""
+    """Return the arguments, with ``backend`` set to the reference if no kernel can compute the call."""
     return arguments(op, with_usable_backend(op, named(op, given), torch.device(device)))
 
 
@@ -107,12 +107,12 @@ def on_meta(tensor):
 
 @pytest.fixture(params=(*DEVICES, "meta", "fake", "model"))
 def place(request, monkeypatch):
-    """Return each environment: devices, meta, fake tensors, and the CUDA entries on the model of compiled kernels."""
+    """Return each environment in turn: real devices, meta, fake tensors, and the CUDA entries on the launch model."""
     if request.param == "fake":
         return Place("cpu", fakes=FakeTensorMode())
     if request.param == "model":
         recorded = request.getfixturevalue("launches")
-        # Functions and guards then take the fast path.
+        # Pretend that tensors are on CUDA device 0, so that functions and guards take the fast path.
         monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
         return Place("cpu", (as_function, as_autograd_entry, as_cuda_entry), launches=recorded)
     return Place(request.param)
@@ -122,7 +122,7 @@ def place(request, monkeypatch):
 
 
 def missing_in(op):
-    """Yield each required tensor, and all of them together."""
+    """Yield the name of each required tensor, and all names together."""
     required = tuple(each.name for each in op.signature.tensors if not each.is_optional)
     return dict.fromkeys((*((name,) for name in required), required))
 
@@ -136,7 +136,8 @@ def missing_in(op):
     ],
 )
 def test_none_for_a_required_tensor(op, missing, place):
-    """Check calls before the first good call, and after it, when the kernel is ready."""
+    """Check that None for a required tensor is refused before the first valid call, and after it, when the kernel is
+    ready."""
     given, outputs = place.good_call(op)
     for form in place.forms:
         for _ in range(2):
@@ -151,7 +152,7 @@ def test_none_for_a_required_tensor(op, missing, place):
 @pytest.mark.parametrize("op", op_cases())
 def test_none_for_an_output(op, place):
     given, outputs = place.good_call(op)
-    # For a function with one output, None asks for a new tensor.
+    # A function with one output takes ``out=None`` as a request for a new tensor.
     forms = place.forms if len(op.outputs) > 1 else place.forms[1:]
     for form in forms:
         for name in op.out_names:
@@ -171,7 +172,7 @@ WRONG = {
     "str": (7, b"linear", ["linear"]),
     "ScalarType": ("bfloat16", 15, 1000, 1.0),
 }
-"""Values of wrong types, as torch's binding refuses or should refuse them; given the dtype 1000, it crashes."""
+"""Values of wrong types that torch's own binding refuses, or should refuse: it crashes for the dtype 1000."""
 
 
 @each_of_op(
@@ -181,7 +182,7 @@ WRONG = {
     ],
 )
 def test_wrong_python_types(op, parameter, place):
-    """Check functions on the first call and on later calls."""
+    """Check that wrong Python types are refused on the first call and on later calls."""
     given, outputs = place.good_call(op)
     nothing = () if parameter.is_optional else (None,)
     for _ in range(2):
@@ -202,8 +203,8 @@ def span(tensor):
 
 
 def in_one_storage(written, other, shift):
-    """Return both tensors in one storage, ``written`` starting ``shift`` bytes after ``other``, with the values of
-    ``other``."""
+    """Copy both tensors into one storage, so that ``written`` starts ``shift`` bytes after ``other``. ``other`` keeps
+    its values."""
     storage = torch.zeros(span(written) + span(other) + 2 * abs(shift) + 64, dtype=torch.uint8, device=written.device)
     storage = storage[: len(storage) // 16 * 16]
     begin = max(-shift, 0)
@@ -221,8 +222,8 @@ def in_one_storage(written, other, shift):
 
 
 def shifts_of(written, other):
-    """Return shifts, multiples of 16 bytes, by which the tensors overlap: fully, by a little, and by almost
-    everything."""
+    """Return shifts (multiples of 16 bytes) with which the tensors overlap completely, almost completely, or
+    slightly."""
     far = [(span(tensor) - 1) // 16 * 16 for tensor in (other, written)]
     return dict.fromkeys((0, min(16, far[0]), far[0], -min(16, far[1]), -far[1]))
 
@@ -236,8 +237,9 @@ OVERLAPS = [
 
 @each_of_op("op", "written", cases=OVERLAPS)
 def test_no_output_overlaps_another_tensor(op, written, place):
-    """Check outputs and updated arguments, on the first call and on later calls. Only the same view is allowed, if the
-    op says so, and any overlap with a hint, which does not affect results. Nothing is written."""
+    """Check that overlapping outputs and updated arguments are refused, on the first call and on later calls, and that
+    nothing is written. Allowed are the same view, if the op says so, and any overlap with a hint, which does not affect
+    results."""
     names = [each.name for each in op.signature.tensors if each.name not in op.path.hints]
     for other in (name for name in (*names, *op.out_names) if name != written):
         given, outputs = place.good_call(op, has=[name for name in (written, other) if name in names])
@@ -265,14 +267,15 @@ def test_no_output_overlaps_another_tensor(op, written, place):
 # Strides of weights
 
 WEIGHTS = {op: name for op in OPS.values() if op.has_backends for name in ("b", "w") if name in op.signature.names}
-"""Name of the weight of each GEMM."""
+"""Name of the weight argument of each GEMM op."""
 EACH_WEIGHT = [pytest.param(op, name, id=op.name) for op, name in WEIGHTS.items()]
 
 
 @pytest.mark.parametrize("op, name", EACH_WEIGHT)
 @pytest.mark.parametrize("strides", ["as-stored", "stored-transposed", "apart", "rows-apart"])
 def test_strides_reveal_a_square_weight_that_is_no_transposed_view(op, name, strides, place):
-    """Check that the op refuses other strides, on the first call and after calls with equal shapes."""
+    """Check that the op refuses a square weight whose strides are not those of a transposed view, on the first call and
+    after valid calls with equal shapes."""
     given = arguments(op, get_error(op, f"{name}-{strides}-square", place.device))
     stored = given[name]
     assert stored.shape[-2] == stored.shape[-1] and stored.stride(-2) != 1
@@ -297,7 +300,8 @@ def test_strides_reveal_a_square_weight_that_is_no_transposed_view(op, name, str
     ],
 )
 def test_strides_of_rows_and_experts_change_no_result(op, name, change, place):
-    """Check that padded rows, and experts apart, give the result of a contiguous copy after a call with the copy."""
+    """Check that a weight with padded rows, or with gaps between experts, gives the same result as a contiguous copy,
+    even right after a call with the copy."""
     given = callable_on(op, make_call(op, 4, 384, device=place.device), place.device)
     apart = {**given, name: change(given[name])}
     rows = apart[name].view(torch.uint8).mT.contiguous()

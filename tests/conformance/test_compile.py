@@ -1,4 +1,4 @@
-"""``torch.compile`` of every op: full graphs, equal results, and few compilations."""
+"""``torch.compile`` of every op: full graphs, results equal to eager calls, and few compilations."""
 
 import pytest
 import torch
@@ -32,12 +32,13 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 @pytest.mark.parametrize(("op", "names"), form_groups(8))
 def test_compiled_is_eager(op, names, device):
-    """Check the op, its Python function, and the function with ``out=``, with several samples in one graph."""
+    """Compare compiled and eager results of the op, its Python function, and the function with ``out=``. Several
+    samples share one graph."""
     samples = [get_sample(op, name, device) for name in names]
     wanted = [run(op, sample) for sample in samples]
     outputs = [out_for(op, want) for want in wanted]
 
-    # Helpers of ``cases.py`` stay outside, because Dynamo would trace them for every call.
+    # Call the helpers of ``cases.py`` outside, because Dynamo would trace them for every call.
     as_op, as_function, returns_one = overload(op), op.function, len(op.outputs) == 1
 
     def program(calls, outputs):
@@ -65,7 +66,7 @@ INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leadin
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "name"), sample_cases(*INDUCTOR))
 def test_inductor(op, name, device):
-    """Check calls between operations of the program that Inductor fuses and whose buffers it plans."""
+    """Check the op between other operations of the program, which Inductor fuses and for which it plans buffers."""
     if device == "cuda" and not has_triton():
         pytest.skip("Inductor needs Triton on a GPU")
     sample = get_sample(op, name, device)
@@ -93,11 +94,11 @@ ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
 
 
 def compilations(op, device, sequence, choices, dynamic=None, lead=()):
-    """Return the number of graphs compiled for a program with the op and this sequence of M. Check that its results
-    equal the op's.
+    """Compile a program that calls the op, call it for this sequence of M, and return the number of graphs. Check that
+    results equal the op's.
 
-    Graphs that are kept are counted, not calls of the backend: with ``dynamic=True``, PyTorch makes a float argument
-    symbolic, and starts again when the op asks for a number.
+    Count the graphs that PyTorch stores, not the calls of the backend: with ``dynamic=True``, PyTorch first makes a
+    float argument symbolic, and starts again when the op asks for its value.
     """
 
     def program(tensors):
@@ -116,7 +117,8 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
 
 
 def most_graphs(op, choices):
-    """Return the allowed number of graphs: one more where one tile of rows, another symbol or a size, is special."""
+    """Return the allowed number of graphs. It is one more if PyTorch specialises a single tile of rows, another symbol,
+    or another size."""
     has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith("both_layouts")
     return 3 if has_tiles else 2
 
@@ -133,24 +135,26 @@ by_op = pytest.mark.parametrize(
     ("op", "choices"),
     [pytest.param(*case.values, choices_of(*case.values)[0], id=case.id) for case in op_cases()],
 )
-"""Each op with its first choices: other layouts change no symbol of the tests with this mark."""
+"""Each op with its first choices of formats and layouts. Other layouts would not change the symbols in tests with this
+mark."""
 
 
 @by_op_and_choices
 def test_compiles_twice_at_most(op, choices, device):
-    """Check for one graph for the first M, and one with M symbolic."""
+    """Check that the first M compiles one graph, and all other M a second graph in which M is symbolic."""
     assert compilations(op, device, ROWS, choices) <= most_graphs(op, choices)
 
 
 @by_op
 def test_compiles_twice_at_most_in_three_dimensions(op, choices, device):
-    """Check rows with a leading dimension, where the op takes them."""
+    """Check the same for rows with an additional leading dimension, if the op accepts them."""
     assert compilations(op, device, ROWS, choices, lead=(2,)) <= most_graphs(op, choices)
 
 
 @by_op
 def test_compiles_twice_at_most_in_any_order(op, choices, device):
-    """Check with ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all other M.
+    """Check the same with ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all
+    other M.
 
     The first M, and its number of tiles, differ from all other sizes, because PyTorch treats equal sizes as one symbol.
     """
@@ -163,13 +167,13 @@ def test_compiles_twice_at_most_in_any_order(op, choices, device):
 
 @by_op
 def test_no_rows_after_some(op, choices, device):
-    """Check M = 0, which PyTorch specialises."""
+    """Check that M = 0, which PyTorch specialises, works after other M."""
     assert compilations(op, device, (5, 6, 0, 7, 0), choices) <= 1 + most_graphs(op, choices)
 
 
 @pytest.mark.parametrize("op", op_cases())
 def test_export(op, device):
-    """Check that a program exported with a symbolic number of rows returns the op's results for other numbers."""
+    """Export a program with a symbolic number of rows, and check that it returns the op's results for other numbers."""
 
     class Program(torch.nn.Module):
         def forward(self, tensors):
@@ -177,7 +181,7 @@ def test_export(op, device):
 
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
-    most = 128 if op.name.endswith("both_layouts") else 300  # torch specialises one tile, of 128 rows
+    most = 128 if op.name.endswith("both_layouts") else 300  # torch specialises a number of rows that is one tile, 128
     rows = torch.export.Dim("rows", max=most)
     shapes = dynamic_shapes(op, tensors, rows)
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()
@@ -191,7 +195,8 @@ def test_export(op, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_weights_computed_in_the_graph_stay_transposed_views(dynamic, device):
-    """Check that Inductor keeps the strides of weights that it computes, from rows, columns and copies of both."""
+    """Check that Inductor keeps the strides of weights that the program computes, from rows, columns and copies of
+    both."""
     if device == "cuda" and not has_triton():
         pytest.skip("Inductor needs Triton on a GPU")
     one = contiguous("", [5, 7], 128, 128, torch.device(device), alignment=1)

@@ -1,6 +1,7 @@
-"""Promises that every op keeps: registry × samples × device.
+"""Requirements that every op must meet, checked over registry × samples × devices.
 
-Tests that compile are in ``test_compile.py``, bad inputs in ``test_errors.py``, graphs and streams in ``test_cuda.py``.
+Tests that compile are in ``test_compile.py``, tests of wrong inputs in ``test_errors.py``, and tests of CUDA graphs and
+streams in ``test_cuda.py``.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @by_op
 def test_schema(op):
-    """Compare parsed schemas, so that only the spelling may differ."""
+    """Check the schemas against the promised ones. They are parsed first, so that only the spelling may differ."""
     promised = expected_of(op)
     for name, schema in {"default": promised.SCHEMA, "out": promised.OUT_SCHEMA}.items():
         assert str(overload(op, name)._schema) == str(torch._C.parse_schema(schema))
@@ -72,7 +73,8 @@ def test_samples_are_many_and_distinct(op, device):
 
 @by_sample
 def test_result(op, name, device):
-    """Check the op, and its reference, which runs on a GPU too, so that users may compare results with it."""
+    """Check the results of the op, and of its reference. The reference runs on a GPU too, because users may compare
+    with it there."""
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     expected = expected_of(op).results(given)
@@ -102,15 +104,16 @@ DENSE_FP4 += ("fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
 
 
 def ours(op, sample, device) -> bool:
-    """Return whether one of our kernels can compute a GEMM."""
+    """Return True if one of our kernels can compute the GEMM."""
     reasons = op.backends(torch.device(device), *sample.args, **sample.kwargs)
     return any(reason is None for name, reason in reasons.items() if name not in ("cublas", "reference"))
 
 
 @by_sample
 def test_row_alone(op, name, device):
-    """Check that row m of a batch equals the row alone, bit for bit, unless a single row uses other kernels: cuBLAS,
-    and dense FP4 GEMMs. (``test_fp4_gemm_gpu`` compares rows computed by one tactic.)"""
+    """Check that row m of a batch is bitwise equal to the result of the row alone. Backends that use other kernels for
+    a single row are exempt: cuBLAS, and dense FP4 GEMMs, for which ``test_fp4_gemm_gpu`` compares rows computed by the
+    same tactic."""
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     outputs = run(op, sample)
@@ -156,15 +159,15 @@ def test_row_alone(op, name, device):
 
 
 def outputs_width(y):
-    """Return the number of elements in a row of codes."""
+    """Return the number of elements in a row that is stored as codes ``y``."""
     return y.shape[-1] * (2 if y.dtype == torch.uint8 else 1)
 
 
 def row_of_scales(scale, layout, rows, width, given, m):
-    """Return the scales of row ``m`` of a batch, in the layout of a single row without leading dimensions."""
+    """Return the scales of row ``m`` of a batch, in the layout and shape for this row alone."""
     if "granularity" in given:
         return scale if given["granularity"] == "tensor" else scale.reshape(rows, -1)[m]
-    # Collect the row's bytes from the batch's layout and arrange them for one row.
+    # Collect the row's bytes from the batch's layout, then arrange them for a single row.
     all_bytes = scale.cpu().contiguous().view(torch.uint8).numpy()
     row = spec.collect(all_bytes, layout, rows, width // given["block_size"])[m]
     laid = torch.from_numpy(np.ascontiguousarray(spec.arrange(row[None], layout))).to(scale.device).view(scale.dtype)
@@ -200,7 +203,7 @@ def test_function_is_op(op, name, device):
 
 @by_form
 def test_without_gradients(op, name, device):
-    """Check that in these modes an input may require grad, and that results are the same."""
+    """Check that in modes without gradients an input may require grad, and that the results are the same."""
     sample = get_sample(op, name, device)
     want = run(op, sample)
     require_grad(sample)
@@ -221,7 +224,7 @@ def _facts(tensors):
 
 @by_form
 def test_fake_is_real(op, name, device):
-    """Check with fixed sizes, and with symbolic sizes."""
+    """Check that fake results have the properties of real results, with fixed and with symbolic sizes."""
     sample = get_sample(op, name, device)
     real = _facts(run(op, sample)[: len(op.outputs)])
     for shapes in (None, ShapeEnv()):
@@ -236,16 +239,17 @@ def test_fake_is_real(op, name, device):
 
 @by_form
 def test_outputs_are_packed(op, name, device):
-    """Check that outputs have the strides of fakes, for any strides of the arguments: compiled programs rely on them.
+    """Check that outputs have the strides that fakes promise, for any strides of the arguments, because compiled
+    programs rely on them.
 
-    FP8 block scales are contiguous columns over the flattened rows, or rows if asked for; other outputs are contiguous.
+    FP8 block scales are column-major over the flattened rows, or row-major if asked for. Other outputs are contiguous.
     """
     given = arguments(op, get_sample(op, name, device))
     for key in (each.name for each in op.signature.tensors if given[each.name] is not None):
         turned = given[key].view(torch.uint8) if given[key].itemsize == 1 else given[key]
         order = tuple(range(turned.dim()))[::-1]
         turned = turned.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
-        with contextlib.suppress(ValueError):  # such as for a weight that looks untransposed
+        with contextlib.suppress(ValueError):  # a weight may be refused: it seems not to be transposed
             outputs = call(op, named(op, {**given, key: turned.view(given[key].dtype)}))
             for label, output in zip(op.outputs, outputs, strict=True):
                 blocks_first = (output.shape[-1], *output.shape[:-1]) if output.dim() else ()
@@ -255,7 +259,7 @@ def test_outputs_are_packed(op, name, device):
 
 
 def has_column_scales(op, given):
-    """Return True if a call returns column-major FP8 block scales."""
+    """Return True if the call returns column-major FP8 block scales."""
     if op.name in ("moe_permute_fp8quant", "moe_swiglu_fp8quant"):
         return True
     return given.get("granularity") == "block128" and given["scale_layout"] != "row"
@@ -265,7 +269,7 @@ def has_column_scales(op, given):
 def test_meta_is_real(op, name, device):
     sample = get_sample(op, name, device)
     real = [fact[:3] for fact in _facts(run(op, sample))]
-    # Made from the sample: drawing and arranging values on meta through torch's decompositions takes ten times as long.
+    # Move the sample to meta instead of drawing it there: torch's decompositions on meta would take ten times as long.
     outputs = run(op, on_meta(sample))
     assert [fact[:3] for fact in _facts(outputs)] == real
     assert all(output.device.type == "meta" for output in outputs)
@@ -279,8 +283,9 @@ UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
 
 
 def utils_for(op, name):
-    """Return the checks that add something. ``AOT``, a third of a second each, runs for each op's richest form only:
-    test_compiled_is_eager covers all forms with fixed sizes, and test_fake_is_real with symbolic sizes."""
+    """Return the opcheck tests to run. ``AOT`` takes a third of a second, so it runs only for the form of each op with
+    the most features: test_compiled_is_eager covers all forms with fixed sizes, and test_fake_is_real with symbolic
+    sizes."""
     first = next(case for case in form_cases() if case.values[0] is op)
     return [util for util in UTILS if util != AOT or name == first.values[1]]
 
@@ -290,18 +295,19 @@ def test_opcheck(op, name, device):
     sample = get_sample(op, name, device)
     utils = utils_for(op, name)
     if any(tensor.dtype in UNCHECKABLE for tensor in tensors_in(sample)):
-        # test_schema multiplies or copies arguments, which these dtypes do not support. test_deterministic_and_pure
-        # compares bytes.
+        # Without opcheck's test_schema, which multiplies or copies arguments: these dtypes do not support that.
+        # test_deterministic_and_pure compares bytes instead.
         utils.remove("test_schema")
     if op.defined is not None and AOT in utils:
-        # AOT compares unspecified elements of outputs.
+        # Without AOT, which would compare unspecified elements of outputs.
         utils.remove(AOT)
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 
 
 @by_form
 def test_opcheck_out(op, name, device):
-    """Leave out test_schema, which cannot multiply a float8 output; test_out_is_functional compares bytes."""
+    """Run opcheck on the ``.out`` overload, except test_schema, which cannot multiply a float8 output.
+    test_out_is_functional compares bytes instead."""
     sample = get_sample(op, name, device)
     outputs = dict(zip(op.out_names, out_for(op, run(op, sample)), strict=True))
     utils = [util for util in utils_for(op, name) if util != "test_schema"]

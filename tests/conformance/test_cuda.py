@@ -1,4 +1,4 @@
-"""Behaviour that only a GPU can show: graphs, streams, sizes, and kernels that follow each other."""
+"""Behaviour that only a GPU can show: graphs, streams, large sizes, and consecutive kernels."""
 
 import fcntl
 import tempfile
@@ -56,8 +56,8 @@ LAID_OUT = [
 
 @pytest.fixture
 def needs_memory():
-    """Return a function that skips the test on a GPU with less memory than it names, in GB. Such tests run one at a
-    time, however many processes share the GPU, and free all memory."""
+    """Return a function that skips the test if the GPU has less memory than it names, in GB. Such tests run one at a
+    time, however many processes share the GPU, and free all memory afterwards."""
 
     def needs(gigabytes):
         total = torch.cuda.get_device_properties(0).total_memory / 1e9
@@ -71,8 +71,7 @@ def needs_memory():
 
 
 def refill(sample, source):
-    """Write the data of another sample of the same name into this sample's storages; views and overlaps stay as they
-    are."""
+    """Copy the data of another sample into this sample's storages, so that views and overlaps stay as they are."""
     for ours, theirs in zip(tensors_in(sample), tensors_in(source), strict=True):
         ours.untyped_storage().copy_(theirs.untyped_storage())
 
@@ -80,7 +79,8 @@ def refill(sample, source):
 @by_form
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_captured_is_eager(op, name):
-    """Check that a replay uses the inputs' current content, for the op, its Python function and ``out=``."""
+    """Check that a graph replay uses the current content of the inputs, for the op, its Python function and
+    ``out=``."""
     sample = get_sample(op, name, "cuda")
     outputs = out_for(op, run(op, sample))
     run_out(op, sample, outputs)
@@ -105,8 +105,8 @@ def test_captured_is_eager(op, name):
 
 @by_op
 def test_capture_of_a_kernel_that_is_not_ready(op):
-    """Check that the error names the op and the key, and that the capture works after the ``warmup`` call that it
-    names."""
+    """Check that capturing a kernel that is not loaded raises an error that names the op and the key, and that the
+    capture works after the ``warmup`` call in the error."""
     width = torch.randint(1000, 2000, ()).item() * 16
     forget(op)
     sample = named(op, make_call(op, 3, width, device="cuda"))
@@ -127,7 +127,8 @@ def test_capture_of_a_kernel_that_is_not_ready(op):
 
 @by_op
 def test_runs_on_the_current_stream(op):
-    """Write the input late on a side stream. The op, on that stream, must wait for it, and for that stream only."""
+    """Check that the op waits for work on the current stream and on no other stream: its input is written late on a
+    side stream."""
     data = plain_sample(op, "cuda")
     samples = [copy_updated(op, plain_sample(op, "cuda")) for _ in range(2)]
     want = run(op, data)
@@ -147,7 +148,7 @@ def test_runs_on_the_current_stream(op):
 
 @by_op
 def test_many_streams_and_threads(op):
-    """Check calls from several threads, each on its own stream."""
+    """Check calls from several threads, each on a separate stream."""
     samples = [plain_sample(op, "cuda") for _ in range(8)]
     wants = [run(op, sample) for sample in samples]
     torch.cuda.synchronize()
@@ -172,8 +173,8 @@ def test_many_streams_and_threads(op):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 def test_kernels_that_follow_each_other(captured, adds):
-    """Check programmatic dependent launches, in which a kernel starts before the previous one ends: each step reads
-    results of the step before, and overwrites its inputs."""
+    """Check programmatic dependent launches, in which a kernel starts before the previous kernel ends. Each step reads
+    results of the step before and overwrites the inputs of that step."""
     start = torch.randn(257, 2048, dtype=torch.bfloat16, device="cuda")
     weight = torch.rand(2048, dtype=torch.bfloat16, device="cuda") + 0.5
     y, scale = torch_cute_ops.rmsnorm_fp4quant(start, weight, scale_layout="128x4")
@@ -205,8 +206,8 @@ def test_kernels_that_follow_each_other(captured, adds):
 @by_op
 @pytest.mark.slow
 def test_cuda_graph_trees(op):
-    """Check that ``torch.compile(mode="reduce-overhead")`` captures the op, and that results of calls do not overwrite
-    each other."""
+    """Check that ``torch.compile(mode="reduce-overhead")`` captures the op in a graph, and that a call does not
+    overwrite the results of an earlier call."""
     if not has_triton():
         pytest.skip("Inductor needs Triton for CUDA graphs")
     torch._dynamo.reset()
@@ -232,7 +233,8 @@ SIZES = [(20_000, 1024), (8192, 4096), (3000, 2880), (3000, 7168), (300, 16_384)
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 @pytest.mark.parametrize(("op", "choices"), LAID_OUT)
 def test_many_rows(op, choices, rows, width):
-    """Check sizes that fill the GPU several times against the reference, and rows alone against the batch."""
+    """Check sizes that fill the GPU several times: the batch against the reference, and single rows against the
+    batch."""
     if choices.get("granularity") == "block128" and width % 128:
         pytest.skip("no whole blocks of 128")
     given = make_call(op, rows, width, device="cuda", **choices)
@@ -287,7 +289,7 @@ def test_dequantize_more_than_2_31_elements(needs_memory):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", QUANTISING)
 def test_rows_further_apart_than_2_31(op, needs_memory):
-    """Check that rows with strides of 2^31 elements and more are read in place."""
+    """Check that rows are read in place even if their stride is 2^31 elements or more."""
     needs_memory(32)
     given = make_call(op, 4, 80, device="cuda", **choices_of(op)[0])
     want = run(op, named(op, given))
@@ -300,7 +302,7 @@ def test_rows_further_apart_than_2_31(op, needs_memory):
 
 @by_op
 def test_another_device(op):
-    """Check that the tensors' device is used, not the current device."""
+    """Check that a call runs on its tensors' device, even if another device is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with torch.cuda.device(0):
@@ -313,7 +315,7 @@ def test_another_device(op):
 
 @pytest.mark.parametrize("op", QUANTISING)
 def test_strided_rows_are_read_in_place(op):
-    """Check that rows and residuals with strides of multiples of 16 bytes are not copied: only outputs are
+    """Check that rows and residuals are read in place if their strides are multiples of 16 bytes: only outputs are
     allocated."""
     given = make_call(op, 64, 2048, device="cuda", **choices_of(op)[0])
     for name in ("input", *op.updated):
@@ -345,7 +347,8 @@ def test_strided_rows_are_read_in_place(op):
     ids=str,
 )
 def test_rows_in_l2_give_the_same_every_time(name, kwargs, width, dtype):
-    """Check that rows copied soon after they are requested do not overwrite rows that are still being read."""
+    """Check repeatedly, with rows in L2, that a copy that arrives early does not overwrite rows that are still being
+    read."""
     op = OPS[name]
     rows = torch.randn(1200, 2 * width if name.startswith("silu") else width, device="cuda", dtype=dtype)
     weight = (torch.rand(width, device="cuda", dtype=dtype),) if name.startswith("rmsnorm") else ()

@@ -1,4 +1,4 @@
-"""Results under another default dtype: model loaders set PyTorch's default dtype to the model's, and nothing may depend
+"""Results under another default dtype. Model loaders set PyTorch's default dtype to the model's; no result may depend
 on it."""
 
 import contextlib
@@ -36,8 +36,8 @@ def test_same_bits(op, name, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_examples_are_calls(op):
-    """Check that example tensors, made for static properties, get the dtypes that the op takes, and so the same
-    kernels."""
+    """Check that the example tensors made from static properties have dtypes that the op accepts, and so lead to the
+    same kernels."""
     properties = properties_for(op)
     want = registry.kernels_of(op.name, "sm_90a", **properties)
     with bfloat16_by_default():

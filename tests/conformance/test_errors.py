@@ -1,4 +1,4 @@
-"""Error inputs of every op: each form of the op raises the expected error and launches nothing."""
+"""Error inputs of every op: each form of a call raises the expected error and launches nothing."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def raises(op, error):
 
 
 def good_outputs(op, device):
-    """Return outputs of a call that the op accepts."""
+    """Return valid output tensors for a call that the op accepts."""
     return call(op, good_outputs_error(op, device))
 
 
@@ -72,7 +72,7 @@ def test_error_under_fake_tensors(op, name, on):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_good_outputs_are_good(op, device):
-    """Check that error inputs with bad outputs have exactly one fault."""
+    """Check that an error input whose outputs are wrong becomes valid if only the outputs are replaced."""
     outputs = good_outputs(op, device)
     call_out(op, good_outputs_error(op, device), poisoned(outputs))
     for error in error_inputs(op.name, device):
@@ -89,7 +89,8 @@ def test_good_outputs_are_good(op, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_inputs_that_require_grad_are_refused_by_name(op, device):
-    """Check each floating argument; the message tells how to avoid the error."""
+    """Check that each floating-point argument that requires grad is refused by name, with advice how to avoid the
+    error."""
     factors = ("global_scale", "scale", "alpha", "residual", "bias")
     samples = [plain_sample(op, device), *sample_inputs(op.name, device)]
     sample = next((sample for sample in samples if any(name in sample.kwargs for name in factors)), samples[0])

@@ -1,4 +1,5 @@
-"""Programs that leave Python: packages of AOTInductor, its C++ wrapper, and ``torch.export`` with symbolic sizes."""
+"""Programs that run without Python: packages of AOTInductor, its C++ wrapper, and ``torch.export`` with symbolic
+sizes."""
 
 import importlib
 import inspect
@@ -28,12 +29,13 @@ import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# The wrapper's C++ takes a minute to optimise, and a precompiled header would be made for one use only.
+# No optimisation, which would take a minute for the wrapper's C++, and no precompiled header, which would be used only
+# once.
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
 
 
 def default_call(op):
-    """Return a sample with tensors, and numbers without a default."""
+    """Return a plain sample as its tensors, and the numbers that have no default."""
     given = arguments(op, plain_sample(op, "cpu"))
     return named(
         op,
@@ -68,7 +70,7 @@ def default_calls():
 
 
 def assert_eager(samples, tensors, outputs):
-    """Check the outputs of every op, and the arguments that it updates."""
+    """Check the outputs of every op, and the arguments that it updates, against eager calls."""
     for name, sample in samples.items():
         op, after = OPS[name], named(OPS[name], sample.kwargs | tensors[name])
         assert_same((*defined(op, sample, outputs[name]), *updated(op, after)), run(op, sample))
@@ -82,20 +84,20 @@ outputs = [program(*call) for call in calls]
 torch.save((calls, outputs), results)
 """
 ROWS = (5, 1, 2, 128)
-"""Numbers of rows of a package's calls; the program is exported with the first."""
+"""Numbers of rows with which the package is called; the program is exported with the first."""
 N, K = 64, 128
 
 
 class Doubled(torch.nn.Module):
-    """Module without our ops."""
+    """Module that calls none of our ops."""
 
     def forward(self, tensors):
         return {name: x * 2 for name, x in tensors.items()}
 
 
 def loaded(module, calls, shapes, folder):
-    """Compile a program's package with AOTInductor, load it in a process, and return the process and the results'
-    file."""
+    """Compile the program to a package with AOTInductor and run it in another process. Return the process and the file
+    with its results."""
     folder.mkdir()
     program = torch.export.export(module, calls[0], dynamic_shapes=shapes)
     package, given, results = (str(folder / name) for name in ("program.pt2", "calls.pt", "results.pt"))
@@ -106,9 +108,9 @@ def loaded(module, calls, shapes, folder):
 
 
 class Everything(torch.nn.Module):
-    """Module that calls every op, and chains in which GEMMs read tiles of scales that the program itself writes.
+    """Module that calls every op, and chains of ops in which GEMMs read tiled scales that the program itself writes.
 
-    All weights and scales are inputs, one weight as one object.
+    All weights and scales are inputs. One weight is a ``QuantizedWeight``.
     """
 
     def __init__(self, numbers):
@@ -130,7 +132,7 @@ class Everything(torch.nn.Module):
 
 
 def call_of_everything(rows):
-    """Return the tensors and numbers of a call of each op by name, and the arguments of ``Everything``."""
+    """Return the inputs of a call of each op by name, and the arguments of ``Everything``."""
     split = {name: split_call(op, rows, device="cpu", **choices_of(op)[0]) for name, op in OPS.items()}
     tensors, numbers = ({name: both[i] for name, both in split.items()} for i in range(2))
     x, gates = torch.randn(rows, K).bfloat16(), torch.rand(rows, 2)
@@ -140,7 +142,7 @@ def call_of_everything(rows):
 
 @pytest.mark.slow
 def test_package(tmp_path):
-    """Check a package with a symbolic number of rows, in a process that imports the ops, but not the program."""
+    """Check a package with a symbolic number of rows, in a process that imports the ops but not the program."""
     every = [call_of_everything(rows) for rows in ROWS]
     (numbers, first), calls = every[0], [call for _, call in every]
     rows = torch.export.Dim("rows", max=max(ROWS))
@@ -148,7 +150,7 @@ def test_package(tmp_path):
     shapes = (by_op, {0: rows}, {0: rows}, [None] * 4, None, None)
     done, results = loaded(Everything(numbers), calls, shapes, tmp_path / "ours")
     if done.returncode < 0 and loaded(Doubled(), [({"x": torch.ones(4)},)], None, tmp_path / "plain")[0].returncode < 0:
-        # If the C++ compiler links its standard library statically, torch's own check of the device crashes.
+        # torch's own device check crashes if the C++ compiler links its standard library statically, so skip.
         pytest.skip("no package of AOTInductor can be loaded on this machine, not even one of PyTorch's ops alone")
     assert done.returncode == 0, done.stderr
     after, outputs = torch.load(results)
@@ -197,7 +199,7 @@ def test_cpp_wrapper(tmp_path):
     assert_eager(samples, tensors, outputs)
 
 
-# Numbers that follow from shapes
+# Arguments that are numbers of rows
 
 SYMBOLIC = [
     pytest.param(op, each.name, id=f"{op.name}-{each.name}")
@@ -208,7 +210,7 @@ SYMBOLIC = [
 
 
 class RowsOfAll(torch.nn.Module):
-    """Module that calls an op with the number of tokens as a number."""
+    """Module that passes the number of tokens to an op as a number."""
 
     def __init__(self, op, name, numbers):
         super().__init__()
@@ -219,7 +221,7 @@ class RowsOfAll(torch.nn.Module):
 
 
 def rows_of_all(op, name, device):
-    """Return the module, and a function that makes its input."""
+    """Return the module for an op, and a function that makes its input for a number of tokens."""
     given = arguments(op, plain_sample(op, device))
     first, *_ = given
     numbers = {key: value for key, value in given.items() if key not in (first, name)}
@@ -244,13 +246,13 @@ def assert_module_is_eager(compiled, module, make, tokens):
 @pytest.mark.parametrize(("op", "name"), SYMBOLIC)
 @pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2)], ids=["dynamic", "default"])
 def test_a_number_of_rows_that_is_a_symbol(op, name, dynamic, most, device):
-    """Check that one graph serves all numbers of tokens, or a second graph if the first number is taken as fixed."""
+    """Check that one graph serves all numbers of tokens, or two graphs if the first number is not symbolic."""
     module, make = rows_of_all(op, name, device)
     torch._dynamo.reset()
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for tokens in (5, 9, 17, 64, 3, 300):
         assert_module_is_eager(compiled, module, make, tokens)
-    # Count graphs that are kept: PyTorch starts again after it made a float symbolic that the op needs as a number.
+    # Count the graphs that PyTorch stores: it starts again after it made a float symbolic whose value the op needs.
     graphs = len(_debug_get_cache_entry_list(RowsOfAll.forward.__code__))
     torch._dynamo.reset()
     assert 1 <= graphs <= most

@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.ops._define import as_tuple
 
 SMALL = 1 << 14
-"""Most bytes of a sample's tensors; only the form of a call matters."""
+"""Maximum size of a sample's tensors, bytes. Only the form of a call matters here."""
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool),
@@ -66,7 +66,8 @@ VALUES["SymInt"] = VALUES["int"]
 
 
 def like(tensor, shape, dtype=None, device=None):
-    """Return zeros of another shape, dtype or device; a transposed view if ``tensor`` is one, such as a weight."""
+    """Return zeros with another shape, dtype or device. If ``tensor`` is a transposed view, such as a weight, so is the
+    result."""
     dtype = dtype or tensor.dtype
     zeros = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device or tensor.device)
     if len(shape) > 1 and tensor.dim() > 1 and tensor.stride(-2) == 1 != tensor.stride(-1):
@@ -90,7 +91,7 @@ def shapes_near(draw, shape):
 
 
 def strided(draw, tensor):
-    """Return a tensor of the same shape with other strides."""
+    """Draw a copy of the tensor with other strides."""
     kind = draw(st.sampled_from(("columns first", "transposed", "step", "offset", "expanded", "overlapping")))
     shape, strides, offset = tensor.shape, list(torch.empty(tensor.shape, device="meta").stride()), 0
     if kind == "columns first":
@@ -121,7 +122,7 @@ def random_integers(draw, tensor):
 
 
 def changed_tensor(draw, tensor, others):
-    """Return another tensor, or a value that is not a tensor."""
+    """Draw a replacement for a tensor: another tensor, or a value that is no tensor."""
     if not isinstance(tensor, torch.Tensor):
         others = [other for other in others if isinstance(other, torch.Tensor)]
         return draw(st.sampled_from((*NO_TENSOR, *others)))
@@ -147,7 +148,7 @@ def changed_tensor(draw, tensor, others):
 
 
 def overlapping(draw, output, tensors):
-    """Return an output in another tensor's memory, if it fits."""
+    """Draw an output that lies in the memory of another tensor, if it fits."""
     other = draw(st.sampled_from([tensor for tensor in tensors if tensor.layout == torch.strided]))
     storage = other.untyped_storage()
     if other.is_meta or storage.nbytes() < output.numel() * output.itemsize or not output.numel():
@@ -162,7 +163,7 @@ def overlapping(draw, output, tensors):
 
 @st.composite
 def calls(draw, op):
-    """Draw arguments by name, and outputs: a sample with some of them changed."""
+    """Draw arguments by name, and outputs: a sample in which some arguments are changed."""
     sample = draw(st.sampled_from(samples_of(op)))
     sample = copied(get_sample(op, sample, "cpu"))
     given = arguments(op, sample)
@@ -203,7 +204,7 @@ def samples_of(op):
 
 
 def fits_schema(op, given):
-    """Return whether torch can bind the arguments: a number as a dtype crashes torch."""
+    """Return True if torch can bind the arguments to the schema. torch crashes if a dtype is a number."""
     return not any(
         parameter.type == "ScalarType" and not isinstance(given.get(parameter.name), torch.dtype | None)
         for parameter in op.signature.parameters
@@ -271,7 +272,7 @@ def assert_values(op, before, given, results, expected=None):
 
 
 OF_VALUES = re.compile("out of range|offsets descends")
-"""Errors that depend on values, which fake tensors lack."""
+"""Errors that depend on values. Calls with fake tensors succeed, because these lack values."""
 
 
 @pytest.mark.parametrize("op", op_cases())

@@ -1,4 +1,4 @@
-"""Derivatives: the ops refuse every way to ask for one and name the argument. Without gradients, tensor subclasses see
+"""Derivatives: an op refuses every way to request one, and names the argument. Without gradients, tensor subclasses see
 the op."""
 
 import pytest
@@ -30,7 +30,7 @@ from torch_cute_ops.registry import OPS
 
 @pytest.fixture(params=(*DEVICES, "model"))
 def place(request, monkeypatch):
-    """Return each device, and the functions' fast path on the model of compiled kernels."""
+    """Return each device, and the fast path of the Python functions on the launch model."""
     if request.param != "model":
         return request.param
     request.getfixturevalue("launches")
@@ -63,7 +63,7 @@ ATTEMPTS = {
     "jacfwd": lambda function, one: torch.func.jacfwd(function)(one),
     "hessian": lambda function, one: torch.func.hessian(function)(one),
 }
-"""Ways to differentiate a function by an argument of the op, or by a factor of the argument."""
+"""Ways to differentiate a function by an argument of the op, or by a factor that multiplies the argument."""
 
 FLOATING = [
     pytest.param(op, each.name, id=f"{op.name}-{each.name}")
@@ -78,8 +78,8 @@ DERIVATIVES = [
 
 
 def forms_of(op, outputs):
-    """Return functions that call the op and its Python function, with and without outputs, and return a differentiable
-    total."""
+    """Return functions that call the op or its Python function, with and without outputs, and return a differentiable
+    sum of the results."""
 
     def total(results):
         return sum(result.float().sum() for result in results)
@@ -101,7 +101,7 @@ def forms_of(op, outputs):
 
 @each_of_op("op", "name", "attempt", cases=DERIVATIVES)
 def test_derivatives_are_refused(op, name, attempt, place):
-    """Check that the op is not silently treated as a constant."""
+    """Check that a request for a derivative is refused, and that the op is not silently treated as a constant."""
     given = arguments(op, sample_with(op, place, name))
     outputs = out_for(op, run(op, named(op, given)))
     value = given[name].detach().clone()
@@ -113,7 +113,7 @@ def test_derivatives_are_refused(op, name, attempt, place):
         def of_factor(factor, of_tensor=of_tensor):
             return of_tensor((value.float() * factor).to(value.dtype))
 
-        # One tangent per element would be too many.
+        # Differentiate by one common factor, because one tangent per element would take too long.
         ways = [(of_factor, torch.ones((), device=value.device))] + (
             [(of_tensor, value)] if attempt not in ("jacfwd", "hessian") else []
         )
@@ -123,7 +123,7 @@ def test_derivatives_are_refused(op, name, attempt, place):
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that wraps another tensor and forwards every op to it."""
+    """Tensor subclass that wraps another tensor and forwards every op to it."""
 
     seen: list = []  # noqa: RUF012
 
@@ -143,14 +143,14 @@ class Wrapper(torch.Tensor):
 
 
 def wrapped(op, sample, requiring=()):
-    """Return the sample with wrapped tensors; those named in ``requiring`` require grad."""
+    """Return the sample with wrapped tensors. The tensors named in ``requiring`` require grad."""
     given = arguments(op, sample)
     return named(op, {k: Wrapper(v, k in requiring) if isinstance(v, torch.Tensor) else v for k, v in given.items()})
 
 
 @each_of_op("op", "name", cases=FLOATING)
 def test_a_subclass_that_requires_grad(op, name, place):
-    """Check that the call is refused while gradients are enabled."""
+    """Check that a call with a subclass that requires grad is refused while gradients are enabled."""
     sample = wrapped(op, sample_with(op, place, name), [name])
     outputs = out_for(op, run(op, sample_with(op, place, name)))
     for form in forms_of(op, outputs).values():
@@ -161,8 +161,8 @@ def test_a_subclass_that_requires_grad(op, name, place):
 @pytest.mark.parametrize("op", op_cases())
 @pytest.mark.parametrize("mode", [None, torch.no_grad, torch.inference_mode], ids=["plain", "no-grad", "inference"])
 def test_a_subclass_sees_the_op(op, mode, place):
-    """Check, without gradients, that the op reaches ``__torch_dispatch__`` once, and that the result computed there is
-    returned."""
+    """Check, without gradients, that the op reaches ``__torch_dispatch__`` exactly once, and that the result computed
+    there is returned."""
     sample = sample_with(op, place)
     want = run(op, sample)
     tensors = {name: value for name, value in arguments(op, sample).items() if isinstance(value, torch.Tensor)}

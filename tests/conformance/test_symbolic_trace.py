@@ -1,4 +1,4 @@
-"""Graphs that ``torch.fx.symbolic_trace`` records from the functions of all ops and from modules."""
+"""Graphs that ``torch.fx.symbolic_trace`` records from the ops' Python functions and from modules."""
 
 import inspect
 
@@ -16,13 +16,13 @@ from torch_cute_ops.ops._define import as_tuple
 
 @pytest.mark.parametrize("op", op_cases())
 def test_functions(op, device):
-    """Record a call whose tensors are all unknown, and compare the graph's results with the op's."""
+    """Record a call whose tensors are all placeholders, and compare the results of the graph with the op's."""
     sample = plain_sample(op, device)
     given = arguments(op, sample)
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     fixed = {name: value for name, value in given.items() if name not in tensors}
 
-    # The function's parameters are the tensors, so that each becomes a placeholder.
+    # Generate a program whose parameters are the tensors, so that each becomes a placeholder.
     source = f"def program({', '.join(tensors)}): return call({', '.join(f'{name}={name}' for name in tensors)})"
     namespace = {"call": lambda **unknown: op.function(**unknown, **fixed)}
     exec(source, namespace)
@@ -56,7 +56,7 @@ def modules_called(graph: GraphModule) -> list[str]:
 
 
 class Attention(nn.Module):
-    """Projections of one input, which ``merge_`` turns into one layer."""
+    """Attention whose projections have the same input, so that ``merge_`` merges them."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("merges", [False, True], ids=["apart", "merged"])
 def test_modules(merges):
-    """Record each layer as one node that keeps its module."""
+    """Check that each layer is recorded as one node, which keeps its module."""
     model = quantize_(Attention().bfloat16())
     graph = symbolic_trace(merge_(model) if merges else model)
     assert modules_called(graph) == (["qkv_proj"] if merges else ["q_proj", "k_proj", "v_proj"])
@@ -101,7 +101,7 @@ def test_experts_and_gated_layers():
 
 
 def test_a_layer_by_itself():
-    """The message says what to trace instead."""
+    """Check that tracing a layer by itself raises an error that says what to trace instead."""
     layer = NVFP4Linear.from_float(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="a NVFP4Linear is one node and is not traced itself"):
         symbolic_trace(layer)
@@ -110,7 +110,7 @@ def test_a_layer_by_itself():
 
 
 def test_records():
-    """Record ``quantize``, ``linear`` and ``dequantize`` as one node each."""
+    """Check that ``quantize``, ``linear`` and ``dequantize`` are recorded as one node each."""
     q = torch_cute_ops.quantize(torch.randn(64, 64))
     bias = torch.randn(64)
 

@@ -1,5 +1,5 @@
-"""Kernels made ahead of calls: ``warmup``, ``precompile``, and the error of a capture that meets a kernel that is not
-ready."""
+"""Kernels that are prepared before calls: ``warmup``, ``precompile``, and the error if a capture needs a kernel that is
+not loaded."""
 
 import inspect
 import random
@@ -32,7 +32,7 @@ def test_warmup_without_a_gpu(op, monkeypatch):
 
 
 def properties_of_call(op, sample) -> dict:
-    """Return the static properties of a call of an op that quantises or dequantises rows."""
+    """Return the static properties of a sample's call, for an op that quantises or dequantises rows."""
     given = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
     given.apply_defaults()
     given = given.arguments
@@ -58,7 +58,7 @@ PLAIN = pytest.mark.parametrize(("op", "name"), sample_cases("nvfp4-128x4-bfloat
 
 
 class Capture:
-    """A pretended CUDA-graph capture, which ``is_on`` starts and ends."""
+    """Simulated CUDA-graph capture, which ``is_on`` starts and ends."""
 
     def __init__(self, monkeypatch):
         self.is_on = True
@@ -67,7 +67,7 @@ class Capture:
 
 @pytest.fixture
 def capture(launches, monkeypatch):
-    """Return a capture on the launch model, which ``warmup`` takes for a GPU."""
+    """Return a simulated capture on the launch model, which ``warmup`` accepts as a GPU."""
     monkeypatch.setattr(_call, "forbid_in_capture", forbid_in_capture)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -78,13 +78,14 @@ def capture(launches, monkeypatch):
 
 
 def advised(error: Exception) -> str:
-    """Return the call that an error recommends."""
+    """Extract the ``warmup`` call that an error recommends."""
     message = str(error)
     return message[message.index("torch_cute_ops.warmup(") :]
 
 
 def samples_by_kernel(op):
-    """Return the plain sample and 40 random samples, enough to cover kernels, launchers and properties."""
+    """Return the plain sample and 40 random samples, which are enough to cover all kernels, launchers and
+    properties."""
     samples = list(sample_inputs(op.name, "cpu"))
     random.shuffle(samples)
     return [plain_sample(op, "cpu"), *samples[:40]]
@@ -92,8 +93,8 @@ def samples_by_kernel(op):
 
 @by_op
 def test_the_advice_of_a_capture_helps(op, capture, launches):
-    """Check that a miss during capture launches and compiles nothing, and recommends a valid ``warmup`` call after
-    which the same call succeeds."""
+    """Check that a missing kernel during capture launches and compiles nothing, and that the error recommends a valid
+    ``warmup`` call after which the same call succeeds."""
     helped = 0
     for sample in samples_by_kernel(op):
         forget(op)
@@ -104,10 +105,10 @@ def test_the_advice_of_a_capture_helps(op, capture, launches):
         except RuntimeError as error:
             raised = error
         except ValueError:
-            assert op.has_backends  # no backend takes the call on Hopper
+            assert op.has_backends  # only a GEMM may have no backend for the call on Hopper
             continue
         else:
-            assert not launches.compiled  # for example a call without rows
+            assert not launches.compiled  # a call without rows, for example, needs no kernel
             continue
         helped += 1
         assert not launches.compiled and not launches.calls
@@ -124,7 +125,7 @@ def test_the_advice_of_a_capture_helps(op, capture, launches):
 
 @by_row_op
 def test_the_advice_has_every_property(op, name, capture):
-    """Check that the recommended call names every property of this call, and no other property."""
+    """Check that the recommended ``warmup`` call names every property of the failed call, and no other property."""
     sample = get_sample(op, name, "cpu")
     with pytest.raises(RuntimeError) as raised:
         op.cuda(*sample.args, **sample.kwargs)
@@ -146,7 +147,7 @@ def test_warmup_makes_ready(op, name, monkeypatch):
 
 @by_row_op
 def test_precompile(op, name, monkeypatch):
-    """Check that ``precompile`` compiles the kernel of the call for the architecture, and touches no device."""
+    """Check that ``precompile`` compiles the kernel of the call for the architecture, without using a device."""
     sample = get_sample(op, name, "cpu")
     compiled = []
     record = lambda kernel, arch: compiled.append((kernel, arch))  # noqa: E731
@@ -182,7 +183,7 @@ def test_precompile_refuses(op, name, bad):
 
 
 def test_precompile_keeps_or_fails(monkeypatch, tmp_path):
-    """Check that a kernel that cannot be kept on disk is an error."""
+    """Check that ``precompile`` raises an error if the kernel cannot be stored on disk."""
     properties = {"hidden": 16, "dtype": torch.bfloat16}
     monkeypatch.setattr(settings, "CACHE", False)
     with pytest.raises(RuntimeError, match="TORCH_CUTE_OPS_CACHE=0"):
@@ -210,6 +211,6 @@ def test_precompile_for_an_unknown_architecture():
 
 @PLAIN
 def test_warmup_takes_no_unknown_property(op, name):
-    """Check that the number of rows is refused by name, even without a GPU."""
+    """Check that ``warmup`` refuses the number of rows by name, even without a GPU."""
     with pytest.raises(TypeError, match="rows"):
         torch_cute_ops.warmup(op.name, **properties_of_call(op, get_sample(op, name, "cpu")), rows=5)
