@@ -29,13 +29,14 @@ EXPORTS = {
     "README.md": ((f"| `{OLD}` |", f"| `{NEW}` | the same |\n"),),
     "CHANGELOG.md": ((f"- `{OLD}`", f"- `{NEW}`: the same.\n"),),
 }
-"""Lines to insert, by file: (text of the line before, new line)."""
+"""Lines to insert into existing files: (text of the line before, new line), keyed by file."""
 
 
 @pytest.mark.slow
 def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
-    """Copy the project, add a renamed ``fp8_quantize`` by the table alone, and run the tests of the new op."""
-    # Copy bytecode too: it is valid for sources of the same size and date.
+    """Copy the project, add a renamed ``fp8_quantize`` by following CONTRIBUTING's table, and run the tests of the new
+    op."""
+    # Copy the bytecode too, so that it need not be compiled: it is valid for sources of equal size and date.
     for folder in ("torch_cute_ops", "tests", "benchmarks", "docs", "examples", "tools", "ptx_emulator"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile"):
@@ -51,7 +52,7 @@ def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
     documents = ("tests/docs/test_documents.py", "tests/test_package.py")
     of_op = f"({NEW} and not compile)"
     of_documents = "((test_documents.py or test_package.py) and (op or readme) and not figures)"
-    # In one run, because imports and collection take most of the time.
+    # in one run, because imports and collection take most of the time
     paths = ("tests/conformance", "tests/docs/test_op_examples.py", "tests/testing", *documents)
     outcome = pytest_in(tmp_path, *paths, "-k", f"{of_op} or {of_documents}")
     assert re.search(r"\d{3,} passed", outcome) and "failed" not in outcome, outcome[-3000:]
@@ -77,7 +78,8 @@ def pytest_in(folder: Path, *arguments: str) -> str:
 
 
 def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Complete the class that the text shows with a launcher, and find it by its name."""
+    """Complete the backend class in CONTRIBUTING with a launcher, register it, and check that a call finds it by its
+    name."""
     (source,) = re.findall(r"```python\n(.*?class Mine.*?)```", TEXT, re.DOTALL)
     defined: dict[str, type] = {}
     exec(source, defined)
@@ -99,7 +101,7 @@ def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch_cute_ops.backends("mm_fp4", n=256, k=256, device="cpu")["mine"] is None
     assert "mine" not in torch_cute_ops.backends("mm_fp8_block", n=256, k=256, device="cpu")
     weight, scale = torch_cute_ops.fp4_quantize(torch.randn(256, 256))
-    torch_cute_ops.mm_fp4(weight[:8], weight.t(), scale[:1], scale, backend="mine")  # on a CPU the reference computes
+    torch_cute_ops.mm_fp4(weight[:8], weight.t(), scale[:1], scale, backend="mine")  # runs the reference: a CPU
     launcher = OPS["mm_fp4"].path._choose(problem, 8, HOPPER, "mine").backend.launcher(problem, (64,), HOPPER)
     launcher(None, "out")
     assert calls == ["out"]

@@ -30,7 +30,7 @@ def text_of(name: str) -> str:
 
 
 def table_after(text: str, heading: str) -> list[dict[str, str]]:
-    """Return the rows of the first table after a line that begins with ``heading``, as dicts by column."""
+    """Return the rows of the first table after a line that begins with ``heading``. A row is a dict keyed by column."""
     lines = text[re.search(rf"^{re.escape(heading)}", text, re.MULTILINE).start() :].splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = []
@@ -45,13 +45,13 @@ def table_after(text: str, heading: str) -> list[dict[str, str]]:
 
 
 def blocks_of(text: str, tag: str) -> list[str]:
-    """Return the code blocks of a document whose tag matches this regular expression."""
+    """Return the code blocks of a document whose language tag matches the regular expression ``tag``."""
     return re.findall(rf"^```{tag}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
-    """Return the subpackages that `import torch_cute_ops` loads."""
+    """Return the subpackages that `import torch_cute_ops` imports."""
     done = python("import sys, torch_cute_ops; print(*sys.modules)")
     assert done.returncode == 0, done.stderr
     return {name.split(".")[1] for name in done.stdout.split() if name.startswith("torch_cute_ops.")}
@@ -59,7 +59,8 @@ def loaded() -> set[str]:
 
 @by_document
 def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> None:
-    """Check this by reading: when the blocks run below, earlier tests have imported every subpackage."""
+    """Check by reading that each block imports what it uses. Running the blocks would not show it, because earlier
+    tests have imported every subpackage."""
     blocks = "\n".join(blocks_of(path.read_text(encoding="utf-8"), "py(?:thon)?"))
     parts = {path.name for path in (ROOT / "torch_cute_ops").iterdir() if (path / "__init__.py").exists()}
     used = {name for name in re.findall(r"torch_cute_ops\.(\w+)\.", blocks) if name in parts}
@@ -70,7 +71,7 @@ def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> Non
 
 @by_document
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a document's blocks one after the other, in a folder with the files that the document shows."""
+    """Run a document's code blocks one after the other, in a folder that contains the files shown in the document."""
     text = path.read_text(encoding="utf-8")
     blocks = blocks_of(text, "python")
     monkeypatch.chdir(tmp_path)
@@ -79,7 +80,7 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
         assert deployment.read(tmp_path / name)
     if any("torch.compile" in block for block in blocks) and not (torch.cuda.is_available() or shutil.which("g++")):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
-    program = tmp_path / "blocks.py"  # a file, because Dynamo reads the source of compiled functions
+    program = tmp_path / "blocks.py"  # write a file, because Dynamo reads the source of compiled functions
     program.write_text("\n".join(blocks), encoding="utf-8")
     runpy.run_path(str(program))
 
@@ -110,7 +111,7 @@ VARIANTS = {"quack": "QuACK", "cublas_bf16": "cuBLAS bf16", "deep_gemm": "DeepGE
 
 @pytest.mark.parametrize("row", table_after(text_of("README.md"), "## Performance"), ids=lambda row: row["op"])
 def test_readme_has_the_figures_of_the_benchmarks(row: dict[str, str]) -> None:
-    """Check each row, ours and the peers, against a result to three digits."""
+    """Check each figure in the README, ours and the peers', against the committed results, to three digits."""
     shown = dict(pair.split(" = ") for pair in re.split(r", (?=\w+ =)", row["sizes"]))
     results = json.loads(text_of(f"benchmarks/results/{row['op'].strip('`')}.json"))["rows"]
     found = [one for one in results if shown == {**{k: f"{v:,}" for k, v in one["sizes"].items()}, **one["choices"]}]
@@ -130,7 +131,7 @@ CAPABILITIES = "10.0, 10.3, 12.0 and 12.1"
 
 
 def test_gpus() -> None:
-    """Check the compute capabilities that the documents list."""
+    """Check the compute capabilities that the documents list against the supported architectures."""
     named = {f"sm_{capability.replace('.', '')}a" for capability in re.findall(r"\d+\.\d", f"9.0 {CAPABILITIES}")}
     assert named == set(ARCHS)
     readme, troubleshooting = (" ".join(text_of(name).split()) for name in ("README.md", "docs/troubleshooting.md"))
@@ -152,7 +153,8 @@ def kind_of_gemm(op: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("row", table_after(text_of("docs/gemm.md"), "A backend is one way"), ids=lambda r: r["GEMM"])
 def test_backends_of_gpus(row: dict[str, str]) -> None:
-    """Check the backends that can compute a usual problem; the reference, which always can, is not listed."""
+    """Check the listed backends against the backends that support a typical problem. The reference, which supports
+    every problem, is not listed."""
     listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
     columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
     assert set(columns) == set(ARCHS)
@@ -172,7 +174,7 @@ def test_backends_of_gpus(row: dict[str, str]) -> None:
 @pytest.mark.parametrize("size", [4096, 8192])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 def test_backends_by_the_model(arch: Arch, size: int) -> None:
-    """Check docs/gemm.md on the choice without tuning."""
+    """Check what docs/gemm.md says about the choice of a backend without tuning."""
 
     def chosen(op: str, m: int, **properties: int) -> str:
         kwargs = OPS[op].path.example(n=size, k=size, m=m, device="meta", **properties)
@@ -208,7 +210,7 @@ KERNELS = ROOT / "torch_cute_ops" / "kernels"
 
 @pytest.mark.parametrize("row", table_after(text_of("docs/kernels.md"), "## Which file"), ids=lambda row: row["step"])
 def test_map_of_the_fp8_gemm(row: dict[str, str]) -> None:
-    """Check that the files that a row names define its classes and methods."""
+    """Check that the files named in a row define the row's classes and methods."""
     paths = [KERNELS / path for path in re.findall(r"`([\w/]+\.py)`", " ".join(row.values()))]
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     assert all(f"class {name}" in source for name in re.findall(r"`(\w+)`", row["class"]))
@@ -220,7 +222,7 @@ def test_map_of_the_fp8_gemm(row: dict[str, str]) -> None:
     "row", table_after(text_of("docs/kernels.md"), "## The parts of each FP8 kernel"), ids=lambda row: row["kernel"]
 )
 def test_parts_of_the_fp8_gemms(row: dict[str, str]) -> None:
-    """Check that a kernel composes the parts that its row names."""
+    """Check that a kernel is composed of the parts that its row names."""
     (kernel,) = re.findall(r"`(\w+)`", row["kernel"])
     source = (KERNELS / kernel / "kernel.py").read_text(encoding="utf-8")
     parts = re.findall(r"`(\w+)`", " ".join(list(row.values())[1:]))
@@ -232,7 +234,8 @@ def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_errors_of_mistakes() -> None:
-    """Multiply Gaussian numbers with each mistake of troubleshooting's table, and check the error."""
+    """Make each mistake in the table of docs/troubleshooting.md on Gaussian numbers, and check the error that the table
+    gives."""
     weight, x = torch.randn(512, 1024) / 5000, torch.randn(128, 1024, dtype=torch.bfloat16)
     exact, g = x.float() @ weight.t(), 2688 / weight.abs().max()
     codes, scale = torch_cute_ops.fp4_quantize(weight, g)
@@ -253,7 +256,7 @@ def test_errors_of_mistakes() -> None:
 
 
 def test_errors_of_formats() -> None:
-    """Check the percentages that a format loses, in the order of troubleshooting's first paragraph."""
+    """Check the errors of the formats that the first paragraph of docs/troubleshooting.md gives."""
     weight, x = torch.randn(512, 1024), torch.randn(64, 1024, dtype=torch.bfloat16)
     exact = x.float() @ weight.t()
     codes, scale = torch_cute_ops.fp4_quantize(weight)
@@ -276,7 +279,7 @@ def test_errors_of_formats() -> None:
 
 
 def test_error_of_transposed_fp8_scales() -> None:
-    """Check the error that troubleshooting gives for transposed scales, which no op can refuse if M = K/128."""
+    """Check the error that docs/troubleshooting.md gives for transposed scales, which no op can detect if M = K/128."""
     section = text_of("docs/troubleshooting.md").split("## Results are off")[1]
     least, most = map(float, re.search(r"error\sof\s(\d+)\sto\s(\d+)\s%\sin\san\sFP8\sGEMM", section).groups())
     weight = torch.randn(256, 1024).to(torch.float8_e4m3fn)
@@ -288,7 +291,7 @@ def test_error_of_transposed_fp8_scales() -> None:
 
 
 def strings_of_the_package() -> list[str]:
-    """Return every string in the sources, with an ellipsis for each inserted value."""
+    """Return every string in the package's sources, with an ellipsis for each inserted value."""
     found = []
     for path in (ROOT / "torch_cute_ops").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -314,7 +317,8 @@ def test_messages_are_quoted() -> None:
 
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_messages_are_those_of_the_code(quoted: str, strings: list[str]) -> None:
-    """Check that the parts between ellipses occur in one string of the sources, in order."""
+    """Check that each message that a document quotes exists: its parts between ellipses occur, in order, in one string
+    of the sources."""
     pattern = re.compile(".*".join(map(re.escape, quoted.strip("… ").split("…"))), re.DOTALL)
     assert any(pattern.search(text) for text in strings)
 
@@ -326,7 +330,7 @@ def test_message_about_a_missing_tensor() -> None:
 
 
 def test_message_about_a_deployment(tmp_path: Path) -> None:
-    """Check the message that serving.md quotes, by putting the wrong value into the file that it shows."""
+    """Check the message that docs/serving.md quotes, by making the mistake in the file that the document shows."""
     text = text_of("docs/serving.md")
     content = re.search(r"^```toml\n# deployment.toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
     quoted = re.search(r"`deployment.toml: (\[\[kernel.*?)`", " ".join(text.split())).group(1)
@@ -345,7 +349,7 @@ def test_settings() -> None:
 
 
 def test_terms_of_the_glossary_are_used() -> None:
-    """Check that each term occurs in the sources or in another document."""
+    """Check that each term of the glossary occurs in the sources or in another document."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "torch_cute_ops").rglob("*.py")]
     texts += [text_of(str(path)) for path in DOCUMENTS if path.name != "glossary.md"]
     everything = plain(" ".join(texts))
@@ -356,5 +360,5 @@ def test_terms_of_the_glossary_are_used() -> None:
 
 
 def plain(text: str) -> str:
-    """Return the text in lower case, with one space between words."""
+    """Return the text in lower case, with single spaces between words."""
     return " ".join(re.split(r"[\s_-]+", text.lower()))

@@ -1,4 +1,4 @@
-"""Check that layers import only lower layers, by the table of docs/architecture.md."""
+"""Check that each layer of the package imports only lower layers, as listed in the table of docs/architecture.md."""
 
 import ast
 import re
@@ -12,11 +12,11 @@ from support.example_scripts import ROOT
 PACKAGE = ROOT / "torch_cute_ops"
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Layers")[1].split("##")[0]
 LAYERS = [re.sub(r"(/<\w+>)?(\.py|/)$", "", path) for path in re.findall(r"^\| `([\w/.<>]+)`", TEXT, re.MULTILINE)]
-"""Folders and modules from the highest layer to the lowest, relative to the package."""
+"""Folders and modules in the table, from the highest layer to the lowest, relative to the package."""
 
 
 def modules() -> Iterator[tuple[Path, int]]:
-    """Yield every module of the layers, and the number of its layer."""
+    """Yield every module of the package with the index of its layer."""
     for path in sorted(PACKAGE.rglob("*.py")):
         layer = layer_of(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
         if layer is not None:
@@ -24,9 +24,9 @@ def modules() -> Iterator[tuple[Path, int]]:
 
 
 def layer_of(module: str) -> int | None:
-    """Return the number of a module's layer (``ops.mm_fp4``), or None if it belongs to no layer.
+    """Return the index of a module's layer, or None if the module belongs to no layer.
 
-    The package itself, which exports the public functions, counts with the commands.
+    The package itself, which exports the public functions, counts as part of the layer ``cli``.
     """
     if not module:
         return LAYERS.index("cli")
@@ -36,7 +36,7 @@ def layer_of(module: str) -> int | None:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each module of the package that a file imports."""
+    """Yield the line and the name of each module of this package that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -70,7 +70,7 @@ ALONE = {
     "distributed": {"torch", "typing_extensions"},
     "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm", "peft"},
 }
-"""Other libraries that the upper layers may import, in addition to the standard library and this package."""
+"""Other libraries that each upper layer may import, in addition to the standard library and this package."""
 
 
 @pytest.mark.parametrize("layer", ALONE)

@@ -1,4 +1,5 @@
-"""Docstrings of the ops: every section is there, examples show right results, and references exist."""
+"""Docstrings of the ops: every section exists, examples show correct results, and references lead to existing
+sections."""
 
 import doctest
 import re
@@ -20,7 +21,7 @@ def test_docstring_has_every_section(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_references_exist(name: str) -> None:
-    """Check that the documents to which a docstring refers contain the sections that it names."""
+    """Check that the sections of documents to which a docstring refers exist."""
     text = " ".join(OPS[name].function.__doc__.split()).partition("References: ")[2]
     references = re.findall(r'(docs/\w+\.md)((?:,| and) "[^"]+"(?: and "[^"]+")*)', text)
     assert len(references) == text.count("docs/") > 0
@@ -31,9 +32,9 @@ def test_references_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_example_runs(name: str, device: str) -> None:
-    """Run the example of one op, with tensors created on ``device`` by default.
+    """Run the example in the docstring of an op, with tensors created on ``device`` by default.
 
-    The example must call the op, and must show a result or assert something about one.
+    The example must call the op, and must show a result or contain an assertion about a result.
     """
     documentation = OPS[name].function.__doc__
     test = doctest.DocTestParser().get_doctest(documentation, {}, name, None, 0)

@@ -11,7 +11,8 @@ from support.example_scripts import ROOT
 
 import torch_cute_ops
 
-# Not by an import: a folder of that name would satisfy it, and scipy looks for sphinx in sys.modules.
+# Look for the installed distribution instead of importing it: a folder of that name could be imported, and scipy looks
+# for sphinx in sys.modules.
 try:
     version("sphinx")
 except PackageNotFoundError:
