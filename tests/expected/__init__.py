@@ -1,8 +1,8 @@
-"""Expected results of each op, computed by ``spec.py``; one module per op, found by the op's name.
+"""Expected results of the ops, computed with ``spec.py``. Each op is checked by the module of the same name.
 
-A module binds ``SCHEMA`` and ``OUT_SCHEMA``, the schemas promised to users; ``results(given)``, which returns the
-outputs on the CPU for arguments by name; and ``assert_results(actual, expected, given)``. It may bind
-``rows_alone(given, outputs)``, which yields calls with a part of the rows and their expected results.
+A module defines ``SCHEMA`` and ``OUT_SCHEMA``, the schemas promised to users; ``results(given)``, which returns the
+expected outputs on the CPU for arguments by name; and ``assert_results(actual, expected, given)``. It may define
+``rows_alone(given, outputs)``, which yields calls with some of the rows, and the expected results of these calls.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from support import spec
 
 Tensors = tuple[torch.Tensor, ...]
 SWIGLU = {"alpha": 1.0, "beta": 0.0, "limit": None}
-"""Gate parameters for ``silu(gate) · up``."""
+"""Parameters of the gate ``silu(gate) · up``."""
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes (..., itemsize), contiguous, on the CPU."""
+    """Return the bytes of a tensor, (..., itemsize), contiguous and on the CPU."""
     tensor = tensor.detach()
     if tensor.dtype.itemsize == 1:
-        # Some one-byte dtypes cannot be copied in every mode.
+        # View as bytes first, because some modes cannot copy some one-byte dtypes.
         tensor = tensor.view(torch.uint8)
-    # Give the copy the strides of a new tensor, even if a dimension is 1.
+    # Clone to contiguous strides, also in dimensions of size 1.
     packed = tensor.clone(memory_format=torch.contiguous_format).cpu()
     return packed.reshape(*tensor.shape, 1).view(torch.uint8)
 
 
 def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], given: Any = None) -> None:
-    """Check that dtypes, shapes and bytes are equal. Any NaN equals any NaN, except in one-byte formats."""
+    """Check that dtypes, shapes and bytes are equal. All NaNs of a dtype are equal, except in one-byte formats."""
     for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert got.dtype == want.dtype and got.shape == want.shape, f"output {i}: {got.dtype} {got.shape}"
         different = (raw(got) != raw(want)).any(-1)
@@ -44,7 +44,7 @@ def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]
 
 
 def rows_of(tensor: torch.Tensor) -> np.ndarray:
-    """Return the fp32 values of a floating tensor as rows, on the CPU."""
+    """Return a floating-point tensor as rows of fp32 values, on the CPU."""
     return tensor.detach().cpu().float().reshape(-1, tensor.shape[-1]).numpy()
 
 
@@ -53,7 +53,8 @@ def scalar_of(tensor: torch.Tensor | None) -> float | None:
 
 
 def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
-    """Return ``(y, scale)`` of fp32 rows whose input had the leading dimensions ``lead``."""
+    """Quantise fp32 rows to FP4 as the call asks; return ``(y, scale)``. ``lead`` are the leading dimensions of the
+    input."""
     blocks = spec.quantise(value, given["block_size"], scalar_of(given["global_scale"]))
     scale = torch.from_numpy(spec.arrange(blocks.scales, given["scale_layout"]))
     if given["scale_layout"] == "linear":
@@ -65,7 +66,8 @@ def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Ten
 
 
 def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
-    """Return ``(y, scale)`` of fp32 rows whose input had the leading dimensions ``lead``."""
+    """Quantise fp32 rows to FP8 as the call asks; return ``(y, scale)``. ``lead`` are the leading dimensions of the
+    input."""
     codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, given["granularity"], scalar_of(given["scale"])))
     y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
     if given["granularity"] == "tensor":
@@ -74,7 +76,7 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
 
 
 def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
-    """Return the second halves of fp32 rows, gated by the first halves."""
+    """Compute SwiGLU of fp32 rows: the first half of a row gates the second half."""
     parameters = tuple(given.get(f"swiglu_{name}", usual) for name, usual in SWIGLU.items())
     if parameters == tuple(SWIGLU.values()):
         return spec.silu_mul(rows)
@@ -82,18 +84,18 @@ def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
 
 
 def residual_sum(given: dict[str, Any]) -> torch.Tensor:
-    """Return the expected residual after the call."""
+    """Return the residual that the call should leave behind."""
     residual = given["residual"]
     total = spec.add(rows_of(given["input"]), rows_of(residual), str(residual.dtype).removeprefix("torch."))
     return torch.from_numpy(total).to(residual.dtype).reshape(residual.shape)
 
 
 def after_addition(norm: Any) -> tuple[Callable[..., Tensors], Callable[..., None]]:
-    """Return ``results`` and ``assert_results`` of an op that adds to the residual, bit for bit, and then computes the
-    op of the module ``norm``."""
+    """Return the functions ``results`` and ``assert_results`` for an op that first adds to the residual, which must be
+    exact, and then computes the op of the module ``norm``."""
 
     def results(given: dict[str, Any]) -> Tensors:
-        """Return the outputs, and the updated residual."""
+        """Return the expected outputs, and the expected residual."""
         total = residual_sum(given)
         return *norm.results({**given, "input": total}), total
 

@@ -1,4 +1,4 @@
-"""A GEMM's epilogue on fp32 sums, and its effect on error bounds."""
+"""Epilogue of a GEMM on fp32 sums, and its effect on error bounds."""
 
 import numpy as np
 
@@ -6,8 +6,8 @@ EPS = 2.0**-24
 
 
 def of_rows(value, expert=None) -> np.ndarray | None:
-    """Return ``alpha`` or a bias in float64, broadcastable to rows (M, N): the values of ``expert`` if experts
-    differ."""
+    """Return ``alpha`` or a bias in float64, in a shape that broadcasts to rows (M, N). If it differs by expert, return
+    the values of ``expert``."""
     if value is None:
         return None
     value = value.detach().cpu().double().numpy()
@@ -17,7 +17,7 @@ def of_rows(value, expert=None) -> np.ndarray | None:
 
 
 def finished(total: np.ndarray, alpha, bias) -> np.ndarray:
-    """Return ``fl32(fl32(total · alpha) + bias)`` of float32 sums."""
+    """Apply the epilogue to float32 sums: ``fl32(fl32(total · alpha) + bias)``."""
     total = total.astype(np.float32)
     with np.errstate(all="ignore"):
         if alpha is not None:
@@ -28,7 +28,8 @@ def finished(total: np.ndarray, alpha, bias) -> np.ndarray:
 
 
 def moved(total: np.ndarray, bound: np.ndarray, alpha, bias) -> np.ndarray:
-    """Return the error bound of the result if the sum ``total`` is off by at most ``bound``: two more roundings."""
+    """Return the error bound after the epilogue, if the sum ``total`` is off by at most ``bound``. The epilogue adds
+    two roundings."""
     with np.errstate(all="ignore"):
         if alpha is not None:
             total, bound = total * alpha, bound * np.abs(alpha) + np.abs(total * alpha) * EPS

@@ -17,14 +17,14 @@ def decoded(codes, scale, layout, block_size) -> np.ndarray:
 
 
 def layout_of(given) -> str:
-    """Return the layout of the activations' scales, or of the weight's if the activations have none."""
+    """Return the layout of the activations' scales, or of the weight's scales if the activations have none."""
     weight = given["b_scale"] if "b_scale" in given else given["w_scale"]
     is_fp4 = "a_scale" in given and given["a_scale"].dtype.itemsize == 1
     return spec.layout_named(given["scale_layout"], given["a_scale"] if is_fp4 else weight)
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``a`` (M, K) and ``b`` (N, K)."""
+    """Return the decoded operands ``a`` (M, K) and ``b`` (N, K)."""
     layout, block = layout_of(given), given["block_size"]
     b = decoded(given["b"].t(), given["b_scale"], "128x4" if layout == "8x4" else layout, block)
     if "a_scale" not in given:
@@ -33,7 +33,7 @@ def operands(given) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sixteen_bit(a: torch.Tensor, block_size: int) -> np.ndarray:
-    """Return 16-bit activations as they are multiplied: rounded to bfloat16 for an MXFP4 weight."""
+    """Return 16-bit activations as a GEMM multiplies them: with an MXFP4 weight they are first rounded to bfloat16."""
     return (a.cpu().bfloat16() if block_size == 32 else a.cpu()).double().numpy()
 
 
@@ -50,9 +50,8 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given, spread: np.ndarray | float = 0.0) -> None:
-    """Check that results are equal if the sums are exact in fp32, and otherwise within K roundings of the sum, the
-    roundings of the epilogue, and one rounding to the output's dtype. ``spread`` bounds the error of each activation
-    (M, K)."""
+    """Check that results are equal if the sums are exact in fp32. Otherwise allow K roundings of the sum, the roundings
+    of the epilogue, and one rounding to the output's dtype. ``spread`` bounds the error of each activation (M, K)."""
     (got,), (want,) = actual, expected
     assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
     got = got.cpu()

@@ -1,4 +1,4 @@
-"""Conversion of an FP4 weight to FP8 in NumPy, written from the text of docs/numerics.md."""
+"""Re-encoding of an FP4 weight in FP8, in NumPy, written from the text of docs/numerics.md."""
 
 import numpy as np
 import torch
@@ -10,10 +10,11 @@ POWERS = 2.0 ** np.arange(-140, 140)
 
 
 def fp4_weight(codes: torch.Tensor, scale: torch.Tensor, layout: str, block_size: int) -> Weight:
-    """Return the FP8 weight for codes (N, K/2) and scales in this layout.
+    """Re-encode codes (N, K/2) with scales in this layout as an FP8 weight.
 
-    In each row and block of 128 elements: ``e4m3(e2m1 · scale / 2^t)`` and 2^t. t is the least integer for which 6
-    times the largest scale magnitude, NaN ignored, is at most 448 · 2^t; 0 if all scales are zero.
+    In each row and block of 128 elements, the result is ``e4m3(e2m1 · scale / 2^t)`` with the scale 2^t. The exponent t
+    is the least integer for which 6 times the largest scale magnitude, NaN ignored, is at most 448 · 2^t; it is 0 if
+    all scales are zero.
     """
     packed = codes.detach().cpu().contiguous().view(torch.uint8).numpy()
     rows, k = len(packed), packed.shape[1] * 2

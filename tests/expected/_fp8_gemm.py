@@ -10,28 +10,28 @@ from expected._epilogue import EPS, moved
 
 BLOCK, STEP = 128, 32
 PROMOTED = 512
-"""Elements of K that tensor cores may add up if scales are per token, without ``fast_accum``."""
+"""Number of elements of K that tensor cores may add up before promotion, with per-token scales and without
+``fast_accum``."""
 LOST = {"cpu": 2.0**-24, "cuda": 2.0**-13}
-"""Relative error of a term, compared with the largest term of a step. A tensor-core step aligns 32 products and the
-previous sum to the largest of them and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report",
-3.3.2)."""
+"""Error of one tensor-core step, relative to the largest term. A step aligns 32 products and the previous sum to the
+largest of them and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report", 3.3.2)."""
 
 
 class Bounded(NamedTuple):
-    """Sums (rows, N), and the error bound of each sum."""
+    """Sums (rows, N) in float64, and the error bound of each sum."""
 
     total: np.ndarray
     bound: np.ndarray
 
 
 def numbers(codes: torch.Tensor) -> np.ndarray:
-    """Return the numbers of e4m3 codes, in float64."""
+    """Decode e4m3 codes to float64."""
     bytes_ = codes.detach().cpu().contiguous().view(torch.uint8).numpy()
     return spec.scale_value(bytes_, "e4m3").astype(np.float64)
 
 
 class Weight(NamedTuple):
-    """A weight as FP8 tensor cores take it: e4m3 numbers (N, K), and the factor of each block of a row, (N,
+    """A weight as FP8 tensor cores multiply it: e4m3 numbers (N, K), and the scale of each block of a row, (N,
     ⌈K/128⌉)."""
 
     numbers: np.ndarray
@@ -39,13 +39,13 @@ class Weight(NamedTuple):
 
 
 def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
-    """Return an FP8 weight (N, K) with one scale per 128 rows."""
+    """Return an FP8 weight (N, K) whose scales each cover 128 rows."""
     factors = scale.detach().cpu().double().numpy().repeat(BLOCK, 0)[: len(codes)]
     return Weight(numbers(codes), factors)
 
 
 def sum_of_block(left: np.ndarray, right: np.ndarray, device: str) -> Bounded:
-    """Return ``left @ right.T`` of the elements that share a scale, and the error bound of tensor cores."""
+    """Compute ``left @ right.T`` for elements that share a scale, with the error bound of tensor cores."""
     total, lost, before = (np.zeros((len(left), len(right))) for _ in range(3))
     for begin in range(0, left.shape[1], STEP):
         x, y = (operand[:, begin : begin + STEP] for operand in (left, right))
@@ -65,7 +65,7 @@ def gemm(
     bias: np.ndarray | None,
     device: str,
 ) -> Bounded:
-    """Return ``alpha · a @ weight.T + bias`` of ``a`` (rows, K) with scales (rows, ⌈K/128⌉)."""
+    """Compute ``alpha · a @ weight.T + bias`` for ``a`` (rows, K) with scales (rows, ⌈K/128⌉), with the error bound."""
     left, (right, columns) = numbers(a), weight
     rows = a_scale.detach().cpu().double().t().numpy()
     n = len(right)
@@ -93,7 +93,8 @@ def token_gemm(
     fast_accum: bool,
     device: str,
 ) -> Bounded:
-    """Return ``a_scale · b_scale · (a @ codes.T) + bias`` of ``a`` (rows, K) and ``codes`` (N, K).
+    """Compute ``a_scale · b_scale · (a @ codes.T) + bias`` for ``a`` (rows, K) and ``codes`` (N, K), with the error
+    bound.
 
     Args:
         a_scale: (rows, 1) or (1,).
@@ -114,13 +115,14 @@ def token_gemm(
 
 
 def sum_of_tokens(left: np.ndarray, right: np.ndarray, blocks: int | None, device: str) -> tuple[np.ndarray, ...]:
-    """Return ``left @ right.T``, the error bound of tensor cores, and the sum of the magnitudes of all blocks' sums.
+    """Compute ``left @ right.T``. Return it with the error bound of tensor cores, and the sum of the magnitudes of all
+    blocks' sums.
 
     Tensor cores may begin a sum at any block of 128 elements of K.
 
     Args:
         left, right: numbers (rows, K) and (N, K).
-        blocks: largest number of blocks in such a sum, or None for any number.
+        blocks: largest number of blocks that tensor cores add up before promotion, or None for any number.
         device: type of the device that computes.
     """
     total, lost, size, low, high = (np.zeros((len(left), len(right))) for _ in range(5))
@@ -151,7 +153,7 @@ def assert_close(got: torch.Tensor, want: Bounded, dtype: torch.dtype) -> None:
     rounded = exact.float().to(dtype)
     assert torch.equal(got.isnan(), rounded.isnan())
     step = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
-    # A result near the dtype's largest number may or may not be infinite.
+    # A result near the dtype's largest number may be infinite or finite.
     largest = torch.finfo(dtype).max
     error = (got.double().clamp(-largest, largest) - exact.clamp(-largest, largest)).abs()
     wrong = ~rounded.isnan() & (error > torch.from_numpy(want.bound) + step)

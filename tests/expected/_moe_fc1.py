@@ -1,4 +1,4 @@
-"""Expected results of the gated expert GEMMs: sums in float64, the gate in fp32, blocks quantised by the
+"""Expected results of the expert GEMMs with a gate: sums in float64, the gate in fp32, quantisation by the
 specification."""
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch_cute_ops.testing import assert_fp4_close
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``a`` (M, H) and ``w`` (E, 2·I, H)."""
+    """Return the decoded operands ``a`` (M, H) and ``w`` (E, 2·I, H)."""
     layout, block = layout_of(given), given["block_size"]
     experts, _, lines = given["w"].shape
     w = decoded(given["w"].mT.flatten(0, 1), given["w_scale"], "128x4" if layout == "8x4" else layout, block)
@@ -22,7 +22,7 @@ def operands(given) -> tuple[np.ndarray, np.ndarray]:
 
 
 def factors(given) -> np.ndarray:
-    """Return ``alpha`` of each row of the weight, (E, 2·I), in float64."""
+    """Return the factor ``alpha`` of each row of the weight, (E, 2·I), in float64."""
     experts, _, lines = given["w"].shape
     if given["alpha"] is None:
         return np.ones((experts, lines))
@@ -31,8 +31,8 @@ def factors(given) -> np.ndarray:
 
 
 def by_expert(given):
-    """Yield for each expert: its routed rows, their gates and ups in float32, and the error bounds: one rounding per
-    term of the sum, and two after it."""
+    """Yield for each expert: the indices of its routed rows, their gate and up values in float32, and the error bounds
+    of these values. A bound is one rounding per term of the sum, and two more after it."""
     a, w = operands(given)
     routing, factor = given["routing"].cpu().numpy(), factors(given)
     bias = None if given["bias"] is None else given["bias"].detach().cpu().float().numpy()
@@ -47,7 +47,7 @@ def by_expert(given):
 
 
 def values(given) -> np.ndarray:
-    """Return the gated columns (M, E, I) in float32, with zeros for pairs that are not routed."""
+    """Return the results of the gate (M, E, I) in float32, with zeros for pairs that are not routed."""
     experts, _, lines = given["w"].shape
     value = np.zeros((len(given["a"]), experts, lines // 2), np.float32)
     with np.errstate(all="ignore"):
@@ -68,7 +68,7 @@ def results(given) -> Tensors:
         for expert in range(value.shape[1])
     ]
     codes, scales = (torch.cat([part[i].view(torch.uint8) for part in parts], 1) for i in range(2))
-    # Unwritten scales count as zero; padding is zero.
+    # Unwritten scales count as zero. Padding really is zero.
     routed = given["routing"].cpu() != 0
     scales = scales * routed.repeat_interleave(scales.shape[1] // routed.shape[1], 1)
     arranged = torch.from_numpy(spec.arrange(scales.numpy(), layout_of(given)))
@@ -76,8 +76,8 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    """Check blocks as for any quantised gate, and 16-bit results within the error of fp32 sums, the gate and one
-    rounding."""
+    """Check blocks as for any op that gates and quantises. 16-bit results may have the error of fp32 sums, the gate and
+    one rounding."""
     if len(expected) == 2:
         fmt = resolve_fp4_format(given["block_size"], given["scale_format"])
         y, scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
@@ -97,8 +97,8 @@ def assert_results(actual, expected, given) -> None:
 
 
 def moved(given) -> np.ndarray:
-    """Return the error bounds of the gate's results (M, E, I): its slope is at most 1.1, and its exponential is in
-    fp32."""
+    """Return the error bound of the gate's results (M, E, I). The slope of the gate is at most 1.1, and its exponential
+    is computed in fp32."""
     experts, _, lines = given["w"].shape
     off = np.zeros((len(given["a"]), experts, lines // 2))
     with np.errstate(all="ignore"):
@@ -111,7 +111,7 @@ def moved(given) -> np.ndarray:
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one row each, and the expected row of ``outputs``."""
+    """Yield calls with a single row, and the row of ``outputs`` that each should return."""
     m, block, layout = len(given["a"]), given["block_size"], layout_of(given)
     for row in {0, m // 3, m - 1} if m else ():
         alone = given | {"a": given["a"][row : row + 1], "routing": given["routing"][row : row + 1]}
@@ -124,7 +124,7 @@ def rows_alone(given, outputs):
 
 
 def scales_of(scale: torch.Tensor, layout: str, rows: int, blocks: int, row: int) -> torch.Tensor:
-    """Return the scales of one row of a matrix, in the layout of a one-row matrix."""
+    """Return the scales of one row of a matrix, in the shape that they have for this row alone."""
     linear = spec.collect(scale.cpu().contiguous().view(torch.uint8).numpy(), layout, rows, blocks)
     arranged = torch.from_numpy(np.ascontiguousarray(spec.arrange(linear[row : row + 1], layout)))
     return arranged.to(scale.device).view(scale.dtype)

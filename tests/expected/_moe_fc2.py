@@ -1,4 +1,4 @@
-"""Expected results of the GEMMs over experts: sums in float64, with the error bound of fp32 arithmetic."""
+"""Expected results of the GEMMs that sum over experts: sums in float64, with the error bound of fp32 arithmetic."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from expected._fp4_gemm import decoded, layout_of, out_dtype, sixteen_bit
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ``a`` (M, E, I), ``w`` (N, E, I) and ``alpha`` (M, E)."""
+    """Return the decoded ``a`` (M, E, I) and ``w`` (N, E, I), and ``alpha`` (M, E)."""
     layout, block = layout_of(given), given["block_size"]
     alpha = given["alpha"].cpu().numpy()
     w = decoded(given["w"].mT, given["w_scale"], "128x4" if layout == "8x4" else layout, block)
@@ -20,8 +20,8 @@ def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_expert(given):
-    """Yield for each expert: the rows whose factor is not 0, these factors (rows, 1), its parts of ``a`` and ``w``, and
-    its bias in float32, or 0."""
+    """Yield for each expert: the indices of the rows whose factor is not 0, their factors (rows, 1), the expert's
+    columns of ``a`` and ``w``, and its bias in float32, or 0."""
     a, w, alpha = operands(given)
     biases = np.zeros((alpha.shape[1], 1), np.float32)
     if given["bias"] is not None:
@@ -32,8 +32,8 @@ def by_expert(given):
 
 
 def results(given) -> Tensors:
-    """Return the results with a rounding to float32 after each step: an expert's sum, the sum plus bias, the product
-    with the factor, the total."""
+    """Compute the results with a rounding to float32 after each step: an expert's sum, the addition of its bias, the
+    product with the factor, the total."""
     total = np.zeros((len(given["a"]), given["w"].shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for rows, factor, a, w, bias in by_expert(given):
@@ -42,9 +42,9 @@ def results(given) -> Tensors:
 
 
 def lost(given) -> np.ndarray:
-    """Return the error bound of the sums (M, N) for fp32 arithmetic in any order: one rounding for each term of an
-    expert's sum (its bias included), one for the product with the factor, and one for each added expert, each relative
-    to the sum of all magnitudes."""
+    """Return the error bound of the results (M, N) for fp32 arithmetic in any order, relative to the sum of all
+    magnitudes: one rounding for each term of an expert's sum (including its bias), one for the product with the factor,
+    and one for each expert that is added."""
     shape = len(given["a"]), given["w"].shape[1]
     sizes, roundings = np.zeros(shape), np.zeros((len(given["a"]), 1))
     with np.errstate(all="ignore"):
@@ -55,8 +55,8 @@ def lost(given) -> np.ndarray:
 
 
 def assert_results(actual, expected, given) -> None:
-    """Check that NaN and infinities are equal, and other results within the error bound and one rounding to the
-    dtype."""
+    """Check that NaN and infinities are equal, and that other results are within the error bound plus one rounding to
+    the dtype."""
     (got,), (want,) = actual, expected
     assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
     got = got.cpu()
@@ -64,9 +64,9 @@ def assert_results(actual, expected, given) -> None:
     finite = want.isfinite() & got.isfinite()
     assert torch.equal(got[~finite & ~got.isnan()], want[~finite & ~want.isnan()])
     step = want.double().abs() * torch.finfo(want.dtype).eps
-    # Subnormal numbers may differ in the last bit.
+    # Subnormal results may differ in the last bit.
     step += torch.finfo(want.dtype).smallest_normal * torch.finfo(want.dtype).eps * (want != 0)
-    # A row for which nothing is computed is zero.
+    # A row without experts must be exactly zero.
     allowed = torch.where((given["alpha"].cpu() != 0).any(1, keepdim=True), torch.from_numpy(lost(given)) + step, 0.0)
     wrong = finite & ((got.double() - want.double()).abs() > allowed)
     assert not wrong.any(), (

@@ -1,4 +1,4 @@
-"""Expected results of the FP4 GEMMs that quantise their activations: sums over the codes that ``spec`` computes."""
+"""Expected results of the FP4 GEMMs that quantise their activations: GEMMs over the codes that ``spec`` computes."""
 
 import numpy as np
 
@@ -12,19 +12,19 @@ _ARGUMENTS = (
 
 
 def schemas(op: str) -> tuple[str, str]:
-    """Return the schemas promised to users."""
+    """Return the two schemas of ``op`` that are promised to users."""
     return f"cute::{op}({_ARGUMENTS}) -> Tensor", f"cute::{op}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def multiplied(value: np.ndarray, given) -> dict:
-    """Return the arguments of ``mm_fp4`` for these fp32 rows (M, K)."""
+    """Return the arguments of the equivalent ``mm_fp4`` call for these fp32 rows (M, K)."""
     given = {**given, "scale_layout": _fp4_gemm.layout_of(given)}
     codes, scale = quantised(value, value.shape[:1], given)
     return {**given, "a": codes, "a_scale": scale, "out_dtype": _fp4_gemm.out_dtype(given)}
 
 
 def decoded(value: np.ndarray, given) -> np.ndarray:
-    """Return the quantised values (M, K) of these fp32 rows, decoded."""
+    """Quantise these fp32 rows (M, K) and decode them again."""
     return _fp4_gemm.operands(multiplied(value, given))[0]
 
 

@@ -1,4 +1,4 @@
-"""``add_rmsnorm``: residual bit for bit, then the results of ``rmsnorm``."""
+"""``add_rmsnorm``: the residual must be exact; then as for ``rmsnorm``."""
 
 from expected import after_addition, rmsnorm
 

@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant``: residual bit for bit, then the results of ``rmsnorm_fp4quant``."""
+"""``add_rmsnorm_fp4quant``: the residual must be exact; then as for ``rmsnorm_fp4quant``."""
 
 from expected import after_addition, rmsnorm_fp4quant
 

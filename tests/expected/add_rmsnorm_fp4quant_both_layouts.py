@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_both_layouts``: results of ``add_rmsnorm_fp4quant``, with the same scales twice."""
+"""``add_rmsnorm_fp4quant_both_layouts``: as for ``add_rmsnorm_fp4quant``, with the same scales in both layouts."""
 
 import torch
 from support import spec
@@ -13,7 +13,7 @@ OUT_SCHEMA = f"cute::add_rmsnorm_fp4quant_both_layouts.out({_ARGUMENTS}, *, {_OU
 
 
 def results(given) -> Tensors:
-    """Return the outputs, and the updated residual."""
+    """Return the expected outputs, and the expected residual."""
     y, tiled, total = add_rmsnorm_fp4quant.results({**given, "scale_layout": "128x4"})
     _, linear, _ = add_rmsnorm_fp4quant.results({**given, "scale_layout": "linear"})
     return y, tiled, linear, total

@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm``: residual bit for bit, then the results of ``rmsnorm_fp4quant_with_norm``."""
+"""``add_rmsnorm_fp4quant_with_norm``: the residual must be exact; then as for ``rmsnorm_fp4quant_with_norm``."""
 
 from expected import add_rmsnorm_fp4quant, after_addition, rmsnorm_fp4quant_with_norm
 

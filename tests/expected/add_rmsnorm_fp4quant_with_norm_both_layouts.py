@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: results of ``add_rmsnorm_fp4quant_both_layouts``, and the norm."""
+"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: as for ``add_rmsnorm_fp4quant_both_layouts``, and the norm."""
 
 from expected import (
     Tensors,
@@ -18,7 +18,7 @@ OUT_SCHEMA = f"cute::add_rmsnorm_fp4quant_with_norm_both_layouts.out({_ARGUMENTS
 
 
 def results(given) -> Tensors:
-    """Return the outputs, with the norm in float64, and the updated residual."""
+    """Return the expected outputs, with the norm in float64, and the expected residual."""
     *outputs, total = add_rmsnorm_fp4quant_both_layouts.results(given)
     norm = add_rmsnorm_fp4quant_with_norm.results({**given, "scale_layout": "linear"})[2]
     return *outputs, norm, total

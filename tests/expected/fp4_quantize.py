@@ -1,4 +1,4 @@
-"""``fp4_quantize``: results bit for bit."""
+"""``fp4_quantize``: results must be exact."""
 
 from expected import Tensors, assert_same, quantised, rows_of
 

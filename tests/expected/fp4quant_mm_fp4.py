@@ -1,4 +1,4 @@
-"""``fp4quant_mm_fp4``: results of ``mm_fp4`` for the codes of the rows, which are known bit for bit."""
+"""``fp4quant_mm_fp4``: as for ``mm_fp4`` with the quantised rows, whose codes are known exactly."""
 
 from expected import Tensors, _fp4_gemm, _quantised_gemm, rows_of
 

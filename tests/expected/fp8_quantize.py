@@ -1,4 +1,4 @@
-"""``fp8_quantize``: results bit for bit."""
+"""``fp8_quantize``: results must be exact."""
 
 from expected import Tensors, assert_same, quantised_fp8, rows_of
 

@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8``: results within the error bound of tensor-core sums; zero in rows of padding."""
+"""``grouped_mm_fp8``: results must be within the error bound of tensor-core sums, and zero in rows of padding."""
 
 import itertools
 
@@ -18,7 +18,7 @@ OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def ranges(given):
-    """Yield the rows of each expert, as indices of all rows in one dimension."""
+    """Yield the rows of each expert, as indices into all rows, flattened to one dimension."""
     experts = given["b"].shape[0]
     space = given["a"].shape[:-1].numel() // experts
     in_parts = [expert * space for expert in range(experts)]
@@ -39,7 +39,7 @@ def results(given):
 
 
 def grouped(given, weight_of):
-    """Return the sums of all rows and their bounds; ``weight_of`` returns the weight of an expert."""
+    """Return the sums of all rows and their error bounds. ``weight_of`` returns the weight of an expert."""
     n, k = given["b"].shape[2], given["a"].shape[-1]
     a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-1, -(-k // 128))
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
@@ -54,7 +54,7 @@ def grouped(given, weight_of):
 
 
 def of_tokens(given):
-    """Return the sums of all rows and their bounds with per-token scales."""
+    """Return the sums of all rows and their error bounds for a call with per-token scales."""
     n, k = given["b"].shape[2], given["a"].shape[-1]
     a, device = given["a"].reshape(-1, k), given["a"].device.type
     a_scale = given["a_scale"].reshape(-1, 1).expand(len(a), 1)
@@ -67,7 +67,7 @@ def of_tokens(given):
             scale = scale * alpha
         one = token_gemm(a[rows], given["b"][expert].mT, a_scale[rows], scale, bias, given["fast_accum"], device)
         total[rows], bound[rows] = one
-        # One more rounding: alpha · b_scale.
+        # One more rounding, of alpha · b_scale.
         bound[rows] += np.abs(one.total) * 2 * EPS + np.abs(0 if bias is None else bias) * 2 * EPS
     shape = (*given["a"].shape[:-1], n)
     return Bounded(total.reshape(shape), bound.reshape(shape))
@@ -79,7 +79,7 @@ def assert_results(actual, expected, given):
 
 
 def rows_alone(given, outputs):
-    """Yield calls in which only one expert uses rows, and one row of it, with the expected results."""
+    """Yield calls in which only one row of one expert is used, with the expected results."""
     of_experts = ranges(given)
     lengths = torch.tensor([end - begin for begin, end in of_experts], dtype=torch.int32)
     flat = outputs[0].flatten(0, -2)

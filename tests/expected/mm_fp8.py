@@ -1,4 +1,4 @@
-"""``mm_fp8``: results within the error bound of tensor-core sums."""
+"""``mm_fp8``: results must be within the error bound of tensor-core sums."""
 
 import torch
 
@@ -15,7 +15,7 @@ OUT_SCHEMA = f"cute::mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given):
-    """Return the sums and their bounds, as tensors of the result's shape."""
+    """Return the sums and their error bounds, as tensors in the shape of the result."""
     scales, device = (given["a_scale"], given["b_scale"]), given["a"].device.type
     bias = of_rows(given["bias"])
     return (token_gemm(given["a"], given["b"].t(), *scales, bias, given["fast_accum"], device),)
@@ -27,7 +27,7 @@ def assert_results(actual, expected, given):
 
 
 def rows_alone(given, outputs):
-    """Yield calls in which one row is among other rows, or alone, as for ``mm_fp8_block``."""
+    """Yield calls with one row of ``a``, among other rows or alone, as in ``mm_fp8_block``."""
     if given["a_scale"].dim() == 2:
         yield from mm_fp8_block.rows_alone(given, outputs)
         return

@@ -1,4 +1,4 @@
-"""``mm_fp8_block``: results within the error bound of tensor-core sums."""
+"""``mm_fp8_block``: results must be within the error bound of tensor-core sums."""
 
 import torch
 
@@ -14,7 +14,7 @@ OUT_SCHEMA = f"cute::mm_fp8_block.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given):
-    """Return the sums and their bounds, as tensors of the result's shape."""
+    """Return the sums and their error bounds, as tensors in the shape of the result."""
     device = given["a"].device.type
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])
     weight = fp8_weight(given["b"].t(), given["b_scale"])
@@ -27,8 +27,8 @@ def assert_results(actual, expected, given):
 
 
 def rows_alone(given, outputs):
-    """Yield calls in which one row is among other rows, here NaN, with the same tactic, and on a CPU, which uses a
-    single tactic, alone. The row's results stay the same."""
+    """Yield calls in which all rows but one are NaN, and the expected result of this row. On a CPU, where all numbers
+    of rows use one tactic, also yield calls with the row alone."""
     m = len(given["a"])
     for row in sorted({0, m // 3, m - 1}) if m else ():
         other = torch.arange(m, device=given["a"].device) != row

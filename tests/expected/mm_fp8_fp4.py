@@ -1,4 +1,4 @@
-"""``mm_fp8_fp4``: results within the error bound of tensor-core sums."""
+"""``mm_fp8_fp4``: results must be within the error bound of tensor-core sums."""
 
 from expected._epilogue import of_rows
 from expected._fp4_gemm import layout_of
@@ -18,7 +18,7 @@ __all__ = ["OUT_SCHEMA", "SCHEMA", "assert_results", "results", "rows_alone"]
 
 
 def results(given):
-    """Return the sums and their bounds."""
+    """Return the sums and their error bounds."""
     device = given["a"].device.type
     weight = fp4_weight(given["b"].t(), given["b_scale"], layout_of(given), given["block_size"])
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])

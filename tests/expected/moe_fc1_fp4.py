@@ -1,4 +1,4 @@
-"""``moe_fc1_fp4``: results in blocks within the error bound of the gate."""
+"""``moe_fc1_fp4``: codes and scales must be within the error bound of the gate."""
 
 from expected._moe_fc1 import assert_results, results, rows_alone
 

@@ -1,4 +1,5 @@
-"""``moe_finalize``: results bit for bit. A product or sum of fp32 numbers is the float64 result, rounded."""
+"""``moe_finalize``: results must be exact. The fp32 product or sum of two numbers is the float64 result, rounded
+once."""
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ assert_results = assert_same
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one token, and their expected results."""
+    """Yield calls with a single token, and their expected results."""
     tokens = len(given["weights"])
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         own = {name: given[name][m : m + 1] for name in ("expanded_to_permuted", "weights")}

@@ -1,4 +1,4 @@
-"""``moe_permute_fp8quant``: results bit for bit; zeros for rows of padding."""
+"""``moe_permute_fp8quant``: results must be exact, and zero in rows of padding."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ assert_results = assert_same
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one token and one expert, and their expected results."""
+    """Yield calls with a single token and a single expert, and their expected results."""
     tokens = len(given["input"])
     pairs = given["permuted_to_expanded"].cpu().numpy()
     index = torch.zeros(1, dtype=torch.int32, device=given["input"].device)

@@ -1,5 +1,5 @@
-"""``moe_route``: experts exactly, unless fp32 arithmetic cannot tell their scores apart; weights within its error; row
-order exactly, for the experts that were chosen."""
+"""``moe_route``: the experts must be exact, unless fp32 arithmetic cannot distinguish their scores; weights must be
+within the error of fp32 arithmetic; the order of rows must be exact for the experts that were chosen."""
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ SCHEMA = f"cute::moe_route({_ARGUMENTS}) -> ({', '.join(f'Tensor {name}' for nam
 _OUTPUTS = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip("abcdef", _NAMES, strict=True))
 OUT_SCHEMA = f"cute::moe_route.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"
 NEAR = 2.0**-20
-"""Distance of two sigmoids, or of sums with biases or of two scores, below which either order is accepted."""
+"""Distance of two scores (sigmoids, or sums with biases or of two scores) below which either order is accepted."""
 ERROR = 2.0**-17
-"""Relative error of weights, which are exponentials of numbers up to some dozens."""
+"""Relative error of weights, which are exponentials of numbers up to a few dozen."""
 
 
 def scores_of(given) -> tuple[np.ndarray, np.ndarray]:
-    """Return, in float64, the scores that choose experts; and sigmoids, or logits of a softmax, that make weights."""
+    """Return, in float64, the scores by which experts are chosen, and the numbers from which weights are computed:
+    sigmoids, or the logits of a softmax."""
     logits = given["logits"].detach().cpu().double().numpy()
     bias = None if given["bias"] is None else given["bias"].detach().cpu().double().numpy()
     if given.get("finite"):
@@ -30,7 +31,7 @@ def scores_of(given) -> tuple[np.ndarray, np.ndarray]:
     with np.errstate(all="ignore"):
         if given["scoring"] == "softmax":
             return (logits if bias is None else softmax(logits) + bias), logits
-        # A sigmoid that rounds to 1 or 0 in fp32 is 1 or 0.
+        # A sigmoid that rounds to 1 or 0 in fp32 must be exactly 1 or 0.
         sigmoid = (1 / (1 + np.exp(-logits))).astype(np.float32).astype(np.float64)
     return (sigmoid if bias is None else sigmoid + bias), sigmoid
 
@@ -42,8 +43,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray:
-    """Return indices from best to worst: the largest first, the first of equal numbers first; then NaN; then those left
-    out."""
+    """Return the indices in descending order of value; of equal values, the lower index first; then NaN; then elements
+    in ``left_out``."""
     level = np.isnan(values) + 0
     if left_out is not None:
         level[left_out] = 2
@@ -52,17 +53,18 @@ def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray
 
 
 def is_near(values: np.ndarray, order: np.ndarray, count: int) -> bool:
-    """Return whether one of the first ``count`` and any other value are nearly but not exactly equal."""
+    """Return True if one of the first ``count`` values in ``order`` is nearly, but not exactly, equal to another
+    value."""
     with np.errstate(invalid="ignore"):
         gaps = values[order[:count], None] - values
     return bool(((gaps > 0) & (gaps < NEAR)).any())
 
 
 def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
-    """Return the experts of one token, and whether other experts would be accepted."""
+    """Return the experts of one token, and True if other experts would be accepted, too."""
     size = len(choice) // given["num_groups"]
     groups = np.where(np.isnan(choice), -np.inf, choice).reshape(-1, size)
-    # DeepSeek-V3 adds the two best scores of a group; DeepSeek-V2, with softmax and no bias, takes the best score.
+    # DeepSeek-V3 ranks a group by the sum of its two best scores; DeepSeek-V2 (softmax, no bias) by its best score.
     is_exact = given["scoring"] == "softmax" and given["bias"] is None
     with np.errstate(invalid="ignore"):
         sums = -np.sort(-groups, 1)[:, : 1 if is_exact else 2].sum(1)
@@ -76,7 +78,7 @@ def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
 
 
 def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
-    """Return the row of each pair, the pair of each row, offsets and counts."""
+    """Return the row of each pair, the pair of each row, the offsets and the counts."""
     tokens, topk = ids.shape
     lists: list[list[int]] = [[] for _ in range(experts)]
     for pair, expert in enumerate(ids.flatten()):
@@ -101,7 +103,7 @@ def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
 
 
 def weights_of(score: np.ndarray, ids: np.ndarray, given) -> np.ndarray:
-    """Return the weights of these experts, in float64."""
+    """Return the routing weights of these experts, in float64."""
     weights = np.take_along_axis(score, ids, 1)
     with np.errstate(all="ignore"):
         if given["scoring"] == "softmax":
@@ -141,7 +143,7 @@ def assert_results(actual, expected, given) -> None:
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one token, and their expected results."""
+    """Yield calls with a single token, and their expected results."""
     tokens, experts = given["logits"].shape
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         ids = outputs[1][m : m + 1]

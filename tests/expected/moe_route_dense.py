@@ -1,5 +1,5 @@
-"""``moe_route_dense``: exact zeros for experts that a token is not routed to; weights within the error of fp32
-arithmetic. Experts may differ if fp32 arithmetic cannot tell their scores apart."""
+"""``moe_route_dense``: weights must be exactly zero for experts to which a token is not routed, and otherwise within
+the error of fp32 arithmetic. The experts may differ if fp32 arithmetic cannot distinguish their scores."""
 
 import numpy as np
 import torch
@@ -13,11 +13,11 @@ _ARGUMENTS = (
 SCHEMA = f"cute::moe_route_dense({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::moe_route_dense.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 ERROR = moe_route.ERROR + 2.0**-23
-"""Relative error of weights and of their products with the experts' factors."""
+"""Relative error of routing weights times the experts' factors."""
 
 
 def dense(score: np.ndarray, ids: np.ndarray, given) -> np.ndarray:
-    """Return the weights of these experts (M, topk) in their columns, in float64."""
+    """Return the weights of these experts (M, topk) as a matrix with one column per expert, in float64."""
     weights = moe_route.weights_of(score, ids, given)
     if given["expert_factor"] is not None:
         with np.errstate(all="ignore"):
@@ -28,7 +28,7 @@ def dense(score: np.ndarray, ids: np.ndarray, given) -> np.ndarray:
 
 
 def results(given) -> Tensors:
-    """Return the result in float64."""
+    """Return the expected result in float64."""
     choice, score = moe_route.scores_of(given)
     ids = np.array([moe_route.choose(values, given)[0] for values in choice], int).reshape(-1, given["topk"])
     return (torch.from_numpy(dense(score, ids, given)),)
@@ -42,7 +42,7 @@ def assert_results(actual, expected, given) -> None:
     for m in range(len(got)):
         if is_close(got[m], want[m]):
             continue
-        # Another expert with an equal score may take the place of a nonzero weight.
+        # The weight may be in the column of another expert with an equal score.
         assert moe_route.choose(choice[m], given)[1], f"token {m} has {got[m]}, not {want[m]}"
         ids = (-got[m].abs()).argsort(stable=True)[: given["topk"]].sort().values.numpy()
         other = torch.from_numpy(dense(score[m : m + 1], ids[None], given))[0]
@@ -50,7 +50,7 @@ def assert_results(actual, expected, given) -> None:
 
 
 def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Return whether results are within ``ERROR``, with NaN and zeros at the same places; subnormal numbers may also be
+    """Return True if results are within ``ERROR``, with NaN and zeros at the same places. Subnormal numbers may also be
     off by a subnormal amount."""
     numbers = torch.equal(got.isnan(), want.isnan()) and not bool(got[want == 0].any())
     off = (got - want).abs() > want.abs() * ERROR + 2.0**-126
@@ -58,7 +58,7 @@ def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one token, and their expected results."""
+    """Yield calls with a single token, and their expected results."""
     tokens = len(given["logits"])
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         yield {**given, "logits": given["logits"][m : m + 1]}, (outputs[0][m : m + 1],)

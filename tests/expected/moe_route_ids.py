@@ -1,4 +1,4 @@
-"""``moe_route_ids``: exact results; a pair whose expert does not exist gets no row."""
+"""``moe_route_ids``: results must be exact; a pair with an invalid expert gets no row."""
 
 import torch
 
@@ -19,7 +19,7 @@ def results(given) -> Tensors:
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one token, and their expected results."""
+    """Yield calls with a single token, and their expected results."""
     tokens = len(given["ids"])
     for m in {0, tokens // 3, tokens - 1} if tokens else ():
         alone = {**given, "ids": given["ids"][m : m + 1]}

@@ -1,4 +1,5 @@
-"""``moe_swiglu_fp8quant``: results within the error bound of an fp32 exponential; zeros in rows of padding."""
+"""``moe_swiglu_fp8quant``: results must be within the error bound of an fp32 exponential, and zero in rows of
+padding."""
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ FORMAT = {"granularity": "block128", "scale_layout": None, "scale": None}
 
 
 def used(given) -> np.ndarray:
-    """Return the mask of rows that are not padding."""
+    """Return a mask of the rows that are not padding."""
     lead = given["input"].shape[:-1]
     rows = np.zeros(lead.numel(), bool)
     counts = None if given["counts"] is None else given["counts"].cpu().numpy()
@@ -42,7 +43,7 @@ def assert_results(actual, expected, given) -> None:
 
 
 def rows_alone(given, outputs):
-    """Yield calls with one row of an expert, and their expected results."""
+    """Yield calls with a single row of one expert, and their expected results."""
     rows = given["input"].reshape(-1, given["input"].shape[-1])
     y, scale = outputs[0].flatten(0, -2), outputs[1].flatten(0, -2)
     numbers = np.flatnonzero(used(given))

@@ -1,4 +1,4 @@
-"""``rmsnorm``: results within half an ulp of the dtype and the error of an fp32 computation."""
+"""``rmsnorm``: results must be within half an ulp of the dtype plus the error of an fp32 computation."""
 
 import torch
 
@@ -10,7 +10,7 @@ OUT_SCHEMA = f"cute::rmsnorm.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given) -> Tensors:
-    """Return the result in float64."""
+    """Return the expected norm in float64."""
     return (torch.from_numpy(rmsnorm_fp4quant.exact_norm(given)).reshape(given["input"].shape),)
 
 

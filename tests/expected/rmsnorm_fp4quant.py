@@ -1,4 +1,4 @@
-"""``rmsnorm_fp4quant``: results within the error of an fp32 sum in any order."""
+"""``rmsnorm_fp4quant``: results must be within the error of an fp32 sum in any order."""
 
 import numpy as np
 from support import spec

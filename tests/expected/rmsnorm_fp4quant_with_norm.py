@@ -1,5 +1,5 @@
-"""``rmsnorm_fp4quant_with_norm``: as ``rmsnorm_fp4quant``; the norm within half an ulp and the error of an fp32
-computation."""
+"""``rmsnorm_fp4quant_with_norm``: as for ``rmsnorm_fp4quant``; the norm must be within half an ulp plus the error of an
+fp32 computation."""
 
 import torch
 
@@ -12,7 +12,7 @@ OUT_SCHEMA = f"cute::rmsnorm_fp4quant_with_norm.out({rmsnorm_fp4quant.ARGUMENTS}
 
 
 def results(given) -> Tensors:
-    """Return the outputs, with the norm in float64."""
+    """Return the expected outputs, with the norm in float64."""
     norm = torch.from_numpy(rmsnorm_fp4quant.exact_norm(given)).reshape(given["input"].shape)
     return *rmsnorm_fp4quant.results(given), norm
 
@@ -25,7 +25,7 @@ def assert_results(actual, expected, given) -> None:
 
 def assert_norm_close(actual: torch.Tensor, exact: torch.Tensor) -> None:
     """Check that the norm is within half an ulp of the dtype plus a few fp32 ulps for the sum, the root and two
-    products, subnormal numbers included."""
+    products. This includes subnormal numbers."""
     info = torch.finfo(actual.dtype)
     rounded = exact.float().to(actual.dtype)
     assert actual.shape == exact.shape

@@ -1,4 +1,4 @@
-"""``rmsnorm_fp8quant``: results within the error of an fp32 sum in any order."""
+"""``rmsnorm_fp8quant``: results must be within the error of an fp32 sum in any order."""
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def assert_close(actual, expected, given, **allowances) -> None:
 
 
 def on_boundary(given) -> np.ndarray:
-    """Return the mask of elements (M, H) that an error of a few fp32 ulps may move across a boundary of e4m3."""
+    """Return a mask of elements (M, H) that are so close to a rounding boundary of e4m3 that a few fp32 ulps decide."""
     norm = rmsnorm_fp4quant.exact_norm(given)
     if given["granularity"] == "tensor":
         return spec.near_e4m3_boundary(norm / scalar_of(given["scale"]))

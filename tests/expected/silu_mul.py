@@ -1,4 +1,4 @@
-"""``silu_mul``: results within half an ulp and the error of an fp32 exponential."""
+"""``silu_mul``: results must be within half an ulp plus the error of an fp32 exponential."""
 
 import torch
 
@@ -11,7 +11,7 @@ OUT_SCHEMA = f"cute::silu_mul.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given) -> Tensors:
-    """Return the result in fp32."""
+    """Return the expected result in fp32."""
     shape = given["input"].shape
     return (torch.from_numpy(gated(rows_of(given["input"]), given)).reshape(*shape[:-1], shape[-1] // 2),)
 
@@ -25,7 +25,7 @@ def assert_results(actual, expected, given) -> None:
     near = want.abs() * (1 + GATE_ERROR) >= info.max * (1 + info.eps / 4)
     far = ~near & want.isfinite()
     assert torch.equal(got.isinf() & ~near, want.isinf() & ~near) and not got[far].isinf().any()
-    # For exp(-gate) close to overflow in fp32, the sigmoid is 2^-128 or already 0.
+    # If exp(-gate) is close to overflow in fp32, the sigmoid may be 2^-128 or 0.
     gate, up = (half.double().abs().nan_to_num() for half in given["input"].cpu().chunk(2, -1))
     overflow = gate * (up + abs(given["swiglu_beta"])) * 2.0**-127
     bound = want.abs() * (info.eps / 2 + GATE_ERROR) + 3 * info.smallest_normal * info.eps + overflow.to(want.device)

@@ -1,4 +1,4 @@
-"""``silu_mul_fp4quant``: results within the error of an fp32 exponential."""
+"""``silu_mul_fp4quant``: results must be within the error of an fp32 exponential."""
 
 from expected import Tensors, gated, quantised, rmsnorm_fp4quant, rows_of
 

@@ -1,5 +1,5 @@
-"""``silu_mul_fp4quant_mm_fp4``: results of ``mm_fp4`` for the codes of gated rows. A code may be either of two if the
-gate's error decides."""
+"""``silu_mul_fp4quant_mm_fp4``: as for ``mm_fp4`` with the quantised results of the gate. If the error of the gate
+decides between two codes, either is accepted."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ SCHEMA, OUT_SCHEMA = _quantised_gemm.schemas("silu_mul_fp4quant_mm_fp4")
 
 
 def values(given, error: float = 0.0) -> np.ndarray:
-    """Return the gated rows in fp32, scaled up by ``error`` relative to their size."""
+    """Return the gated rows in fp32, with magnitudes increased by the relative ``error``."""
     with np.errstate(all="ignore"):
         return (gated(rows_of(given["a"]), {}) * np.float64(1 + error)).astype(np.float32)
 
@@ -20,7 +20,7 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    # A scale may also be either of two, with the same codes.
+    # Either of two scales may also be correct, with the same codes.
     errors = (-GATE_ERROR, GATE_ERROR)
     exact, *others = (_quantised_gemm.decoded(values(given, error), given) for error in (0.0, *errors))
     with np.errstate(all="ignore"):

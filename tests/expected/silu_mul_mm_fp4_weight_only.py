@@ -1,5 +1,5 @@
-"""``silu_mul_mm_fp4_weight_only``: results of ``mm_fp4_weight_only`` for gated rows. An element may be rounded either
-way if the gate's error decides."""
+"""``silu_mul_mm_fp4_weight_only``: as for ``mm_fp4_weight_only`` with the results of the gate. If the error of the gate
+decides how an element is rounded, both ways are accepted."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ OUT_SCHEMA = f"cute::silu_mul_mm_fp4_weight_only.out({_ARGUMENTS}, *, Tensor(a!)
 
 
 def activations(given, error: float = 0.0) -> torch.Tensor:
-    """Return the gated rows (M, K) in the dtype of ``a``, scaled up by ``error`` relative to their size."""
+    """Return the gated rows (M, K) in the dtype of ``a``, with magnitudes increased by the relative ``error``."""
     with np.errstate(all="ignore"):
         return torch.from_numpy(gated(rows_of(given["a"]), {}) * np.float64(1 + error)).to(given["a"].dtype)
 
@@ -30,7 +30,7 @@ def assert_results(actual, expected, given) -> None:
     errors = -GATE_ERROR, GATE_ERROR
     low, high = (_fp4_gemm.sixteen_bit(activations(given, error), given["block_size"]) for error in errors)
     with np.errstate(all="ignore"):
-        # For exp(-gate) close to overflow in fp32, the sigmoid is 2^-128 or already 0.
+        # If exp(-gate) is close to overflow in fp32, the sigmoid may be 2^-128 or 0.
         gate, up = np.split(np.abs(rows_of(given["a"]).astype(np.float64)), 2, -1)
         spread = np.abs(high - low) + gate * up * 2.0**-127
     _fp4_gemm.assert_results(actual, expected, {**given, "a": activations(given)}, spread)
