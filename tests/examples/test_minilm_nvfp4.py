@@ -22,7 +22,8 @@ def minilm_nvfp4(quickstart: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def bert() -> dict[str, torch.Tensor]:
-    """Return the tensors of a small model with two layers of two heads, and the extra tensors of such files."""
+    """Return the tensors of a small BERT with two layers of two heads, and the unused tensors that such files
+    contain."""
     torch.manual_seed(0)
     hidden, wide = 64, 128
     tensors = {
@@ -105,11 +106,11 @@ def test_decoded_layer(minilm_nvfp4: ModuleType, device: torch.device, activatio
     with torch.no_grad():
         got, decoded = layer(x), minilm_nvfp4.decoded(layer, x)
     assert (got.dtype, got.shape) == (torch.bfloat16, (2, 3, 40))
-    for result, limit in ((got, 2.0**-8), (decoded, 2.0**-20)):  # one rounding to bf16, and none
+    for result, limit in ((got, 2.0**-8), (decoded, 2.0**-20)):  # rounded to bf16, not rounded
         error = result.double().cpu().reshape(6, 40).numpy() - want
         assert np.sqrt((error**2).sum() / (want**2).sum()) < limit
     exact = rows @ weight.T + bias
-    assert np.sqrt(((want - exact) ** 2).sum() / (exact**2).sum()) > 0.05  # NVFP4 rounds much more
+    assert np.sqrt(((want - exact) ** 2).sum() / (exact**2).sum()) > 0.05  # NVFP4 changes it more
 
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
@@ -189,13 +190,13 @@ def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, a
 
 @pytest.mark.usefixtures("minilm_modules")
 def test_minilm_embeddings(minilm_nvfp4: ModuleType, hidden_states: ModuleType) -> None:
-    """Compare with sentence-transformers' embeddings, and the error of NVFP4 weights with the ops' run."""
+    """Compare the model with sentence-transformers' embeddings, and with NVFP4 weights against the decoded model."""
     tensors, tokenizer = hidden_states.minilm_model()
     ids, mask = minilm_nvfp4.encode(tokenizer, minilm_nvfp4.SENTENCES)
     with torch.no_grad():
         model = minilm_nvfp4.MiniLM(tensors)
         want = model(ids, mask)
-        # SentenceTransformer.encode, sentence-transformers 6.2.0
+        # result of SentenceTransformer.encode in sentence-transformers 6.2.0
         assert want[0, :4].tolist() == pytest.approx([0.106208, -0.027678, -0.035568, 0.121281], abs=1e-5)
         assert (want[0] @ want[1:4].t()).tolist() == pytest.approx([0.65475, 0.00656, 0.02764], abs=1e-5)
 

@@ -25,13 +25,13 @@ def moe_layer(quickstart: ModuleType) -> ModuleType:
 
 
 def small_layer(moe_layer: ModuleType, name: str, tokens: int = 5) -> tuple[tuple, tuple, torch.Tensor]:
-    """Return a model with 3 experts a token, weights of 8 experts of 64, and tokens."""
+    """Return a model with 3 experts per token, the weights of 8 experts of width 64, and random tokens."""
     model = moe_layer.MODELS[name]._replace(top=3)
     return model, moe_layer.random_weights(model, 128, 8, 64, CPU), torch.randn(tokens, 128).bfloat16()
 
 
 def expert_by_expert(model: tuple, weights: tuple, x: torch.Tensor) -> torch.Tensor:
-    """Compute the layer in float64, a token and an expert at a time."""
+    """Compute the layer in float64, one token and one expert at a time."""
     router, up, down, up_bias, down_bias, shared_up, shared_down = (
         None if weight is None else weight.double() for weight in weights
     )
@@ -56,9 +56,9 @@ def expert_by_expert(model: tuple, weights: tuple, x: torch.Tensor) -> torch.Ten
 
 
 def quantised(model: tuple, weights: tuple) -> tuple:
-    """Return the weights rounded to their format: in NVFP4 with a global scale for each expert, shared by gate and up,
-    and in a shared expert with one for each layer. Many bf16 numbers are half-way between two numbers of NVFP4, so the
-    scale must be correct to the bit: rounded once."""
+    """Return the weights rounded to their format. In NVFP4, gate and up of an expert share a global scale; each layer
+    of a shared expert has a separate one. The global scale must be exact, rounded once, because many bf16 numbers lie
+    half-way between two NVFP4 numbers."""
 
     def in_fp4(weight, parts):
         if weight is None:
@@ -91,7 +91,7 @@ def test_moe_layer(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: s
 
 @by_model
 def test_many_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str) -> None:
-    """Check that 20 or 40 tokens count as few, with 8 or 4 of 10 experts each."""
+    """Check that 20 or 40 tokens count as few, with 8 or 4 of 10 experts per token."""
     few = {"deepseek-v3": 20, "gpt-oss": 40}[name]
     sizes = ["--tokens", str(few), str(few + 1), "--hidden", "128", "--experts", "10", "--intermediate", "64"]
     out, last = run_main(moe_layer, capsys, "--model", name, *sizes)
@@ -126,7 +126,7 @@ def test_the_layer_in_bf16(moe_layer: ModuleType, name: str) -> None:
 @pytest.mark.parametrize(("activations", "tokens", "most"), [("bf16", 5, 0.014), ("fp4", 5, 0.26), ("bf16", 60, 0.06)])
 @by_model
 def test_the_layer_in_fp4(moe_layer: ModuleType, name: str, activations: str, tokens: int, most: float) -> None:
-    """Compare both layouts with float64 on the weights rounded to the format, and the bf16 layer on the decoded
+    """Compare both layouts with float64 on the weights rounded to the format, and the bf16 layer with the decoded
     weights."""
     model, weights, x = small_layer(moe_layer, name, tokens)
     layer = moe_layer.fp4_layer(model, weights, torch.randn(64, 128).bfloat16(), activations)
@@ -143,7 +143,7 @@ def test_the_layer_in_fp4(moe_layer: ModuleType, name: str, activations: str, to
 def test_a_wrong_gemm_fails(
     moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """Give a GEMM the weights of other experts."""
+    """Check that the script fails if a GEMM gets the weights of other experts."""
     right = getattr(layers, op)
 
     def wrong(a, w, *args, **kwargs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Check that unusable sizes and options end with one line that names the expected values."""
+"""Check that invalid sizes and options of the examples end with one line that names the expected values."""
 
 import importlib
 
@@ -29,7 +29,7 @@ def test_options_that_are_wrong(quickstart, capsys, name, options, message) -> N
 
 
 def test_a_checkpoint_has_its_own_scheme(quickstart) -> None:
-    """Check that a checkpoint accepts options that random weights refuse."""
+    """Check that a run with a checkpoint accepts options that a run with random weights refuses."""
     pytest.importorskip("transformers")
     options = importlib.import_module("serve").parse(
         ["--model", "folder", "--scheme", "fp8_block", "--activations", "fp4"]

@@ -42,12 +42,12 @@ def test_quantize_and_save(script, capsys, tmp_path, scheme, activations, styles
     weights = sum(each.weight.numel() for each in model.layers.modules() if type(each) is torch.nn.Linear)
     bits = {"nvfp4": 4.5, "mxfp4": 4.25, "fp8_block": 8 + 32 / 128**2}[scheme]
     assert before == script.bytes_of(model)
-    # The rest is a global scale for each layer; no scales are padded at this size.
+    # The remaining bytes are one global scale per layer. At this size, scales have no padding.
     assert 0 <= after - (before - 2 * weights + weights * bits / 8) <= 64
 
 
 def test_merged_layers_compute_the_same(script) -> None:
-    """Compare merged and separate layers in bf16."""
+    """Compare the results of merged and separate layers in bf16."""
     model, merged = script.Model(2, 128), script.Model(2, 128, is_merged=True)
     tensors = model.state_dict()
     for i in range(2):

@@ -14,7 +14,7 @@ from support.example_scripts import EXAMPLES, printed, rounded
 
 
 def expected_snr(x: torch.Tensor, weight: torch.Tensor, fmt: str) -> float:
-    """Return the SNR in dB of NVFP4 and MXFP4 after an RMSNorm, in NumPy from the formats' definitions."""
+    """Compute the SNR in dB of NVFP4 and MXFP4 after an RMSNorm, in NumPy, from the definitions of the formats."""
     v, w = x.double().numpy(), weight.double().numpy()
     norm = v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6) * w
     error = rounded(norm, fmt) - norm
@@ -47,7 +47,7 @@ def test_as_a_script() -> None:
 
 
 def one_byte_off(y: torch.Tensor, scale: torch.Tensor) -> None:
-    y[0, 0] ^= 0x09  # the sign and the last bit of element 0
+    y[0, 0] ^= 0x09  # change the sign and the last bit of element 0
 
 
 def few_codes_off(y: torch.Tensor, scale: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ def test_a_wrong_compiled_result_fails(
 
 @pytest.mark.slow
 def test_no_compiler_is_reported(tmp_path: Path) -> None:
-    """Check the message without a compiler, for a graph with more than the op."""
+    """Check the message if no C++ compiler is found, for a graph with more operations than the op."""
     program = "import quickstart, torch; print(quickstart.compiled(lambda x: (x.sin() + 1, x), torch.ones(8)))"
     nothing = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     environment = {key: value for key, value in os.environ.items() if key not in ("CXX", "CC")} | nothing
@@ -133,7 +133,7 @@ def test_no_compiler_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def model_file(tmp_path: Path) -> Path:
-    """Return a file with the tensors of a small decoder's first layer."""
+    """Write a file with the tensors of a small decoder's first layer, and return its path."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     torch.manual_seed(0)
     tensors = {
@@ -220,5 +220,5 @@ def test_minilm(
     text = tmp_path / "text.txt"
     text.write_text("Hello, world!\n\nA second paragraph.\n", encoding="utf-8")
     x, weight, _ = hidden_states.load(quickstart.parse(["--model", "minilm", "--text", str(text)]))
-    assert x.shape == (6 + 6, 384)  # [CLS] hello , world ! [SEP], and [CLS] a second paragraph . [SEP]
+    assert x.shape == (6 + 6, 384)  # tokens: [CLS] hello , world ! [SEP], and [CLS] a second paragraph . [SEP]
     assert weight.shape == (384,)

@@ -23,21 +23,21 @@ def served(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, s
     try:
         return run_main(script, capsys, *SMALL, *arguments, status=status)
     except SystemExit as error:
-        if "needs psutil" in str(error):  # on a CPU, with some versions of transformers
+        if "needs psutil" in str(error):  # some versions of transformers need psutil on a CPU
             pytest.skip(str(error))
         raise
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "fp8_block"])
 def test_serve(script, capsys, scheme) -> None:
-    """Serve more requests than fit into a batch; every request gets its tokens."""
+    """Serve more requests than fit into a batch, and check that every request gets all its tokens."""
     out, last = served(script, capsys, "--scheme", scheme)
     assert last == "SUCCESS: every check passed"
     assert re.search(r"3 requests, 9 new tokens", out)
 
 
 def test_a_checkpoint(script, capsys, tmp_path) -> None:
-    """Serve a saved model, and compare its bytes with the original's."""
+    """Serve a saved model, and compare its size with the original's."""
     options = script.parse([*SMALL])
     model = script.random_model(options, {"activations": "auto", "device": torch.device("cpu")})
     save = importlib.import_module("torch_cute_ops.checkpoint").save
@@ -55,7 +55,8 @@ def test_random_weights_of_a_given_config(script, capsys, tmp_path) -> None:
     config.save_pretrained(tmp_path)
     out, last = served(script, capsys, "--config", str(tmp_path / "config.json"))
     assert last == "SUCCESS: every check passed"
-    # Weights take 4.5 bits, the embedding and lm_head 16. Norms, and factors of merged layers, are the rest.
+    # A weight takes 4.5 bits per element, the embedding and lm_head 16. Norms and the factors of merged layers are the
+    # rest.
     weights, embeddings = 128 * (4 + 2 + 2 + 4) * 32 + 3 * 128 * 192, 2 * 96 * 128
     size = int(re.search(r"config\.json, ([\d,]+) bytes", out)[1].replace(",", ""))
     assert 0 < size - (3 * weights * 0.5625 + 2 * embeddings) < 0.05 * size
@@ -64,7 +65,7 @@ def test_random_weights_of_a_given_config(script, capsys, tmp_path) -> None:
 
 
 def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
-    """Replace the first served token with the least likely one."""
+    """Check that the script fails if the first served token is replaced by the least likely token."""
     real = script.shortfall
 
     def of_others(model, prompt, output):
@@ -79,7 +80,8 @@ def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize("has_psutil", [False, True])
 def test_memory_that_transformers_does_not_know(has_psutil, script, capsys, monkeypatch) -> None:
-    """Check both errors: without psutil transformers sees no memory on a CPU; with it, memory may be too small."""
+    """Check the errors without psutil, when transformers cannot tell the memory of a CPU, and with psutil, when memory
+    is too small."""
 
     def generate_batch(*_: object, **__: object) -> None:
         raise MemoryError("Memory footprint 100 is more than available memory 0")

@@ -1,4 +1,4 @@
-"""Tests of examples/tensor_parallel.py: two ranks under torchrun, and four processes of this one."""
+"""Tests of examples/tensor_parallel.py: with two ranks under torchrun, and with four processes forked by the test."""
 
 import importlib
 import os
@@ -50,14 +50,14 @@ def test_four_ranks(script, capfd) -> None:
 def main_of_rank(rank, world, port, main) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in where.items()})
-    torch.cuda.is_available = lambda: False  # a forked process cannot use a GPU
+    torch.cuda.is_available = lambda: False  # pretend that no GPU exists, because a forked process cannot use it
     status = main([*SMALL])
     if status:
         sys.exit(status)
 
 
 def assert_said(out: str, world: int) -> None:
-    """Check that all results are equal, and that only codes and scales are gathered."""
+    """Check the script's output: all results are equal, and only codes and scales are gathered."""
     assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
     assert f"{world} on gloo" in out
     elements = 2 * 16 // world * 256
@@ -78,7 +78,7 @@ def test_alone_it_says_how_to_run_it(script, monkeypatch) -> None:
 
 
 def test_wrong_results_are_found(script, monkeypatch, capsys) -> None:
-    """Run one rank, and report its results as far off."""
+    """Check that the script fails if a rank's results are far off."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RANK": 0, "WORLD_SIZE": 1}
     for name, value in where.items():
         monkeypatch.setenv(name, str(value))
