@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # One thread: with small tensors a second thread costs more than it saves, and much more on a busy machine.
     torch.set_num_threads(1)
-    # In each phase of each test, pytest adds its handlers to each logger that does not propagate. torch has 48 such
+    # In each phase of each test, pytest adds its handlers to each logger that does not propagate. torch creates 48 such
     # loggers.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
@@ -160,7 +160,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_cases(config, items, sample)
     done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
     items[:] = [item for item in items if item.nodeid not in done]
-    # Tests on the GPU come first, so that an interrupted run has results for them. Long tests come next, so that no
+    # Tests on the GPU come first, so that an interrupted run contains their results. Long tests come next, so that no
     # worker ends with one. Tests that measure time come last, when the machine is idle.
     items.sort(key=lambda item: (bool(item.get_closest_marker("timing")), not runs_on_gpu(item), not takes_long(item)))
     for item in items:

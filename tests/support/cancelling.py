@@ -13,11 +13,11 @@ def cancelling_matrix(
     """Return codes (rows, k / 2) and linear scale bytes (rows, k / B) of a matrix whose second half along k repeats the
     first half.
 
-    Three quarters of the blocks have a scale of 2^``power``; the second half repeats their elements, negated if
-    ``takes_away``. The other blocks have a scale of 2^-``power`` and random elements in both halves. Multiply a matrix
-    with ``takes_away`` by a matrix without: the large products cancel. What remains are the products of the small
-    blocks, and the rounding errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 makes rounding
-    in float32 visible, 13 rounding in float64.
+    In three quarters of the blocks the scale is 2^``power``, and the second half repeats the elements, negated if
+    ``takes_away``. In the other blocks the scale is 2^-``power``, and elements are random in both halves. Multiply a
+    matrix with ``takes_away`` by a matrix without: the large products cancel. What remains are the products of the
+    small blocks, and the rounding errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 makes
+    rounding in float32 visible, 13 rounding in float64.
     """
     assert k % (8 * fmt.block_size) == 0 and power <= (6 if fmt == NVFP4 else 63)
     codes = torch.randint(0, 256, (rows, 2, k // 4), dtype=torch.uint8, device=device)

@@ -12,7 +12,7 @@ from support.kernel_grid import ExpertsCase, WgmmaCase
 def exact_activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return random activations for which all sums are exact, and their scales or None.
 
-    If the kernel rounds the activations to bfloat16, they have one significant bit too many for bfloat16, so that half
+    If the kernel rounds the activations to bfloat16, their significands are one bit too long for bfloat16, so that half
     of them are ties.
     """
     if case.a_layout is not None:

@@ -26,8 +26,8 @@ ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLay
 def fp4_problem(
     n=4096, k=7168, fmt=NVFP4, a_dtype=None, layout="128x4", out_dtype=BF16, experts=None, alpha=None, bias_dtype=None
 ):
-    """Return a GEMM problem with an FP4 weight. It has 16-bit activations if ``a_dtype`` is given, and experts over K
-    if ``experts`` is given."""
+    """Return a GEMM problem with an FP4 weight. Activations are 16-bit if ``a_dtype`` is given; K is divided among
+    experts if ``experts`` is given."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
     grouping = Grouping() if experts is None else Grouping("k", experts)
@@ -46,7 +46,7 @@ def gated_problem(
     gate="silu",
     global_scale=None,
 ):
-    """Return a GEMM problem with experts over N and a gate. It has 16-bit activations and results if ``a_dtype`` is
+    """Return a GEMM problem with experts over N and a gate. Activations and results are 16-bit if ``a_dtype`` is
     given."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
