@@ -1,4 +1,4 @@
-"""Memory bandwidth in the cost model, from the driver and from data sheets."""
+"""Memory bandwidth in the cost model: from the driver, or from data sheets."""
 
 import ctypes
 
@@ -10,11 +10,11 @@ from torch_cute_ops.gemm import cost, select
 from torch_cute_ops.runtime.arch import ARCHS
 
 CLOCK, BUS = 36, 37
-"""CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE and CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH."""
+"""Numbers of CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE and CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH."""
 
 
 class Driver:
-    """CUDA driver that reports two attributes of a device, or an error for an attribute that is None."""
+    """Simulated CUDA driver with two device attributes. It reports an error for an attribute that is None."""
 
     def __init__(self, kilohertz, bits):
         self.attributes = {CLOCK: kilohertz, BUS: bits}
@@ -32,7 +32,8 @@ class Driver:
 
 @pytest.fixture
 def target(monkeypatch):
-    """Return a function that makes a target from a compute capability, SMs, memory clock (MHz) and bus (bits)."""
+    """Return a function that makes a target from compute capability, number of SMs, memory clock (MHz) and bus width
+    (bits)."""
 
     def made(capability, sms, megahertz, bits):
         kilohertz = None if megahertz is None else megahertz * 1000
@@ -68,7 +69,8 @@ def test_bandwidth(target, gpu, tbps):
 
 
 def test_gpus_of_a_kind_are_planned_for_alike(target):
-    """Check that a bandwidth within 3 % of a listed GPU's counts as the listed one, as in ahead-of-time plans."""
+    """Check that a bandwidth within 3 % of a listed GPU's is replaced by the listed value, as in plans made ahead of
+    time."""
     for arch in ARCHS.values():
         for gpu, listed in zip(arch.gpus, cost.usual_targets(arch), strict=True):
             for reported in (0.97 * gpu.bandwidth, 1.03 * gpu.bandwidth):
@@ -78,7 +80,7 @@ def test_gpus_of_a_kind_are_planned_for_alike(target):
 
 @pytest.mark.parametrize("problem", [fp8_problem(16384, 16384), fp4_problem(16384, 16384)], ids=["fp8", "fp4"])
 def test_estimates_are_of_the_memory(target, problem):
-    """Check that one row takes longer on an H100 than on an H200, and 8,192 rows take about as long.
+    """Check that the estimate for one row is longer on an H100 than on an H200, and about equal for 8,192 rows.
 
     The two GPUs differ in memory bandwidth alone.
     """

@@ -45,7 +45,7 @@ two_levels = pytest.mark.skipif(not cublas.HAS_TWO_LEVELS, reason="torch 2.9 lac
     ],
 )
 def test_operands_that_stay_codes(codes: bool, problem: Any) -> None:
-    """Check which problems are passed to PyTorch as codes; all others are decoded first."""
+    """Check which problems are passed to PyTorch as FP4 codes. All others are decoded first."""
     for arch in ARCHS.values():
         target = usual_targets(arch)[0]
         tactics = BACKEND.tactics(problem, 64, target)
@@ -72,7 +72,8 @@ def meta(value: Any) -> Any:
 
 
 class Calls(list[SimpleNamespace]):
-    """Replacements of PyTorch's scaled GEMMs, with PyTorch's own checks and the reference's results."""
+    """Replacements for PyTorch's scaled GEMMs that run PyTorch's own checks, compute with the reference, and record the
+    calls."""
 
     def scaled_mm_v2(
         self, a: Any, b: Any, a_scales: Any, recipe: Any, swizzle: Any, b_scales: Any, *rest: Any, out: Any
@@ -98,7 +99,7 @@ class Calls(list[SimpleNamespace]):
 
 
 def call(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Call a launcher twice, check the results, and return the calls of PyTorch."""
+    """Call a launcher twice, check the results, and return the calls that PyTorch received."""
     m, n, k = 9, 48, 96
     calls = Calls()
     problem = fp4_problem(n, k, out_dtype=epilogue.out_dtype, alpha=epilogue.alpha, bias_dtype=epilogue.bias_dtype)
@@ -118,7 +119,8 @@ def call(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> Calls:
 @two_levels
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
 def test_one_alpha_is_a_scale_of_the_tensor(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that one call applies alpha as a tensor-wide scale; the second tensor's scale of 1 is made once."""
+    """Check that a single alpha is applied as a tensor-wide scale in one call. The tensor with the other operand's
+    scale, 1, is made only once."""
     from torch.nn.functional import ScalingType, SwizzleType
 
     first, second = call(Epilogue(out_dtype, "one"), monkeypatch)
@@ -139,14 +141,14 @@ def test_without_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     "epilogue", [Epilogue(BF16, "column"), Epilogue(FP16, "one", FP16), Epilogue(FP32, "column", FP32)], ids=str
 )
 def test_other_epilogues_follow_in_fp32(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that other epilogues are applied to fp32 results, so that rounding happens once."""
+    """Check that all other epilogues are applied to fp32 results, so that the result is rounded only once."""
     one, _ = call(epilogue, monkeypatch)
     assert (len(one.recipe), one.dtype, one.factors) == (1, FP32, [])
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue(BF16), Epilogue(BF16, "one"), Epilogue(FP16, "column", FP32)], ids=str)
 def test_before_torch_2_10(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that every alpha is applied in fp32 after the GEMM if PyTorch takes no tensor-wide scales."""
+    """Check that every alpha is applied in fp32 after the GEMM if PyTorch supports no tensor-wide scales."""
     monkeypatch.setattr(cublas, "HAS_TWO_LEVELS", False)
     one, _ = call(epilogue, monkeypatch)
     assert one.dtype == (BF16 if epilogue.alpha is None else FP32)

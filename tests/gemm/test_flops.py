@@ -1,4 +1,4 @@
-"""Operations that ``FlopCounterMode`` counts for the ops."""
+"""Number of operations that ``FlopCounterMode`` counts for the ops."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def counted(function, *args):
 
 @each_sample(case for case in form_cases() if case.values[0].has_backends)
 def test_a_gemm_is_two_operations_a_product(op, name, device):
-    """Check the count of 2·M·N·K, over all rows that fit into the experts' buffers and all experts of a row."""
+    """Check that a GEMM counts as 2·M·N·K operations. With experts, all rows of their buffer and all experts count."""
     sample = get_sample(op, name, device)
     outputs = call(op, sample)
     a = arguments(op, sample)["a"]
@@ -33,7 +33,7 @@ def test_a_gemm_is_two_operations_a_product(op, name, device):
     if op.path.prologue_gate:
         k //= 2
     w = arguments(op, sample).get("w")
-    # A gate combines two rows of the weight into one column of the result.
+    # A gate combines two weight rows into one column of the result.
     columns = w.shape[:-2].numel() * w.shape[-1] if w is not None else outputs[0].shape[-1]
     want = 2 * outputs[0].shape[:-1].numel() * columns * k
     assert counted(call, op, sample) == counted(call_function, op, sample) == want

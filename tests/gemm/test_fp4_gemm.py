@@ -37,7 +37,7 @@ def backends_of(op, sample, device):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_exact_sums(op, fmt, layout, device):
-    """Check that every backend gives the exact sum if every partial sum is a float32 number."""
+    """Check that every backend returns the exact sum if every partial sum is exact in float32."""
     samples = SAMPLES[op.name]
     if layout not in samples.layouts:
         return
@@ -55,13 +55,13 @@ def test_exact_sums(op, fmt, layout, device):
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
-    """Check that the i-th unit vector as row i of ``a`` gives the decoded row i of ``b``."""
+    """Check that, if row i of ``a`` is the i-th unit vector, row i of the result is the decoded row i of ``b``."""
     k, n = 96, 40
     sample = SAMPLES[op.name].sample("", k, n, k, fmt, "linear", torch.device(device), out_dtype=torch.float32)
     given = arguments(op, sample)
     if "a_scale" in given:
         codes = torch.zeros(k, k, dtype=torch.uint8)
-        codes.fill_diagonal_(2)  # e2m1 of 1
+        codes.fill_diagonal_(2)  # the e2m1 code of 1
         given["a"].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
         given["a_scale"].view(torch.uint8).fill_(0x38 if fmt == NVFP4 else 127)
     else:
@@ -81,7 +81,7 @@ def drawn_choices(data, layouts):
 @by_op
 @given_by(data=st.data())
 def test_any_size(op, data):
-    """Check random M, N and K, format, layout and output, within the error of fp32 accumulation."""
+    """Check random M, N and K, formats, layouts and output dtypes, within the error of fp32 accumulation."""
     fmt, layout, out_dtype = drawn_choices(data, SAMPLES[op.name].layouts)
     m, n = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 70))
     k = data.draw(st.integers(1, 12)) * fmt.block_size
@@ -93,7 +93,8 @@ def test_any_size(op, data):
 
 
 def test_rows_of_the_reference_do_not_depend_on_their_number():
-    """Check that a row is summed in the same order alone and among others; large terms that cancel show the order."""
+    """Check that the reference sums a row in the same order alone and among other rows. Large terms that cancel make
+    the order visible."""
     layout = SCALE_LAYOUTS["linear"]
     for _ in range(300):
         codes = torch.randint(0, 256, (29, 48), dtype=torch.uint8)
@@ -106,7 +107,7 @@ def test_rows_of_the_reference_do_not_depend_on_their_number():
 
 @by_op
 def test_a_weight_as_it_is_trained(op, device):
-    """Check the GEMM of a weight that the package quantised in the default layout against its decoded numbers."""
+    """Check the GEMM with a weight that the package quantised in the default layout, against the decoded weight."""
     x, weight = torch.randn(9, 256, device=device), torch.randn(72, 256, device=device)
     g = torch_cute_ops.nvfp4_global_scale(weight.abs().amax())
     codes, scale = torch_cute_ops.fp4_quantize(weight, g)
@@ -128,7 +129,8 @@ def test_a_weight_as_it_is_trained(op, device):
 @by_op
 @pytest.mark.parametrize("backend", ["mma_sync", "cublas"])
 def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
-    """Check that ``precompile`` keeps the GEMM's kernel, and a decoding kernel for each layout to decode."""
+    """Check that ``precompile`` stores the GEMM's kernel, and a decoding kernel for each layout that must be
+    decoded."""
     kept = []
     monkeypatch.setattr("torch_cute_ops.registry.keep", lambda kernel, arch: kept.append((kernel, arch.name)))
     layout = "8x4" if op.name == "mm_fp4" else "128x4"
@@ -147,7 +149,7 @@ def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
 
 @by_op
 def test_the_example_is_a_call(op):
-    """Check that the example that ``warmup`` calls matches the given properties."""
+    """Check that the example call that ``warmup`` makes has the requested properties."""
     kwargs = op.path.example(n=48, k=64, m=3, alpha="column", block_size=32, out_dtype=torch.float32, device="cpu")
     given = inspect.signature(op.function).bind(**kwargs)
     assert given.arguments["alpha"].shape == (48,)
@@ -157,12 +159,13 @@ def test_the_example_is_a_call(op):
 
 @by_op
 def test_every_call_has_kernels(op):
-    """Check that every sample gives kernels on a GPU, even a sample without columns, for which no kernel runs."""
+    """Check that kernels can be planned on a GPU for every sample, even for a sample without columns, which launches no
+    kernel."""
     for sample in sample_inputs(op.name, torch.device("cpu")):
         given = arguments(op, sample) | {"backend": "auto"}
         is_linear = spec.layout_named(given["scale_layout"], given["b_scale"]) == "linear"
         if is_linear and given["b"].shape[0] * 2 // given["block_size"] % 4:
-            continue  # for cublas alone, whose kernel follows K
+            continue  # skip cublas, whose kernel depends on K
         kernels = op.kernels(ARCHS["sm_90a"], **given)
         assert kernels and all(kernel.make().config is not None for kernel in kernels), sample.name
 
@@ -172,7 +175,7 @@ def test_every_call_has_kernels(op):
 
 @pytest.mark.usefixtures("launches")
 def test_a_call_after_a_capture_is_tuned(monkeypatch):
-    """Check that a capture does not tune, and that later calls do not reuse the capture's untuned choice."""
+    """Check that a call in a capture is not tuned, and that later calls do not reuse its untuned choice."""
     op = OPS["mm_fp4_weight_only"]
     tuned, capturing = [], False
     monkeypatch.setattr("torch_cute_ops.gemm.tune.tune", lambda *args: tuned.append(args))
@@ -191,7 +194,8 @@ def test_a_call_after_a_capture_is_tuned(monkeypatch):
 
 @pytest.mark.usefixtures("launches")
 def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
-    """Check that a second call of the same shapes reuses its launcher; a new alpha, layout or dtype is checked."""
+    """Check that a second call with the same shapes reuses its launcher without checks, and that a new alpha, layout or
+    dtype is checked."""
     op = OPS["mm_fp4_weight_only"]
     checked = []
     check = Gemm.check
@@ -219,7 +223,8 @@ def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_block_scaled_mma_takes_codes(launches, fmt, layout, monkeypatch):  # noqa: F811
-    """Check that GPUs with a block-scaled MMA multiply codes in one launch; on others a first launch decodes ``a``."""
+    """Check that GPUs with block-scaled MMAs multiply codes in one launch. On other GPUs a first launch decodes
+    ``a``."""
     op = OPS["mm_fp4"]
     sample = SAMPLES["mm_fp4"].sample("", 21, 136, 512, fmt, layout, torch.device("cpu"), out_dtype=torch.float32)
     (want,) = results(arguments(op, sample))

@@ -23,7 +23,7 @@ from torch_cute_ops.registry import OPS
 
 pytestmark = pytest.mark.gpu
 
-# M, N, K; dtype of the result, alpha and bias, and dtype of activations that are not in FP4
+# (M, N, K; dtype of the result, alpha and bias; dtype of activations that are not FP4)
 CALLS = [
     (1, 64, 64, torch.float32, None, None, torch.bfloat16),
     (9, 136, 288, torch.bfloat16, "one", torch.bfloat16, torch.float16),
@@ -43,8 +43,8 @@ def gpu_target(name, has_a_scale=True):
     """Return the current GPU's target, or skip the test if the backend does not support it.
 
     Args:
-        name: Backend's name.
-        has_a_scale: True for activations in FP4.
+        name: name of the backend.
+        has_a_scale: True if the activations are FP4.
     """
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
@@ -55,7 +55,7 @@ def gpu_target(name, has_a_scale=True):
 
 
 def exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype=torch.bfloat16, **kwargs):
-    """Return arguments whose partial sums are all float32 numbers."""
+    """Return arguments for which all partial sums are exact in float32."""
     samples = SAMPLES[op.name]
     powers = POWERS[fmt.scale_format]
     given = arguments(
@@ -67,7 +67,7 @@ def exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype=torch.bfloat
 
 
 def prepared(op, given):
-    """Return a call's problem, and its operands in the form that backends take."""
+    """Return the problem of a call, and its operands as backends expect them."""
     sample = named(op, given)
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
@@ -80,13 +80,14 @@ def prepared(op, given):
 @by_op
 @pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
 def test_every_tactic(op, name, sizes):
-    """Check exact sums of every tactic bit for bit, in poisoned outputs. Each run draws one of the two formats."""
+    """Check the results of every tactic bitwise, for exact sums, with poisoned outputs. Each run draws one of the two
+    formats."""
     fmt = random.choice([NVFP4, MXFP4])
     m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     if name == "tcgen05":
         k = -(-k // 64) * 64
-    # wgmma takes linear scales of NVFP4 only.
+    # wgmma supports linear scales only for NVFP4
     layout = "linear" if m % 2 == 0 and (name != "wgmma" or fmt == NVFP4) else "128x4"
     epilogue = exact_epilogue(n, target.device)
     if alpha != "column":
@@ -106,14 +107,14 @@ def test_every_tactic(op, name, sizes):
 @by_op
 @pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in TILES_N for rows in TILES_N[tokens][1:]])
 def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
-    """Check exact sums bit for bit, also with a tile_n that the backend would not choose for the size.
+    """Check exact sums bitwise, also with a tile_n that the backend would not choose for this size.
 
-    The last tile is short, and begins in the middle of a tile of scales.
+    The last tile is partial, and begins in the middle of a scale tile.
     """
     target = gpu_target("wgmma")
-    # Only NVFP4 supports tiles of one row.
+    # only NVFP4 supports tiles of one row
     fmt, layout = random.choice([(NVFP4, "128x4"), (NVFP4, "linear"), (MXFP4, "128x4")][: 2 if tokens == 1 else 3])
-    k = 2336 if layout == "128x4" else 2304  # rows of linear scales are multiples of 16 bytes
+    k = 2336 if layout == "128x4" else 2304  # a row of linear scales must be a multiple of 16 bytes
     given = exact_call(op, target, tokens + 1, 1000, k, fmt, layout, torch.float32)
     want = results(given)[0]
     problem, operands = prepared(op, given)
@@ -125,12 +126,13 @@ def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
 
 @pytest.mark.parametrize("rows", TILES_N[1])
 def test_one_row_of_the_largest_codes(rows):
-    """Check that blocks whose sums need the most bits are exact: 15 products of 36 and one of a quarter."""
+    """Check that a single row is exact for the blocks whose sums need the most bits: 15 products of 36 and one product
+    of 1/4."""
     target = gpu_target("wgmma")
     n, k, block = 520, 2048, NVFP4.block_size
     given = exact_call(OPS["mm_fp4"], target, 1, n, k, NVFP4, "128x4", torch.float32, alpha=None)
-    codes = torch.full((k // block, block), 7, dtype=torch.uint8, device=target.device)  # 6
-    codes.scatter_(1, torch.randint(block, (k // block, 1), device=target.device), 1)  # a half
+    codes = torch.full((k // block, block), 7, dtype=torch.uint8, device=target.device)  # the code of 6
+    codes.scatter_(1, torch.randint(block, (k // block, 1), device=target.device), 1)  # the code of 1/2
     given["a"].copy_((codes[:, ::2] + codes[:, 1::2] * 16).view(1, -1))
     given["b"].copy_(given["a"].view(-1, 1).expand(-1, n))
     for scale in ("a_scale", "b_scale"):
@@ -144,22 +146,24 @@ def test_one_row_of_the_largest_codes(rows):
 
 @pytest.mark.parametrize("split", [1, 4])
 def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
-    """Check that each tile_n gives the same rounded sums, except in rows that several warps share."""
+    """Check that one row gives the same rounded sums with each tile_n, whether codes or decoded numbers are multiplied.
+    Weight rows that several warps share are exempt."""
     target = gpu_target("wgmma")
     samples = SAMPLES["mm_fp4"]
-    n = 160  # of one tile
+    n = 160  # all in one tile
     sample = samples.sample("", 1, n, 7168, NVFP4, "128x4", target.device, out_dtype=torch.float32)
     problem, operands = prepared(OPS["mm_fp4"], arguments(OPS["mm_fp4"], sample))
     outs = torch.full((len(TILES_N[1]), 1, n), torch.nan, device=target.device)
     for rows, out in zip(TILES_N[1], outs, strict=True):
         backend_for("wgmma", problem).launcher(problem, WgmmaTactic(1, rows, split), target)(operands, out)
     for rows, out in zip(TILES_N[1], outs, strict=True):
-        same = rows // 64 * 64  # Several warps share the remaining rows and add in another order.
+        same = rows // 64 * 64  # several warps share the remaining weight rows and add in another order
         assert torch.equal(out[:, :same], outs[0][:, :same]), rows
 
 
 def check_first_rows(launch, columns, device, tactic):
-    """Check that the first of 100 rows give the same bits alone, and that all rows repeat theirs in a second call."""
+    """Check that the first 33 of 100 rows, and the first row, give the same bits alone, and that a second call repeats
+    all rows."""
     every = []
     for rows in (100, 100, 33, 1):
         every.append(torch.full((rows, columns), torch.nan, device=device))
@@ -171,7 +175,7 @@ def check_first_rows(launch, columns, device, tactic):
 @by_op
 @by_kernel
 def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
-    """Check that each tactic gives a row the same rounded sums alone, among others, and in a second call."""
+    """Check that each tactic gives a row the same rounded sums alone, among other rows, and in a second call."""
     samples = SAMPLES[op.name]
     target = gpu_target(name, samples.has_a_scale)
     device = target.device
@@ -182,7 +186,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
         launch = backend.launcher(problem, tactic, target)
 
         def of_rows(rows, out, launch=launch):
-            # In each tile of 128 rows, the scales of the first rows come first.
+            # The scales of the first rows are the first bytes of each tile of 128 rows.
             launch(operands._replace(a=operands.a[:rows]), out)
 
         check_first_rows(of_rows, 392, device, tactic)
@@ -193,7 +197,8 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 @by_kernel
 def test_the_same_sums_every_time(op, fmt, name):
-    """Check 100 consecutive launches: k tiles arrive early from L2, and must not overwrite a stage in use."""
+    """Check 100 consecutive launches with data in L2: k tiles then arrive early, and must not overwrite a stage in
+    use."""
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     given = exact_call(op, target, 40, 1296, 2048, fmt, "128x4", torch.float32)
     want = results(given)[0].to(target.device)
@@ -211,7 +216,7 @@ def test_the_same_sums_every_time(op, fmt, name):
 @by_op
 @by_kernel
 def test_a_captured_call_serves_other_operands(op, name):
-    """Check that a replayed graph reads its current operands, which copies in the graph write just before the GEMM."""
+    """Check that a replayed graph uses the current operands, which copies in the graph write right before the GEMM."""
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     used, *others = (exact_call(op, target, 24, 776, 1344, NVFP4, "128x4", torch.float32) for _ in range(4))
     tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
@@ -233,7 +238,7 @@ def test_a_captured_call_serves_other_operands(op, name):
 
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
 def test_consecutive_gemms(name):
-    """Check GEMMs whose operands the previous launch writes: another GEMM, or the quantisation of the weight."""
+    """Check GEMMs whose operands are written by the previous launch: by another GEMM, or by quantising the weight."""
     device = gpu_target(name).device
     weights = torch.randn(6, 512, 512, device=device)
     a = torch.randn(20, 512, device=device, dtype=torch.bfloat16)
@@ -281,7 +286,7 @@ def test_gemms_on_several_streams(op, name):
 
 
 def block_scaled_results(given):
-    """Yield name, tactic and result of each ``mm_fp4`` backend that passes codes to the tensor cores."""
+    """Yield the name, tactic and result of each ``mm_fp4`` backend that passes FP4 codes to the tensor cores."""
     target = gpu_target(None)
     if not target.arch.fp4_flops_per_clock:
         pytest.skip("needs tensor cores that take FP4")
@@ -307,7 +312,7 @@ def block_scaled_call(scales=None):
 
 
 def test_the_sign_of_a_scale_counts():
-    """Check that negative scales count, although PTX's ue4m3 lacks a sign bit. No quantising op sets it."""
+    """Check that negative scales work, although PTX's ue4m3 has no sign bit. Our quantising ops never write one."""
     given = block_scaled_call(POWERS["e4m3"])
     given["b_scale"].view(torch.uint8)[::3] |= 0x80
     (want,) = results(given)
@@ -320,7 +325,7 @@ def test_nan_scales_make_their_row_or_column_nan():
     (want,) = results(given)
     for scale, rows in (("a_scale", (3, slice(None))), ("b_scale", (slice(None), 5))):
         spoilt = {**given, scale: given[scale].clone()}
-        # First block of row 3 or column 5: 128x4 tiles interleave rows at a stride of 16 bytes.
+        # Byte of the first block's scale in row 3 or column 5: in 128x4 tiles, neighbouring rows are 16 bytes apart.
         spoilt[scale].view(torch.uint8).view(-1)[16 * (3 if scale == "a_scale" else 5)] = 0x7F
         expected = want.clone()
         expected[rows] = torch.nan
@@ -330,7 +335,7 @@ def test_nan_scales_make_their_row_or_column_nan():
 
 
 def test_sums_are_as_exact_as_fp32():
-    """Check sums within one fp32 rounding per 16 products, in any order that the tensor cores add."""
+    """Check that sums have at most one fp32 rounding per 16 products, whatever the order in which tensor cores add."""
     given = block_scaled_call()
     (want,) = results(given)
     positive = {**given, "a": given["a"] & 0x77, "b": (given["b"].t() & 0x77).t()}

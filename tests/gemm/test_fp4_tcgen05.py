@@ -53,7 +53,8 @@ def test_supported_gpus():
 @pytest.mark.parametrize("k", [64, 512, 16_384])
 @pytest.mark.parametrize("m", [1, 8, 9, 32, 64, 65, 250, 4096])
 def test_tactics(m, k):
-    """Check that tile_m fits M, that narrow tiles are for few rows only, and that split_k leaves no CTA idle."""
+    """Check that tile_m fits M, that narrow tiles are offered for few rows only, and that split_k leaves no CTA
+    idle."""
     problem = fp4_problem(k=k)
     tactics = BACKEND.tactics(problem, m, BLACKWELL)
     assert len(set(tactics)) == len(tactics)
@@ -68,7 +69,8 @@ def test_tactics(m, k):
 
 
 def test_estimates_are_near_the_limits():
-    """Check estimates against a B200's data sheet: few rows read the weight at 7.5 TB/s, many compute at 8 PFLOP/s."""
+    """Check estimates against a B200's data sheet: with few rows the weight is read at 7.5 TB/s, with many rows 8
+    PFLOP/s are computed."""
     problem = fp4_problem(16_384, 16_384)
 
     def least(m):
@@ -84,7 +86,7 @@ def test_estimates_are_near_the_limits():
     ("fmt", "layout", "tactic"), [(NVFP4, "128x4", (16, 1, 2)), (MXFP4, "linear", (64, 1, 1))], ids=["nvfp4", "mxfp4"]
 )
 def test_a_call(fmt, layout, tactic, monkeypatch):
-    """Check a launcher's call of the backend's kernel in the emulator."""
+    """Run the kernel of the backend in the emulator, as its launcher calls it."""
     m, n, k = 11, 136, 640
     problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, alpha="column", bias_dtype=FP32)
     target = dataclasses.replace(BLACKWELL, sms=2)
@@ -132,12 +134,13 @@ def test_refused_configs(changes, reason):
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_columns_of_tensor_memory(fmt, tokens):
-    """Check that accumulators and scales fit together, and that two accumulators share columns only if they must."""
+    """Check that accumulators and scales fit into tensor memory together, and that two accumulators share columns only
+    if necessary."""
     for group in (1, 2) if tokens == 256 else (1,):
         config = dataclasses.replace(CONFIG, fmt=fmt, tile_m=tokens, cta_group=group)
         used = config.acc_columns + 2 * config.stage.scale_columns
         assert used <= config.tmem_columns <= 512 and config.tmem_columns < 2 * used
         assert config.shared_columns % config.columns_per_load == config.acc_pitch % config.columns_per_load == 0
         assert (config.shared_columns > 0) == (tokens == 256) == (2 * tokens + 2 * config.stage.scale_columns > 512)
-        # Scales of 128 rows and a k tile: a column holds four scales of 32 rows in each quarter of the lanes.
+        # Scales of 128 rows and one k tile: a column stores four scales of 32 rows in each quarter of the lanes.
         assert config.stage.scale_columns == (1 + -(-tokens // 128)) * 128 * 256 // fmt.block_size // (4 * 32)

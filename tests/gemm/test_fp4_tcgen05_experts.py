@@ -1,4 +1,4 @@
-"""The backend ``tcgen05`` of GEMMs with experts over K: supported problems, tactics, estimates, launcher."""
+"""The backend ``tcgen05`` for GEMMs with experts over K: supported problems, tactics, estimates, launcher."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ def test_supported_gpus() -> None:
 
 @pytest.mark.parametrize(("experts", "skips"), [(1, False), (8, False), (9, True), (513, True)])
 def test_tactics(experts: int, skips: bool) -> None:
-    """Check that routed tactics are offered from 9 experts on, and the numbers of classes of experts.
+    """Check that routed tactics are offered from 9 experts on, and the numbers of groups into which experts are
+    divided.
 
-    No class is empty, and no more classes are used than are needed to give every SM work.
+    No group is empty, and there are no more groups than are needed to give every SM work.
     """
     problem = fp4_problem(k=64 * experts, experts=experts)
     tactics = BACKEND.tactics(problem, 64, BLACKWELL)
@@ -77,7 +78,8 @@ def test_tactics(experts: int, skips: bool) -> None:
 
 
 def test_estimates_are_near_the_limits() -> None:
-    """Check estimates against a B200's data sheet: few tokens read their experts' weights, many compute all experts."""
+    """Check estimates against a B200's data sheet: with few tokens only their experts' weights are read, with many
+    tokens all experts are computed."""
 
     def least(m: int, mode: str) -> float:
         tactics = [tactic for tactic in BACKEND.tactics(DEEPSEEK, m, BLACKWELL) if tactic.mode == mode]
@@ -87,7 +89,7 @@ def test_estimates_are_near_the_limits() -> None:
     assert 1 < least(1, "dense") / (every / 7.1e12) < 2
     assert 1 < least(8, "routed") / (DEEPSEEK.bytes_moved(8) / 7.1e12) < 2.5
     assert 1 < least(4096, "dense") / (2 * 4096 * DEEPSEEK.n * DEEPSEEK.k / 8.2e15) < 3
-    # 56 tiles of 128 rows in five classes of experts are 280 work tiles, enough for 148 SMs.
+    # 56 tiles of 128 weight rows in five groups of experts are 280 work tiles, enough for 148 SMs.
     for m in (32, 64):
         tactic = min(
             BACKEND.tactics(DEEPSEEK, m, BLACKWELL), key=lambda each: BACKEND.estimate(DEEPSEEK, m, each, BLACKWELL)
@@ -95,12 +97,12 @@ def test_estimates_are_near_the_limits() -> None:
         assert tactic == (128, 5, "routed")
         assert BACKEND.estimate(DEEPSEEK, m, tactic, BLACKWELL) < 1.65 * DEEPSEEK.bytes_moved(m) / 7.1e12
     assert all(least(m, "routed") < least(m, "dense") for m in (1, 8, 32, 64))
-    # Of 128 tokens, some is routed to 98 % of the experts.
+    # With 128 tokens, 98 % of the experts get at least one token.
     assert 0.98 < least(512, "routed") / least(512, "dense") < 1
 
 
 def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a launcher's call of the backend's kernel in the emulator."""
+    """Run the kernel of the backend in the emulator, as its launcher calls it."""
     fmt, layout, tactic = MXFP4, "linear", backend.Tcgen05ExpertsTactic(32, 2, "routed")
     m, n, experts, width = 5, 40, 10, 64
     k = experts * width
@@ -158,9 +160,9 @@ def test_refused_configs(changes: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("width", [256, 320])
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_columns_of_tensor_memory(fmt: Any, width: int, columns: int) -> None:
-    """Check that two accumulators and the scales of two k tiles fit.
+    """Check that two accumulators and the scales of two k tiles fit into tensor memory.
 
-    Scales take one more tile if experts begin inside a tile.
+    If experts begin inside a scale tile, the scales need one more tile.
     """
     assert CONFIG is not None
     config = dataclasses.replace(CONFIG, fmt=fmt, expert_k=width, tile_n=columns)

@@ -23,7 +23,7 @@ N = 264
 
 @pytest.fixture(scope="module")
 def target():
-    """Return the GPU, or skip if the kernels do not run there."""
+    """Return the current GPU's target, or skip the test if the kernels do not support it."""
     found = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not found.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -52,7 +52,7 @@ def target():
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
-    """Compare every tactic bit for bit, with exact sums, without experts and with each layout of experts."""
+    """Check the results of every tactic bitwise, for exact sums, without experts and with each layout of experts."""
     device, counts = target.device, [m, 0, m // 2 + 1]
     calls = {
         "mm_fp8_fp4": [sample("", m, N, k, fmt, layout, device, exact=True)],
@@ -81,7 +81,8 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_clusters_with_several_tiles(name, fmt, m, target):
-    """Check, on few SMs, that partial sums are sent only after the previous tile's have been read."""
+    """Run a cluster over several tiles on few SMs: it must send partial sums only after those of the previous tile were
+    read."""
     one = sample("", m, 1032, 1408, fmt, "128x4", target.device, exact=True)
     for _ in range(10):
         check_every_tactic(OPS["mm_fp8_fp4"], name, one, {"out_dtype": torch.float32}, replace(target, sms=6))
@@ -91,10 +92,11 @@ def test_clusters_with_several_tiles(name, fmt, m, target):
 @pytest.mark.parametrize("is_hard", [False, True], ids=["exact", "hard"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
-    """Compare a weight that is mostly recoded while the GEMM runs with a weight that is recoded before.
+    """Compare re-encoding most of the weight while the GEMM runs with re-encoding all of it before.
 
-    A call with another weight precedes each call: its numbers would be found if rows were not waited for. A call whose
-    kernels may start early follows. Hard weights contain rows whose k tiles are over their own exponents.
+    A call with another weight comes before each call: if the GEMM did not wait for a row, it would read the old
+    numbers. Another call, whose kernels may start early, comes after it. Hard weights contain rows in which each k tile
+    needs another exponent.
     """
     n, k, op = 24_584, 2112, OPS["mm_fp8_fp4"]
     weight = {"scales": (0, 0x7F)} if is_hard else None
@@ -142,7 +144,7 @@ def hard(device):
 
 @pytest.mark.parametrize("name", [one.name for one in hard(torch.device("cpu"))])
 def test_recoding_in_memory_or_in_the_gemm_gives_the_same(name, target):
-    """Check that recoding in memory and in the GEMM gives the same bits, for any numbers."""
+    """Check that re-encoding in memory and inside the GEMM gives the same bits, for any numbers."""
     one = next(one for one in hard(target.device) if one.name == name)
     op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}
     found = dict(results(op, "wgmma_ss", one, given, target))

@@ -1,4 +1,4 @@
-"""Backend ``recode``: when the weight is written while the GEMM runs, and by how many SMs."""
+"""The backend ``recode``: when it writes the FP8 weight while the GEMM runs, and with how many SMs."""
 
 from dataclasses import replace
 
@@ -25,8 +25,8 @@ MEASURED = {
     ("H100", 4096, 28672, 4096): (972, 967, 949),
     ("H100", 2048, 57344, 8192): (2190, 2147, 1781),
 }
-"""Microseconds of MXFP4, by GPU, M, N and K: with the whole weight recoded before the GEMM, and with each of
-``RECODE_SMS`` (docs/notes/fp8_fp4_wgmma_ss.md)."""
+"""Microseconds with MXFP4, keyed by GPU, M, N and K: if the whole weight is written before the GEMM, and if the number
+of SMs in ``RECODE_SMS`` write it during the GEMM (docs/notes/fp8_fp4_wgmma_ss.md)."""
 
 
 def problem(n: int, k: int, op: str = "mm_fp8_fp4", **properties) -> GemmProblem:
@@ -40,8 +40,8 @@ def recode_sms(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
 
 
 def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
-    """Check that overlap is offered only if the GEMM's first tiles need a small part of the weight, without experts, if
-    few SMs write, and if launches overlap."""
+    """Check that writing during the GEMM is offered only without experts, if launches can overlap, if the GEMM's first
+    tiles need a small part of the weight, and if few SMs write."""
     large = problem(28672, 4096)
     assert recode_sms(large, 2048) == recode_sms(large, 4096) == [0, *RECODE_SMS]
     assert recode_sms(large, 64) == recode_sms(problem(4096, 14336), 4096) == [0]
@@ -55,7 +55,8 @@ def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
 
 @pytest.mark.parametrize("m", [1, 1024, 2048, 16384])
 def test_first_tiles(m):
-    """Check two waves of tiles of 128 x 128, with up to 16 row tiles side by side."""
+    """Check how many weight tiles are written before the GEMM starts: those of two waves of 128 × 128 tiles, with up to
+    16 row tiles side by side."""
     large, small = problem(28672, 4096), problem(256, 4096)
     assert first_tiles(large, m, HOPPER) == {1: 224, 1024: 34, 2048: 18, 16384: 18}[m]
     assert first_tiles(small, m, HOPPER) == weight_tiles(small) == 2

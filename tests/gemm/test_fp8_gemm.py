@@ -1,4 +1,4 @@
-"""``mm_fp8_block`` and ``grouped_mm_fp8``: exactness, padding, and rows of experts."""
+"""``mm_fp8_block`` and ``grouped_mm_fp8``: exact sums, padding, and the rows of experts."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ ROWS = (0, 1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 300)
 
 
 def exact(a, b, a_scale, b_scale):
-    """Compute ``a @ b.T`` of whole numbers and powers of two, so that no sum is rounded."""
+    """Compute ``a @ b.T`` for whole numbers and scales that are powers of two, so that no sum is rounded."""
     left = a.double() * a_scale.double().repeat_interleave(BLOCK, 1)
     right = b.double() * b_scale.double().repeat_interleave(BLOCK, 0)[: len(b)].repeat_interleave(BLOCK, 1)
     return left @ right.t()
@@ -29,7 +29,7 @@ def exact(a, b, a_scale, b_scale):
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_whole_numbers_are_exact(m, dtype, device):
-    """Check exact sums for any tactic that the number of rows gets."""
+    """Check exact sums, with any tactic that is chosen for the number of rows."""
     one = sample("", m, N, K, torch.device(device), exact=True)
     a, b, a_scale, b_scale = one.args
     got = torch_cute_ops.mm_fp8_block(*one.args, out_dtype=dtype)
@@ -39,7 +39,7 @@ def test_whole_numbers_are_exact(m, dtype, device):
 @pytest.mark.parametrize("counts", [[0, 0, 300, 0], [1, 0, 64, 65], [129, 128, 7, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize("layout", ["contiguous", "uncounted", "masked"])
 def test_experts_have_their_rows(counts, layout, device):
-    """Check that only rows of experts are written."""
+    """Check that rows of experts are correct, and that no other row is written."""
     where = torch.device(device)
     if layout == "masked":
         one = masked("", counts, 300, N, K, where, exact=True)
@@ -57,7 +57,7 @@ def test_experts_have_their_rows(counts, layout, device):
         want[of_expert] = exact(rows[of_expert], b[expert].mT, scales[of_expert], b_scale[expert])
     torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs, out_dtype=torch.float32, out=out)
     if device == "cpu":
-        # The reference leaves zeros.
+        # The reference writes zeros to rows without an expert.
         want = torch.where(want == poison, 0.0, want)
     assert torch.equal(out.view(-1, N), want)
 
@@ -73,8 +73,8 @@ def test_one_expert_is_the_plain_gemm(device):
 
 @pytest.mark.parametrize("m", [5, 130])
 def test_long_sums_do_not_lose_more(m, device):
-    """Check long sums of positive numbers, in which tensor cores alone would lose small terms. The error stays within
-    the error of one k tile."""
+    """Check long sums of positive numbers, in which tensor cores alone would lose small terms. The error must not
+    exceed the error of one k tile."""
     where = torch.device(device)
     k = 128 * BLOCK
     a, b = (torch.rand(rows, k, device=where).to(torch.float8_e4m3fn) for rows in (m, 128))
@@ -86,7 +86,7 @@ def test_long_sums_do_not_lose_more(m, device):
 
 @pytest.mark.parametrize("m", [3, 140])
 def test_nan_stays_where_it_is(m, device):
-    """Check that NaN spreads to its row or column, and from a scale to its row or 128 columns."""
+    """Check that NaN affects only its row or column, and a NaN scale only its row or its 128 columns."""
     where = torch.device(device)
     a, b = integers(m, K, device=where), integers(N, K, device=where)
     a_scale, b_scale = powers(m, K // BLOCK, device=where), powers(3, K // BLOCK, device=where)
@@ -106,8 +106,8 @@ def test_nan_stays_where_it_is(m, device):
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 448), (60, 2880), (300, 512)])
 @pytest.mark.parametrize("epilogue", ["none", "alpha", "bias", "both"])
 def test_every_tactic(name, m, k, epilogue):
-    """Compare every tactic bit for bit, with exact sums and a poisoned output, without experts and with each layout of
-    experts."""
+    """Check the results of every tactic bitwise, for exact sums, with a poisoned output, without experts and with each
+    layout of experts."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -133,7 +133,8 @@ def test_every_tactic(name, m, k, epilogue):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [9, 40])
 def test_clusters_with_several_tiles(m):
-    """Check, on few SMs, that partial sums are sent only after the previous tile's have been read."""
+    """Run a cluster over several tiles on few SMs: it must send partial sums only after those of the previous tile were
+    read."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -144,7 +145,7 @@ def test_clusters_with_several_tiles(m):
 
 @pytest.mark.gpu
 def test_a_replay_follows_the_counts():
-    """Check that a replayed call uses the current counts."""
+    """Check that a graph replay uses the current counts."""
     device = torch.device("cuda")
     one = masked("", [3, 0, 16], 16, N, K, device, exact=True)
     a, b, a_scale, b_scale = one.args
@@ -169,7 +170,7 @@ def test_a_replay_follows_the_counts():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 16, 60, 500])
 def test_the_same_sums_every_time(rows):
-    """Check that results repeat if operands stay in L2, so that copies arrive as early as possible."""
+    """Check that results repeat if operands stay in L2, where copies take the least time."""
     one = contiguous("", [rows, 0, rows // 2, 1], 512, 4096, torch.device("cuda"))
     first = torch_cute_ops.grouped_mm_fp8(*one.args)
     used = used_rows(len(first), *one.args[4:])

@@ -1,4 +1,4 @@
-"""Tiles of the FP8 GEMMs: tactics, choices, and the number of CTAs."""
+"""Tiles of the FP8 GEMMs: which are tactics, which is chosen, and the number of CTAs."""
 
 import dataclasses
 import math
@@ -45,7 +45,8 @@ def test_every_tactic_has_a_kernel(arch):
 
 
 def test_tactics_are_the_tiles():
-    """Check that each tile is a tactic for some number of rows, and that few rows get no tile for many."""
+    """Check that each tile is offered as a tactic for some number of rows, and that few rows get no tile meant for
+    many."""
     problem = fp8_problem()
     found = {tactic for m in (1, 64, 4096) for tactic in BACKENDS[0].tactics(problem, m, HOPPER)}
     assert found == set(wgmma_kernel.TILES)
@@ -54,7 +55,7 @@ def test_tactics_are_the_tiles():
 
 
 def test_unsupported():
-    """Check the reasons of unsupported configurations."""
+    """Check the reasons for unsupported configurations."""
     (kernel,) = BACKENDS[0].kernels(fp8_problem(), (16, 128, 1), HOPPER.arch)
     config = kernel.config
     assert "sm_100a" in config.reason_unsupported(ARCHS["sm_100a"])
@@ -68,7 +69,7 @@ def test_unsupported():
 
 
 def test_clusters_that_run_at_once():
-    """Check that clusters fill the SMs, except for clusters of more than two CTAs."""
+    """Check the number of CTAs that run at once: clusters of two CTAs fill the SMs, larger clusters do not."""
     assert Tile(16, 128).clusters(132) == 132
     assert Tile(16, 128, 2).clusters(132) == 66
     assert [Tile(16, 128, split_k).clusters(132) for split_k in (3, 4, 5, 6, 8)] == [39, 30, 22, 18, 14]
@@ -79,7 +80,7 @@ def test_clusters_that_run_at_once():
 @pytest.mark.parametrize("tile_m", [16, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize("mean", [0.25, 1.0, 3.0, 16.0, 40.0, 128.0, 1000.0])
 def test_expected_tiles(mean, tile_m):
-    """Compare with the sum over the distribution's probabilities, within 1.5 %."""
+    """Compare the expected number of tiles with the sum over the distribution's probabilities, within 1.5 %."""
     rows = range(1, int(mean + 40 * math.sqrt(mean) + 40))
     probabilities = [math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) for count in rows]
     want = sum(p * math.ceil(count / tile_m) for p, count in zip(probabilities, rows, strict=True))
@@ -87,9 +88,9 @@ def test_expected_tiles(mean, tile_m):
 
 
 def test_random_routing_takes_larger_tiles():
-    """Check the tile under random routing, where half of the experts have more rows than the mean.
+    """Check that larger tiles are chosen under random routing, because half of the experts get more rows than the mean.
 
-    If rows may be padded, nothing is known of their distribution.
+    If rows may be padded, the distribution is unknown, and the mean counts.
     """
     packed = fp8_problem(4096, 7168, ExpertLayout(True, False), 32)
     assert choose(packed, 32 * 16, HOPPER).tactic == (32, 128, 1)
@@ -159,8 +160,8 @@ FASTEST = [
     (fp4_problem(10240, 5120), {1: (1, 192, 2), 8: (8, 160, 2), 16: (16, 192, 2), 32: (32, 192, 2)}),
     (fp4_problem(8192, 28672), {1: (1, 256, 3), 8: (8, 224, 3), 16: (16, 256, 0), 32: (32, 256, 0)}),
 ]
-"""For each problem and M the fastest tile on an H200, or a nearly as fast tile; after its backend, unless that is
-``wgmma``, or ``wgmma_ss`` with an FP4 weight."""
+"""The fastest tile on an H200, or a nearly as fast tile, for each problem and M. The backend precedes the tile, unless
+it is ``wgmma``, or ``wgmma_ss`` with an FP4 weight."""
 
 FASTEST_ON_H100 = [
     (fp8_problem(4096, 4096), {1: (16, 64, 2), 16: (16, 64, 2)}),
@@ -186,7 +187,7 @@ FASTEST_ON_H100 = [
     (fp4_problem(28672, 4096), {1: (1, 256, 1), 32: (32, 256, 1), 64: (64, 256, 1), 192: (256, 128, 0)}),
     (fp4_problem(8192, 28672), {16: (16, 256, 3), 32: (32, 256, 3), 128: (128, 128, 0), 1024: (256, 128, 1)}),
 ]
-"""The fastest tiles on an H100."""
+"""The fastest tile on an H100 for each problem and M."""
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ FASTEST_ON_H100 = [
     ],
 )
 def test_the_fastest_is_chosen(target, problem, m, tile):
-    """Check the choice against the measured tiles."""
+    """Check that the chosen tile is the tile that was measured to be the fastest."""
     choice = choose(problem, m, target)
     default = "wgmma_ss" if problem.a.is_fp8 and problem.b.is_fp4 else "wgmma"
     want = tile if isinstance(tile[0], str) else (default, *tile)
@@ -207,7 +208,7 @@ def test_the_fastest_is_chosen(target, problem, m, tile):
 
 
 def test_few_tiles_are_shared():
-    """Check that CTAs share tiles only if there are fewer tiles than SMs."""
+    """Check that split-K is used only if the GEMM has fewer tiles than the GPU has SMs."""
     assert choose(fp8_problem(1024, 7168), 8, HOPPER).tactic[2] > 1
     assert choose(masked(32, 4096, 7168), 8, HOPPER).tactic[2] == 1
 
@@ -215,7 +216,7 @@ def test_few_tiles_are_shared():
 @pytest.mark.parametrize(("problem", "m", "tile_m"), [(fp8_problem(), 1, 16), (fp8_problem(), 8192, 64)])
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_other_gpus_use_mma_sync(arch, problem, m, tile_m):
-    """Check that few rows get tiles of 16 rows."""
+    """Check that GPUs without wgmma use the kernel with mma.sync, with tiles of 16 rows for few rows."""
     (target,) = usual_targets(ARCHS[arch])[:1]
     choice = choose(problem, m, target)
     assert (choice.backend.name, choice.tactic) == ("mma_sync", (tile_m,))

@@ -1,4 +1,4 @@
-"""``mm_fp8``, and ``grouped_mm_fp8`` with per-token scales: exactness, promotion, NaN, tactics, backends."""
+"""``mm_fp8``, and ``grouped_mm_fp8`` with per-token scales: exact sums, promotion, NaN, tactics, backends."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,14 +27,15 @@ SCALED_MM = torch._scaled_mm
 
 
 def exact(a, b, a_scale, b_scale):
-    """Compute ``a_scale · b_scale · (a @ b)`` of whole numbers and powers of two, so that no sum is rounded."""
+    """Compute ``a_scale · b_scale · (a @ b)`` for whole numbers and scales that are powers of two, so that no sum is
+    rounded."""
     return (a.double() @ b.double()) * a_scale.double() * b_scale.double()
 
 
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_whole_numbers_are_exact(m, fast_accum, device):
-    """Check exact sums for any tactic that the number of rows gets."""
+    """Check exact sums, with any tactic that is chosen for the number of rows."""
     one = sample("", m, N, K, torch.device(device), exact=True)
     got = torch_cute_ops.mm_fp8(*one.args, out_dtype=FP32, fast_accum=fast_accum)
     assert torch.equal(got, exact(*one.args).float())
@@ -42,7 +43,7 @@ def test_whole_numbers_are_exact(m, fast_accum, device):
 
 @pytest.mark.parametrize("m", [1, 70])
 def test_one_scale_of_a_matrix_is_repeated(m, device):
-    """Check that one scale for a matrix means the same as equal scales for its rows or columns."""
+    """Check that one scale for a matrix gives the same result as equal scales for all its rows or columns."""
     one = sample("", m, N, K, torch.device(device), exact=True, one_a_scale=True, one_b_scale=True)
     a, b, a_scale, b_scale = one.args
     want = torch_cute_ops.mm_fp8(a, b, a_scale.expand(m, 1), b_scale.expand(N))
@@ -52,8 +53,8 @@ def test_one_scale_of_a_matrix_is_repeated(m, device):
 
 @pytest.mark.parametrize("m", [5, 130])
 def test_promotion_keeps_long_sums(m, device):
-    """Check long sums of positive numbers. Tensor cores alone lose about a fifth of them; with promotion the error
-    stays below a hundredth (0.2 % were measured with other data)."""
+    """Check long sums of positive numbers. Tensor cores alone lose about a fifth of such sums. With promotion the error
+    must stay below one hundredth (0.2 % was measured with other data)."""
     where, k = torch.device(device), 16_384
     a, b = (torch.rand(rows, k, device=where).to(FP8) for rows in (m, 128))
     ones = torch.ones(1, device=where)
@@ -66,7 +67,7 @@ def test_promotion_keeps_long_sums(m, device):
 
 @pytest.mark.parametrize("m", [3, 140])
 def test_nan_stays_where_it_is(m, device):
-    """Check that NaN spreads to its row or column, from elements and from scales."""
+    """Check that NaN affects only its row or column, whether an element or a scale is NaN."""
     where = torch.device(device)
     a, b = integers(m, K, device=where), integers(N, K, device=where)
     a_scale, b_scale = powers(m, 1, device=where), powers(N, device=where)
@@ -81,7 +82,7 @@ def test_nan_stays_where_it_is(m, device):
 
 
 def test_a_row_does_not_depend_on_other_rows(device):
-    """Check that neither the number of rows of a bucket nor the values of other rows change a row's bits."""
+    """Check that neither the number of rows within a bucket nor the values of other rows change a row's bits."""
     one = sample("", 72, N, K, torch.device(device))
     a, b, a_scale, b_scale = one.args
     want = torch_cute_ops.mm_fp8(a, b, a_scale, b_scale)
@@ -90,7 +91,8 @@ def test_a_row_does_not_depend_on_other_rows(device):
         assert torch.equal(got, want[rows])
 
 
-# Most cases share kernels with each other and with the benchmark, because compiling takes longer than running.
+# The cases share kernels with each other and with the benchmark if possible, because compiling takes longer than
+# running.
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["wgmma", "scaled_mm"])
@@ -108,8 +110,8 @@ def test_a_row_does_not_depend_on_other_rows(device):
     ],
 )
 def test_every_tactic(name, m, k, fast_accum, out_dtype):
-    """Compare every tactic bit for bit, with exact sums and a poisoned output. Results in bfloat16 have scales of rows
-    and columns, other results one scale for each matrix and a bias."""
+    """Check the results of every tactic bitwise, for exact sums, with a poisoned output. Calls with bfloat16 results
+    use per-token and per-channel scales; other calls use one scale per matrix, and a bias."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -126,7 +128,8 @@ def test_every_tactic(name, m, k, fast_accum, out_dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [9, 40])
 def test_clusters_with_several_tiles(m):
-    """Check, on few SMs, that partial sums are sent only after the previous tile's have been read."""
+    """Run a cluster over several tiles on few SMs: it must send partial sums only after those of the previous tile were
+    read."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -144,7 +147,7 @@ def meta(value):
 
 @pytest.fixture
 def scaled_mm(monkeypatch):
-    """Replace torch's scaled GEMM by PyTorch's own checks and exact sums; return the list of its calls."""
+    """Replace torch's scaled GEMM by its checks followed by exact sums; return the list of calls."""
     calls = []
 
     def call(a, b, a_scale, b_scale, bias=None, *, out_dtype, use_fast_accum, out):
@@ -163,7 +166,8 @@ def scaled_mm(monkeypatch):
 @pytest.mark.parametrize(("one_a", "one_b"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("n", [48, 40])
 def test_calls_of_torch(n, one_a, one_b, has_bias, out_dtype, scaled_mm, monkeypatch):
-    """Check the result, and which problems PyTorch computes in one call, as fp32 sums, or from decoded operands."""
+    """Check the result, and which problems are computed by one call of PyTorch, from fp32 sums, or from decoded
+    operands."""
     m, k, fast = 9, 192, n % 16 == 0 and one_a
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a.double() @ b.double()).to(out_dtype))
     a, b, a_scale, b_scale = sample("", m, n, k, torch.device("cpu"), exact=True).args
@@ -184,7 +188,7 @@ def test_calls_of_torch(n, one_a, one_b, has_bias, out_dtype, scaled_mm, monkeyp
 
 
 def test_torch_computes_float32_bias_of_bfloat16_from_sums(scaled_mm):
-    """Check that a bias that PyTorch would refuse is added to fp32 sums."""
+    """Check that a bias that PyTorch's GEMM would refuse is added to fp32 sums."""
     a, b, a_scale, b_scale = sample("", 5, 48, 192, torch.device("cpu"), exact=True).args
     problem, bias, out = token_problem(48, 192, BF16, FP32), torch.arange(48.0), poisoned(5, 48, dtype=BF16)
     launch = backend_for("scaled_mm", problem).launcher(problem, (), HOPPER)
@@ -197,7 +201,7 @@ def test_torch_computes_float32_bias_of_bfloat16_from_sums(scaled_mm):
 
 
 def exact_experts(one, counts, begins):
-    """Return the results (rows, N) of experts' rows, exact, and zero in other rows."""
+    """Return the exact results (rows, N) of experts' rows, and zeros in all other rows."""
     a, b, a_scale, b_scale, *_ = one.args
     rows, scales = a.reshape(-1, a.shape[-1]), a_scale.reshape(-1, 1).expand(a.shape[:-1].numel(), 1)
     want = torch.zeros(len(rows), b.shape[2], dtype=torch.float64, device=a.device)
@@ -211,7 +215,7 @@ def exact_experts(one, counts, begins):
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("one_scale", [False, True])
 def test_rows_of_experts(counts, layout, one_scale, device):
-    """Check exact results of experts' rows, and that other rows are not written."""
+    """Check exact results in experts' rows, and that no other row is written."""
     where = torch.device(device)
     if layout == "masked":
         one, begins = masked("", counts, 300, N, 704, where, exact=True), [0, 300, 600, 900]
@@ -233,7 +237,7 @@ def test_rows_of_experts(counts, layout, one_scale, device):
 @pytest.mark.parametrize("alpha", [(), (1,), (1, 1), (3,), (3, N)])
 @pytest.mark.parametrize("one_b_scale", [False, True])
 def test_alpha_of_experts(alpha, one_b_scale, device):
-    """Check that ``alpha`` in each shape multiplies the scales of the experts' weights."""
+    """Check that ``alpha``, in each of its shapes, multiplies the scales of the experts' weights."""
     where = torch.device(device)
     one = with_token_scales(
         contiguous("", [5, 3, 19], N, 256, where, exact=True, alignment=1), exact=True, one_b_scale=one_b_scale
@@ -257,7 +261,8 @@ def test_one_expert_is_the_plain_gemm(device):
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("one_scale", [False, True])
 def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
-    """Check the operands that ``mma_sync`` passes to the kernel for block scales, with the reference as kernel."""
+    """Check the operands that ``mm_fp8`` by ``mma_sync`` passes to the kernel for block scales, which the reference
+    replaces here."""
     where = torch.device("cpu")
     if layout == "masked":
         one = masked("", [5, 0, 8], 8, 40, 320, where, exact=True)
@@ -274,8 +279,8 @@ def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
 
 @pytest.mark.usefixtures("launches")
 def test_repeated_calls():
-    """Check that a repeated call, which passes its tensors to the compiled function without checks, gives the results
-    of the first: scales are repeated, flattened or refused as the compiled function needs it."""
+    """Check that a repeated call, which passes its tensors to the compiled function without checks, gives the same
+    result as the first: scales are expanded, flattened or refused as the compiled function requires."""
     where, made = torch.device("cpu"), 0
     plain = [sample("", 9, 136, 192, where, one_a_scale=one, one_b_scale=not one) for one in (False, True)]
     for op, given in (

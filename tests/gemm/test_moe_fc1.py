@@ -1,4 +1,4 @@
-"""Gated GEMMs of experts: exact sums, skipped and unwritten results, independence of rows, the whole layer."""
+"""Expert GEMMs with a gate: exact sums, skipped and unwritten results, independence of rows, and a whole layer."""
 
 import numpy as np
 import pytest
@@ -30,17 +30,17 @@ CPU = torch.device("cpu")
 
 
 def by_backend(op, given, device):
-    """Return the results of each backend that supports a call, keyed by the backend's name."""
+    """Return the results of a call for each backend that supports it, keyed by the backend's name."""
     names = backends_of(op, named(op, given), device)
     assert "reference" in names
     return {name: run(op, named(op, given | {"backend": name})) for name in names}
 
 
 def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
-    """Return arguments with which the gate is linear in ``half``, and the gated values (M, E, I) in float64.
+    """Return arguments for which the gate is linear in ``half``, and the expected values (M, E, I) in float64.
 
-    silu(g) equals g for g >= 32. So the weight of the half that is not tested is zero, and its bias is 1 (up) or 32
-    (gate). The values are the sums of ``half``, multiplied by 32 if ``half`` is up.
+    silu(g) equals g for g >= 32. The other half gets a zero weight and a bias of 1 (if it is up) or 32 (if it is the
+    gate). So the values are the sums of ``half``, multiplied by 32 if ``half`` is up.
 
     Args:
         sizes: M, number of experts, width of an expert, K.
@@ -86,7 +86,7 @@ def cancelling_call(op, device, m, experts, width, k, fmt, layout, route, power=
     a, a_scale = cancelling_matrix(m, k, fmt, power, takes_away=False, device=device)
     w, w_scale = cancelling_matrix(experts * 2 * width, k, fmt, power, takes_away=True, device=device)
     finish = {
-        # Scales the remainder of the cancelled products to a few units.
+        # Scale the remainder of the cancelled products to a few units.
         "alpha": torch.full((experts, 2), 2.0 ** (2 * power - 6), device=device),
         "bias": torch.randn(experts, 2 * width, device=device),
         "routing": route(m, experts, device),
@@ -110,7 +110,8 @@ def bits(results):
 
 
 def exact_results(given, value):
-    """Return an op's results for exact values (M, E, I), on the CPU, with zeros for elements that it does not write."""
+    """Return the results of an op for the exact values (M, E, I), on the CPU. Elements that the op does not write are
+    zero."""
     flat = value.flatten(1).float()
     if "a_scale" not in given:
         return (flat.to(torch.bfloat16),)
@@ -130,7 +131,7 @@ def exact_results(given, value):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_exact_sums(op, fmt, layout, half, device):
-    """Check every column of gate and up bit for bit, with its own factor and bias, in each format and layout."""
+    """Check every column of gate and up bitwise, each with its own factor and bias, in each format and layout."""
     if layout not in SAMPLES[op.name].layouts:
         return
     given, value = linear_call(op, half, fmt, layout, device)
@@ -141,9 +142,9 @@ def test_exact_sums(op, fmt, layout, half, device):
 @by_op
 @pytest.mark.parametrize(("m", "half"), [(24, "gate"), (45, "up")])
 def test_exact_results_of_skewed_routings(op, m, half, device):
-    """Check exact results of skewed routings: some experts with all or most tokens, others with one or none.
+    """Check exact results if some experts get all or most tokens, and others get one token or none.
 
-    The numbers of tokens lie below and above the limit up to which each CTA searches for its expert's tokens itself.
+    The numbers of tokens are below and above the limit up to which each CTA itself searches for its expert's tokens.
     """
     for routing, route in SKEWED.items():
         given, value = linear_call(op, half, NVFP4, "128x4", device, (m, 20, 64, 80), route)
@@ -154,7 +155,7 @@ def test_exact_results_of_skewed_routings(op, m, half, device):
 
 @by_op
 def test_exact_results_of_512_experts_with_tokens(op, device):
-    """Check the largest number of experts. Every expert gets tokens, and a token is routed to 16 experts."""
+    """Check the largest number of experts, 512, all of which get tokens. A token is routed to 16 experts."""
     given, value = linear_call(op, "up", NVFP4, "128x4", device, (41, 512, 64, 32), every_alpha)
     routed = given["routing"] != 0
     assert routed.any(0).all() and (routed.sum(1) == 16).any()
@@ -165,7 +166,7 @@ def test_exact_results_of_512_experts_with_tokens(op, device):
 @by_op
 @given_by(data=st.data())
 def test_any_size_and_routing(op, data):
-    """Check random M, H, E and I, format, layout, routing and gate."""
+    """Check random M, H, E and I, formats, layouts, routings and gates."""
     samples = SAMPLES[op.name]
     fmt = data.draw(st.sampled_from([NVFP4, MXFP4]))
     layout = data.draw(st.sampled_from(samples.layouts))
@@ -188,7 +189,8 @@ def test_any_size_and_routing(op, data):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_unrouted_results_are_not_written(op, fmt, layout, device):
-    """Check that results of pairs with routing 0 or -0 are not written, and that padding of scales becomes zero."""
+    """Check that nothing is written for pairs with a routing weight of 0 or -0, and that padding of scales becomes
+    zero."""
     samples = SAMPLES[op.name]
     if layout not in samples.layouts:
         return
@@ -210,14 +212,14 @@ def test_unrouted_results_are_not_written(op, fmt, layout, device):
             scale = outputs[1].cpu()
             linear = to_linear(scale, SCALE_LAYOUTS[layout], 9, blocks).view(torch.uint8).unflatten(1, (3, -1))
             assert (linear[~routed] == 0xAA).all() and (linear[routed] != 0xAA).any(), name
-            # Outside routed pairs only bytes of unrouted pairs keep the poison: padding is zero.
+            # Only bytes of pairs that are not routed keep the poison; padding is zero.
             kept = int((scale.view(torch.uint8) == 0xAA).sum()) - int((linear[routed] == 0xAA).sum())
             assert kept == int((~routed).sum()) * blocks // 3, name
 
 
 @by_op
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
-    """Check that the reference ignores NaN of unrouted pairs when it computes every row, as it does on a GPU.
+    """Check that the reference ignores NaN of pairs that are not routed even if it computes every row, as on a GPU.
 
     On a GPU the reference cannot read the routing on the host to select rows.
     """
@@ -233,7 +235,7 @@ def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
 @by_op
 @pytest.mark.parametrize("alpha", ["expert", "half"])
 def test_terms_of_an_expert_without_tokens_may_be_anything(op, alpha, device):
-    """Check that an unused expert's factor, bias and global scale may be NaN, together with its weight's scales.
+    """Check that the factor, bias, global scale and weight scales of an expert without tokens may be NaN.
 
     The results equal the results of a call with ones instead of NaN.
     """
@@ -250,7 +252,8 @@ def test_terms_of_an_expert_without_tokens_may_be_anything(op, alpha, device):
 @by_op
 @pytest.mark.parametrize("alpha", ["expert", "half"])
 def test_nan_terms_stay_with_their_expert(op, alpha, device):
-    """Check that a NaN factor, bias or global scale of an expert reaches all of its routed results, and no others."""
+    """Check that a NaN factor, bias or global scale of an expert affects all results routed to it, and no other
+    results."""
     given, terms = call_with_terms(op, alpha, device)
     routed = (given["routing"] != 0).cpu()
     for which in terms:
@@ -266,7 +269,7 @@ def test_nan_terms_stay_with_their_expert(op, alpha, device):
 
 
 def call_with_terms(op, alpha, device):
-    """Return a call whose first expert gets no tokens, and the call's factors, biases and global scales by name.
+    """Return a call whose first expert gets no tokens, and its factors, biases and global scales by name.
 
     The scales of the first expert's weight are NaN.
     """
@@ -278,7 +281,7 @@ def call_with_terms(op, alpha, device):
     if SAMPLES[op.name].has_a_scale:
         terms["global_scale"] = torch.rand(3, device=device) * 40 + 1
     given = arguments(op, SAMPLES[op.name].poisoned("", m, n, k, NVFP4, "128x4", device, **terms))
-    given["routing"][0, 1:] = 0.5  # a token for both other experts
+    given["routing"][0, 1:] = 0.5  # a token for each of the other two experts
     return given, terms
 
 
@@ -291,7 +294,7 @@ def changed_at(terms, expert, value):
 
 @by_op
 def test_a_nan_of_the_routing_is_routed(op, device):
-    """Check that NaN in the routing counts as routed and leaves the results unchanged."""
+    """Check that NaN in the routing counts as routed, and does not change the results."""
     given = arguments(op, SAMPLES[op.name].sample("", 5, 128, 64, NVFP4, "128x4", torch.device(device)))
     given["routing"] = torch.ones(5, 2, device=device)
     for name, want in by_backend(op, given, device).items():
@@ -306,7 +309,7 @@ def test_a_nan_of_the_routing_is_routed(op, device):
 @by_op
 @by_format
 def test_rows_do_not_see_each_other(op, fmt, device):
-    """Check that a row gives the same bits alone and among rows that share its experts, over several k tiles.
+    """Check that a row gives the same bits alone and among rows that share its experts, with several k tiles.
 
     Every expert gets at least 9 tokens, and one expert gets all of them.
     """
@@ -328,10 +331,10 @@ def test_rows_do_not_see_each_other(op, fmt, device):
 @pytest.mark.parametrize("swiglu", [{}, GPT_OSS], ids=["silu", "gpt-oss"])
 @pytest.mark.parametrize("activations", ["fp4", "16-bit"])
 def test_both_gemms_are_a_layer(activations, swiglu, device):
-    """Compare router, first and second GEMM with the layer in float64 on the decoded weights.
+    """Compare the router and both expert GEMMs with the layer in float64 on the decoded weights.
 
-    Each expert uses its own bias and global scale. Unrouted results keep their poison, so the test fails if the second
-    GEMM reads them.
+    Each expert's bias and global scale are different. Results of pairs that are not routed keep their poison, so the
+    test fails if the second GEMM reads them.
     """
     m, hidden, experts, width, topk = 12, 128, 6, 64, 2
     x = torch.randn(m, hidden).bfloat16()
@@ -397,7 +400,7 @@ def test_both_gemms_are_a_layer(activations, swiglu, device):
 
 @by_op
 def test_the_example_is_a_call(op):
-    """Check that the example that ``warmup`` calls matches the given properties."""
+    """Check that the example call that ``warmup`` makes has the requested properties."""
     given = {"n": 192, "k": 96, "m": 3, "experts": 3, "block_size": 32, "alpha": "expert_half", "swiglu": True}
     kwargs = op.path.example(**given, bias_dtype=torch.float32, device="cpu")
     sample = op.bind(**kwargs)

@@ -1,4 +1,4 @@
-"""Gated GEMMs of experts on a GPU: every tactic, consecutive launches, captures with another routing."""
+"""Expert GEMMs with a gate on a GPU: every tactic, consecutive launches, captures with another routing."""
 
 import itertools
 
@@ -19,8 +19,8 @@ from torch_cute_ops.gemm.select import target_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-# M, experts, width of an expert, K, and one routing or more: around the boundaries of buckets and tiles, with tails in
-# every dimension
+# (M, experts, width of an expert, K, routings): sizes around the boundaries of buckets and tiles, with a partial tile
+# in every dimension
 CALLS = [
     (1, 1, 64, 256, dense_alpha),
     (8, 9, 256, 1024, top_alpha, zipf_alpha),
@@ -32,7 +32,7 @@ CALLS = [
     (513, 4, 192, 768, top_alpha, zipf_alpha),
 ]
 KINDS = list(itertools.product((NVFP4, MXFP4), ("gate", "up"))) * 2
-"""Formats of the calls' weights, and the half of the weight that the results depend on."""
+"""Format of the weight, and the half of the weight on which the results depend, for successive calls."""
 
 
 def hopper():
@@ -44,7 +44,7 @@ def hopper():
 
 
 def operands_of(op, given):
-    """Return a call's problem, and its operands in the form that backends take."""
+    """Return the problem of a call, and its operands as backends expect them."""
     sample = named(op, given)
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
@@ -63,7 +63,7 @@ def operands_of(op, given):
     ids=lambda value: getattr(value, "name", value) if not isinstance(value, tuple) else "-".join(map(str, value[:4])),
 )
 def test_every_tactic(op, fmt, half, sizes):
-    """Check every tactic bit for bit, in poisoned outputs, in consecutive launches on data in L2."""
+    """Check the results of every tactic bitwise, with poisoned outputs, in consecutive launches on data in L2."""
     target = hopper()
     shape, routes = sizes[:4], sizes[4:]
     for route in routes:
@@ -85,10 +85,10 @@ def test_every_tactic(op, fmt, half, sizes):
 
 @by_op
 def test_rows_do_not_depend_on_others(op):
-    """Check that each tactic gives a row the same bits alone, among others, and in a second call.
+    """Check that each tactic gives a row the same bits alone, among other rows, and in a second call.
 
-    The sums are rounded, so they differ between tactics that add in another order. The sizes of a call of
-    ``test_every_tactic`` reuse its kernels.
+    The sums are rounded, so tactics that add in another order give other bits. The sizes are those of a call in
+    ``test_every_tactic``, so that no other kernels are compiled.
     """
     target = hopper()
     m, experts, width, k = CALLS[6][:4]
@@ -102,7 +102,7 @@ def test_rows_do_not_depend_on_others(op):
         launch = backend.launcher(problem, tactic, target)
         every = []
         for rows in (m, m, 33, 1):
-            # The scales of the first rows are in the first tile.
+            # The scales of the first rows are in the first scale tile.
             tiles = -(-rows // layout.tile_rows)
             outputs = poisoned([like[0][:rows], *(scale[:tiles] for scale in like[1:])])
             first = operands._replace(
@@ -122,7 +122,7 @@ def test_rows_do_not_depend_on_others(op):
 
 @by_op
 def test_a_captured_call_serves_other_routings(op):
-    """Check that a replayed graph reads the current routing and operands."""
+    """Check that a graph replay uses the current routing and operands."""
     target, shape = hopper(), (40, 12, 128, 512)
     mine, _ = linear_call(op, "up", NVFP4, "128x4", target.device, shape)
     op.function(**mine)

@@ -1,4 +1,4 @@
-"""GEMMs summed over experts: exact sums, special factors, skipped operands, independence of rows, calls."""
+"""GEMMs that sum over experts: exact sums, special factors, skipped operands, independence of rows, calls."""
 
 import inspect
 
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def by_backend(op, given, device):
-    """Return the result of each backend that supports a call, keyed by the backend's name."""
+    """Return the result of a call for each backend that supports it, keyed by the backend's name."""
     found = {
         name: run(op, named(op, given | {"backend": name}))[0] for name in backends_of(op, named(op, given), device)
     }
@@ -46,7 +46,7 @@ def by_backend(op, given, device):
 
 
 def integer_call(op, m, n, experts, width, fmt, layout, device, **kwargs):
-    """Return arguments whose sums are exact in float32, also after multiplication by powers of two."""
+    """Return arguments for which all sums are exact in float32, also after they are multiplied by powers of two."""
     samples = SAMPLES[op.name]
     sizes = (m, n, experts * width, fmt, layout, torch.device(device))
     sample = samples.sample("", *sizes, scales=POWERS[fmt.scale_format], out_dtype=torch.float32, **kwargs)
@@ -78,7 +78,8 @@ def test_exact_sums(op, fmt, layout, device):
 @by_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_sums_with_biases(op, dtype, device):
-    """Check that a bias is multiplied by the factor, and that an unused expert's bias adds nothing, even NaN."""
+    """Check that a bias is multiplied by the factor, and that the bias of an unused expert adds nothing, even if it is
+    NaN."""
     alpha = 2.0 ** torch.randint(-1, 2, (37, 3), device=device) * torch.randint(-1, 2, (37, 3), device=device)
     alpha[:, 2] = 0
     bias = torch.randint(-64, 65, (3, 56), device=device).to(dtype)
@@ -93,7 +94,7 @@ def test_exact_sums_with_biases(op, dtype, device):
 
 
 def test_backends_that_add_biases():
-    """Check that backends for experts over K either support biases or give the lack of them as a reason."""
+    """Check that each backend for experts over K either supports biases, or says in its reason that it does not."""
     kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
     assert kwargs["bias"].shape == (4, 256)
     problem = OPS["moe_fc2_fp4"].path.problem(OPS["moe_fc2_fp4"].bind(**kwargs))
@@ -104,7 +105,7 @@ def test_backends_that_add_biases():
 
 @by_op
 def test_experts_as_wide_as_those_of_gpt_oss(op):
-    """Check that on Hopper only the kernels of ``routed`` support GPT-OSS's experts; other backends give reasons.
+    """Check that on Hopper only ``routed`` supports GPT-OSS's experts, and that other backends give reasons.
 
     An expert is 2,880 columns wide: 22.5 tiles of four MXFP4 scales.
     """
@@ -124,10 +125,10 @@ def test_experts_as_wide_as_those_of_gpt_oss(op):
 @by_op
 @by_format
 def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
-    """Check that unit vectors as rows of ``a`` give columns of the weight.
+    """Check that, if rows of ``a`` are unit vectors, rows of the result are columns of the weight.
 
-    Row m is a unit vector in each expert, and its token is routed to one expert. The result is a column of this
-    expert's weight, multiplied by the factor.
+    Row m is a unit vector in each expert's range of K, and its token is routed to one expert. The result is a column of
+    this expert's weight, multiplied by the factor.
     """
     experts, width, n = 3, 128, 40
     m = 2 * width
@@ -138,7 +139,7 @@ def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
     given = arguments(op, SAMPLES[op.name].sample("", *sizes, alpha=alpha, out_dtype=torch.float32))
     ones = torch.eye(width).repeat(2, experts)
     if "a_scale" in given:
-        codes = (ones * 2).to(torch.uint8)  # e2m1 of 1
+        codes = (ones * 2).to(torch.uint8)  # the e2m1 code of 1
         given["a"].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
         given["a_scale"].view(torch.uint8).fill_(0x38 if fmt == NVFP4 else 127)
     else:
@@ -171,7 +172,7 @@ ROUTINGS = {
 @by_op
 @given_by(data=st.data())
 def test_any_size_and_routing(op, data):
-    """Check random M, N, E and I, format, layout, routing and output, within the error of fp32 arithmetic."""
+    """Check random M, N, E and I, formats, layouts, routings and output dtypes, within the error of fp32 arithmetic."""
     samples = SAMPLES[op.name]
     fmt, layout, out_dtype = drawn_choices(data, samples.layouts)
     m, n = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 40))
@@ -187,9 +188,9 @@ def test_any_size_and_routing(op, data):
 @by_op
 @pytest.mark.parametrize("m", [24, 45])
 def test_exact_sums_of_skewed_routings(op, m, device):
-    """Check exact sums of skewed routings: some experts with all or most tokens, others with one or none.
+    """Check exact sums if some experts get all or most tokens, and others get one token or none.
 
-    The numbers of tokens lie below and above the limit up to which each CTA searches for its expert's tokens itself.
+    The numbers of tokens are below and above the limit up to which each CTA itself searches for its expert's tokens.
     """
     for routing, route in SKEWED.items():
         alpha = powers(route(m, 20, torch.device(device)))
@@ -203,7 +204,7 @@ def test_exact_sums_of_skewed_routings(op, m, device):
 
 @by_op
 def test_exact_sums_of_512_experts_with_tokens(op, device):
-    """Check the largest number of experts. Every expert gets tokens, and each token is routed to 16 experts."""
+    """Check the largest number of experts, 512, all of which get tokens. Each token is routed to 16 experts."""
     alpha = powers(every_alpha(41, 512, torch.device(device)))
     assert (alpha != 0).any(0).all() and ((alpha != 0).sum(1) == 16).all()
     given = integer_call(op, 41, 8, 512, 64, NVFP4, "128x4", device, alpha=alpha)
@@ -214,7 +215,7 @@ def test_exact_sums_of_512_experts_with_tokens(op, device):
 
 
 def test_experts_are_added_in_ascending_order():
-    """Check the order of addition with factors that cancel.
+    """Check the order in which experts are added, with factors that cancel.
 
     All sums are 1. In float32, 2^24 + 1 - 2^24 is 0, but 2^24 - 2^24 + 1 is 1.
     """
@@ -230,7 +231,7 @@ def test_experts_are_added_in_ascending_order():
 @by_op
 @pytest.mark.parametrize("power", [-135, -100, 90])
 def test_factors_of_any_size(op, power, device):
-    """Check tiny and large factors, also a subnormal factor whose product with the sum is normal and exact."""
+    """Check tiny and large factors, and a subnormal factor whose product with the sum is normal and exact."""
     alpha = torch.full((5, 2), 2.0**power, device=device)
     alpha[:, 1] *= -1
     given = integer_call(op, 5, 24, 2, 64, NVFP4, "linear", device, alpha=alpha)
@@ -248,7 +249,7 @@ def test_factors_of_any_size(op, power, device):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_skipped_operands_may_be_anything(op, fmt, layout, device):
-    """Check that NaN in skipped operands leaves the result unchanged.
+    """Check that NaN in operands that are skipped does not change the result.
 
     ``a`` or its scales are NaN for every pair with ``alpha`` 0 or -0, and the weight's scales are NaN for an expert
     without tokens.
@@ -272,7 +273,7 @@ def test_skipped_operands_may_be_anything(op, fmt, layout, device):
 
 @by_op
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
-    """Check that the reference ignores NaN of unrouted pairs when it computes every row, as it does on a GPU.
+    """Check that the reference ignores NaN of pairs that are not routed even if it computes every row, as on a GPU.
 
     On a GPU the reference cannot read ``alpha`` on the host to select rows.
     """
@@ -284,7 +285,7 @@ def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
 
 @by_op
 def test_poison_that_counts_is_seen(op, device):
-    """Check that NaN in an operand reaches the result if ``alpha`` is not 0."""
+    """Check that NaN in an operand affects the result if ``alpha`` is not 0."""
     given = arguments(op, SAMPLES[op.name].poisoned("", 9, 24, 512, NVFP4, "linear", torch.device(device)))
     alpha = given["alpha"].clone()
     alpha[4, 0] = 2.0**-130
@@ -296,7 +297,7 @@ def test_poison_that_counts_is_seen(op, device):
 @by_op
 @pytest.mark.parametrize("zero", [0.0, -0.0], ids=["zero", "negative-zero"])
 def test_tokens_without_experts(op, zero, device):
-    """Check that tokens without experts give +0 even if their activations and all weights are NaN."""
+    """Check that a token without experts gives +0 even if its activations and all weights are NaN."""
     given = arguments(op, SAMPLES[op.name].sample("", 4, 24, 192, NVFP4, "linear", torch.device(device)))
     given["w_scale"].view(torch.uint8).fill_(0x7F)
     if "a_scale" in given:
@@ -324,9 +325,10 @@ def test_nan_factors_stay_in_their_row(op, device):
 
 
 def cancelling_call(op, device):
-    """Return a call whose result depends on every rounding.
+    """Return a call whose result depends on every rounding, and so on the order of additions.
 
-    An expert's last block cancels its first. Both are so large that even float64 loses the two blocks in between.
+    The last block of each expert cancels the first. Both are so large that even float64 loses the two blocks between
+    them.
     """
     m, n, experts = 7, 40, 3
 
@@ -367,7 +369,7 @@ def test_rows_do_not_see_each_other(op, device):
 
 @by_op
 def test_the_example_is_a_call(op):
-    """Check that the example that ``warmup`` calls matches the given properties."""
+    """Check that the example call that ``warmup`` makes has the requested properties."""
     kwargs = op.path.example(n=48, k=192, m=3, experts=3, block_size=32, out_dtype=torch.float32, device="cpu")
     given = inspect.signature(op.function).bind(**kwargs)
     assert given.arguments["alpha"].shape == (3, 3)
@@ -376,9 +378,10 @@ def test_the_example_is_a_call(op):
 
 
 class Strict(Reference):
-    """Reference that rejects wrong strides, as a compiled kernel does, and records its operands.
+    """Backend that rejects wrong strides, as a compiled kernel does, and records its operands. It computes with the
+    reference.
 
-    It checks operands itself, so the op need not check repeated calls.
+    Because it checks operands itself, the op does not check repeated calls.
     """
 
     name = "strict"
@@ -418,7 +421,7 @@ def strict(monkeypatch):
 
 @by_op
 def test_calls_of_the_same_kind_are_not_checked_again(op, strict, monkeypatch):
-    """Check that a second call of the same shapes reuses its launcher, even if ``alpha`` comes with other strides.
+    """Check that a second call with the same shapes reuses its launcher, even if ``alpha`` has other strides.
 
     Neither ``alpha`` nor the weight is copied.
     """
@@ -440,7 +443,7 @@ def test_calls_of_the_same_kind_are_not_checked_again(op, strict, monkeypatch):
             )
         assert len(checked) == 1, i
     strided = torch.rand(2, 6).t()
-    other = given | {"w": with_padding(given["w"]), "alpha": strided}  # a weight that is copied
+    other = given | {"w": with_padding(given["w"]), "alpha": strided}  # the padded weight is copied
     assert_results((op.cuda(**other),), results(other), other)
     assert len(checked) == 2 and strict.given[-1][1].data_ptr() == strided.data_ptr()
     one_expert = given | {"alpha": torch.rand(6, 1)}

@@ -1,4 +1,4 @@
-"""GEMMs summed over experts on a GPU: every tactic, consecutive launches, captures with another routing."""
+"""GEMMs that sum over experts on a GPU: every tactic, consecutive launches, captures with another routing."""
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from torch_cute_ops.gemm.select import target_of
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 by_backend = pytest.mark.parametrize("name", ["routed", "wgmma", "tcgen05"])
 
-# M, N, experts, width of an expert, and one routing or more: around the boundaries of buckets and tiles, with tails in
-# every dimension
+# (M, N, experts, width of an expert, routings): sizes around the boundaries of buckets and tiles, with a partial tile
+# in every dimension
 CALLS = [
     (1, 8, 1, 128, dense_alpha),
     (8, 200, 9, 256, top_alpha, zipf_alpha),
@@ -36,7 +36,8 @@ CALLS = [
 
 
 def prepared(op, name, m, n, experts, width, route, fmt, layout):
-    """Return operands with exact sums and NaN in skipped activations, the result, the problem and the device."""
+    """Return operands with exact sums and NaN in skipped activations, the expected result, the problem and the
+    device."""
     device = gpu_target(op, name).device
     alpha = powers(route(m, experts, device)).t().contiguous().t()
     given = integer_call(op, m, n, experts, width, fmt, layout, device, alpha=alpha)
@@ -48,7 +49,7 @@ def prepared(op, name, m, n, experts, width, route, fmt, layout):
 
 
 def operands_of(op, given):
-    """Return a call's problem, and its operands in the form that backends take."""
+    """Return the problem of a call, and its operands as backends expect them."""
     sample = named(op, given)
     problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
     dtype = problem.b.format.scale_dtype
@@ -73,7 +74,7 @@ def gpu_target(op, name):
 @by_backend
 @pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
 def test_every_tactic(op, fmt, name, sizes):
-    """Check every tactic bit for bit, in poisoned outputs, in consecutive launches."""
+    """Check the results of every tactic bitwise, with poisoned outputs, in consecutive launches."""
     (m, _, _, width), routes = sizes[:4], sizes[4:]
     if name == "wgmma" and width % 256:
         return
@@ -95,7 +96,7 @@ def test_every_tactic(op, fmt, name, sizes):
 @by_op
 @by_backend
 def test_rows_do_not_depend_on_others(op, name):
-    """Check that each tactic gives a row the same rounded sums alone, among others, and in a second call."""
+    """Check that each tactic gives a row the same rounded sums alone, among other rows, and in a second call."""
     samples, target = SAMPLES[op.name], gpu_target(op, name)
     device = target.device
     alpha = top_alpha(100, 24, device, 6)
@@ -106,7 +107,7 @@ def test_rows_do_not_depend_on_others(op, name):
         launch = backend.launcher(problem, tactic, target)
 
         def of_rows(rows, out, launch=launch):
-            # In each tile of 128 rows, the scales of the first rows come first.
+            # The scales of the first rows are the first bytes of each tile of 128 rows.
             launch(operands._replace(a=operands.a[:rows], alpha=alpha[:rows]), out)
 
         check_first_rows(of_rows, 200, device, tactic)
@@ -115,7 +116,7 @@ def test_rows_do_not_depend_on_others(op, name):
 @by_op
 @by_backend
 def test_a_captured_call_serves_other_routings(op, name):
-    """Check that a replayed graph reads the current ``alpha`` and operands."""
+    """Check that a graph replay uses the current ``alpha`` and operands."""
     (a, w, a_scale, w_scale, alpha, *_), *_ = prepared(op, name, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
     kwargs = {"out_dtype": torch.float32, "backend": name}
     args = (a, w, *(() if a_scale is None else (a_scale,)), w_scale, alpha)

@@ -1,4 +1,4 @@
-"""Prefetches of GEMMs into L2: refused tensors, and the number of bytes."""
+"""Prefetches into L2 by GEMMs: tensors that are refused, and the number of bytes that are prefetched."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ OP = OPS["mm_fp4_weight_only"]
 
 @pytest.mark.parametrize("backend", ["wgmma", "mma_sync"])
 def test_calls_after_a_good_one(backend, launches: Launches):  # noqa: F811
-    """Check that wrong tensors are refused after a good call too, whether or not the kernel uses ``prefetch``.
+    """Check that wrong tensors are refused even after a valid call, whether or not the kernel uses ``prefetch``.
 
     Empty tensors, and tensors that share memory with the result, are accepted.
     """
@@ -52,7 +52,7 @@ def test_calls_after_a_good_one(backend, launches: Launches):  # noqa: F811
 
 
 def test_no_more_than_the_first_bytes(monkeypatch):
-    """Check that each byte up to the limit is prefetched once; the limit exceeds one request."""
+    """Check that each byte up to the limit is prefetched exactly once. The limit is larger than one request."""
     most = 4112
     monkeypatch.setattr(memory, "PREFETCH_BYTES", most)
     case = WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prefetches=True, tile_n=160)
@@ -60,6 +60,6 @@ def test_no_more_than_the_first_bytes(monkeypatch):
     matrix, out = poisoned(9, 1040, dtype=torch.uint8), poisoned(9, 328, dtype=FP32)
     a = torch.randn(9, 512).half()
     given = fp4_wgmma.Arguments(a, None, b.t(), scale, None, None, out, None, matrix, 0, 0)
-    # Kernels are cached by configuration, so the changed limit needs a configuration that no other test uses.
+    # Kernels are cached by their configuration, so use a configuration that no other test uses with the usual limit.
     machines = run_kernel(fp4_wgmma.FP4WgmmaKernel(case.kernel.config), ARCHS["sm_90a"], *given, strict=True)
     check_prefetched(machines, matrix.view(-1)[:most])

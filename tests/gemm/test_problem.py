@@ -1,4 +1,4 @@
-"""Descriptions of GEMMs: bytes, operations, and keys of tuned choices."""
+"""``GemmProblem``: bytes, operations, and keys of tuned choices."""
 
 import json
 import pickle
@@ -14,7 +14,8 @@ from torch_cute_ops.ops import _signature
 
 
 def test_fp4():
-    """Check bytes and operations against numbers by hand: 4-bit codes, a byte per block, 16-bit results."""
+    """Check bytes and operations against figures computed by hand: 4-bit codes, one scale byte per block, 16-bit
+    results."""
     problem = fp4_problem(24, 64)
     assert problem.bytes_moved(10) == (24 + 10) * (32 + 4) + 10 * 24 * 2
     assert fp4_problem(24, 64, a_dtype=BF16).bytes_moved(10) == 24 * 36 + 10 * 128 + 480
@@ -22,7 +23,7 @@ def test_fp4():
 
 
 def test_fp4_with_experts_over_k():
-    """Check against numbers by hand: 16 experts of 64 elements of K; each of 10 tokens uses 8 experts."""
+    """Check figures computed by hand: 16 experts with 64 elements of K each; each of 10 tokens uses 8 experts."""
     problem = fp4_problem(24, 16 * 64, experts=16)
     touched = 1 - 0.5**10
     weight, a = 24 * 16 * (32 + 4) * touched, 10 * 8 * (32 + 4)
@@ -35,7 +36,7 @@ def test_fp4_with_experts_over_k():
 
 @pytest.mark.parametrize("a_dtype", [None, BF16])
 def test_fp4_with_a_gate(a_dtype):
-    """Check against numbers by hand: 16 experts of 64 columns (128 weight rows); each of 10 tokens uses 8 experts."""
+    """Check figures computed by hand: 16 experts of 64 columns (128 weight rows); each of 10 tokens uses 8 experts."""
     problem = gated_problem(16 * 64, 96, a_dtype=a_dtype, experts=16)
     assert (problem.expert_n, problem.weight_rows, problem.expert_k) == (64, 2 * 16 * 64, 96)
     weight = 16 * 128 * (48 + 6) * (1 - 0.5**10)
@@ -46,7 +47,8 @@ def test_fp4_with_a_gate(a_dtype):
 
 
 def test_fp8():
-    """Check against numbers by hand: 8-bit codes, fp32 scales per 128 elements of a row and 128 x 128 of the weight.
+    """Check figures computed by hand: 8-bit elements, one fp32 scale per 128 elements of a row and per 128 × 128
+    elements of the weight.
 
     K is two and a half blocks.
     """
@@ -56,7 +58,8 @@ def test_fp8():
 
 
 def test_fp8_grouped_by_rows():
-    """Check against numbers by hand: 3 contiguous rows use at most 3 of 4 experts; masked, all 4 hold 3 rows each."""
+    """Check figures computed by hand: 3 contiguous rows use at most 3 of 4 experts; in the masked layout, all 4 experts
+    have 3 rows each."""
     weight = 136 * 256 + 2 * 2 * 4
     contiguous = fp8_problem(136, 256, ExpertLayout(True, True), 4)
     assert contiguous.bytes_moved(3) == 3 * (256 + 2 * 4) + 3 * weight + 3 * 136 * 2
@@ -67,7 +70,7 @@ def test_fp8_grouped_by_rows():
 
 
 def test_descriptions_differ():
-    """Check that different problems give different JSON descriptions."""
+    """Check that the JSON descriptions of different problems differ."""
     every = [*problems(), *gated_problems()]
     texts = [json.dumps(problem.described(), sort_keys=True) for problem in every]
     assert len(set(texts)) == len(set(every)) == len(every)
@@ -76,6 +79,6 @@ def test_descriptions_differ():
 
 
 def test_kinds_of_alpha():
-    """Check that the ops' kinds of alpha, which are defined apart from the kernels, match the kernels' kinds."""
+    """Check that the ops' and the kernels' names for kinds of alpha, which are defined separately, agree."""
     kinds = dict.fromkeys((*get_args(_signature.AlphaKind), *get_args(_signature.GatedAlphaKind)))
     assert tuple(kinds) == get_args(layouts.AlphaKind)

@@ -1,4 +1,4 @@
-"""The backend ``routed`` of gated GEMMs over experts, on the host."""
+"""The backend ``routed`` for expert GEMMs with a gate: plans and workspaces, without running kernels."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
     (call,) = calls
     assert {name: getattr(call, name) for name in names} == given
     assert call.num_ctas == 132
-    # A 16-bit row of 28 k tiles per token; partial sums and four flags per CTA
+    # The workspace stores a 16-bit row of 28 k tiles per token, and partial sums and four flags per CTA.
     assert call.workspace.numel() == 5 * 28 * 512 + 132 * (64 * 8 * 4 + 4 * 4)
 
 
@@ -59,7 +59,8 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
     [(1, 32, 13), (8, 128, 38), (32, 256, 95), (64, 256, 128), (128, 256, 148), (256, 256, 172), (512, 256, 235)],
 )
 def test_estimates_of_a_layer(m: int, rows: int, most: int) -> None:
-    """Check the tile_n that is chosen, narrow for one token only, and an upper limit in µs of the cost model."""
+    """Check the chosen tile_n, which is narrow only for a single token, and that the estimate is below a limit in
+    µs."""
     choice = select.choose(LAYER, m, TARGET)
     assert choice.backend.name == "routed" and choice.tactic[0] == rows
     assert choice.backend.estimate(LAYER, m, choice.tactic, TARGET) * 1e6 < most
@@ -73,7 +74,7 @@ def test_refused_problems() -> None:
     assert "gate" in str(reason(gate=None))
     assert "multiple of 64" in str(reason(n=256 * 96))
     assert "at most 1024" in str(reason(n=1025 * 64, grouping=Grouping("n", 1025)))
-    # Blocks of 32 exclude slices of 16 columns; wider slices remain.
+    # Blocks of 32 elements exclude slices of 16 columns; wider slices remain.
     both = Operand(MXFP4, TILED)
     mxfp4 = replace(LAYER, a=both, b=both, quantised=both, global_scale=None)
     assert BACKEND.reason_unsupported(mxfp4, TARGET) is None

@@ -1,4 +1,4 @@
-"""Choice of a GEMM's backend: buckets, estimates, reasons, and the public queries."""
+"""Choice of a GEMM's backend: buckets, estimates, reasons, and the functions that users can query."""
 
 import dataclasses
 import itertools
@@ -51,9 +51,9 @@ GEMMS = {
 
 
 def test_bucket():
-    """Check the buckets of M, which are never smaller than M.
+    """Check the buckets of M. A bucket is represented by a number that is at least M.
 
-    One row is its own bucket. The step is 8 up to 128 rows, 16 up to 256, 32 up to 512, and above 512 a sixteenth of
+    One row is a separate bucket. The step is 8 up to 128 rows, 16 up to 256, 32 up to 512, and above 512 a sixteenth of
     the next power of two.
     """
     assert [bucket(m) for m in (0, 1, 8, 9, 127, 128, 129, 256, 257, 512, 513, 1025, 16_384)] == [
@@ -67,10 +67,10 @@ def test_bucket():
 @pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backends_answer(problem, arch):
-    """Check the answers of all backends of a problem.
+    """Check what all backends that handle a problem say about it.
 
-    Their names are distinct. A backend that supports the problem offers tactics, estimates at least as much time for
-    4,096 rows as for one, and can build its kernels.
+    The backends' names are distinct. A backend that supports the problem offers tactics, estimates at least as much
+    time for 4,096 rows as for one row, and can build its kernels.
     """
     (target,) = usual_targets(ARCHS[arch])[:1]
     handling = select.candidates(problem).values()
@@ -92,7 +92,7 @@ def test_backends_answer(problem, arch):
 )
 @pytest.mark.parametrize("arch", ARCHS)
 def test_some_backend_takes_every_epilogue(alpha, bias_dtype, arch):
-    """Check that ``"auto"`` finds a kernel for every epilogue on every GPU."""
+    """Check that ``"auto"`` finds a backend with kernels for every epilogue on every GPU."""
     (target,) = usual_targets(ARCHS[arch])[:1]
     epilogue = {"alpha": alpha, "bias_dtype": bias_dtype}
     of_experts = {**epilogue, "alpha": {"column": "expert_column", None: "expert"}.get(alpha, alpha)}
@@ -112,7 +112,8 @@ def test_some_backend_takes_every_epilogue(alpha, bias_dtype, arch):
 
 
 def test_auto_takes_no_reference_on_a_gpu():
-    """Check that ``"auto"`` refuses a call, with every reason, instead of running the slow reference on a GPU."""
+    """Check that on a GPU ``"auto"`` raises an error with every backend's reason instead of running the slow
+    reference."""
     problem = dataclasses.replace(fp4_problem(64, 12 * 64, experts=12), n=20)
     with pytest.raises(ValueError, match=r"no backend: wgmma: .*; routed: .*; reference: is taken only where it is"):
         select.choose(problem, 8, HOPPER)
@@ -121,9 +122,10 @@ def test_auto_takes_no_reference_on_a_gpu():
 
 @pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (57344, 8192)])
 def test_many_rows_recode_an_fp4_weight(n, k):
-    """Check that FP8 x NVFP4 GEMMs with many rows recode the weight to FP8, which was measured to be faster on an H200.
+    """Check that FP8 × NVFP4 GEMMs with many rows re-encode the weight in FP8 first, which was measured to be faster on
+    an H200.
 
-    With FP4 or 16-bit activations the weight is never recoded, because FP8 rounds NVFP4's numbers.
+    With FP4 or 16-bit activations the weight is never re-encoded, because FP8 would round NVFP4's numbers.
     """
     names = [select.choose(fp8_fp4_problem(NVFP4, n=n, k=k), m, HOPPER).backend.name for m in (1, 64, 512, 1024, 4096)]
     assert names == ["wgmma_rs", "wgmma_ss", "wgmma_ss", "recode", "recode"]
@@ -134,7 +136,8 @@ def test_many_rows_recode_an_fp4_weight(n, k):
 
 @pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (57344, 8192)])
 def test_few_rows_scale_sums_of_an_mxfp4_weight(n, k):
-    """Check that ``wgmma_codes`` computes FP8 x MXFP4 GEMMs with few rows, as was measured to be faster on an H200."""
+    """Check that ``wgmma_codes`` is chosen for FP8 × MXFP4 GEMMs with few rows, which was measured to be faster on an
+    H200."""
     problem = fp8_fp4_problem(MXFP4, n=n, k=k)
     assert [select.choose(problem, m, HOPPER).backend.name for m in (1, 16, 64, 512)] == ["wgmma_codes"] * 2 + [
         "wgmma_ss"
@@ -159,7 +162,7 @@ def test_a_named_backend_says_why_it_cannot():
 
 
 def test_keys_of_choices_differ():
-    """Check that the keys of tuned choices differ if the problem, its bucket or the GPU differs."""
+    """Check that keys of tuned choices differ if the problem, the bucket of M or the GPU differs."""
     gpu = dataclasses.replace(HOPPER, name="GPU of test")
     every = list(problems())
     keys = [select.key_of(problem, m, gpu) for problem in every for m in (8, 9)]
@@ -167,10 +170,10 @@ def test_keys_of_choices_differ():
     assert select.key_of(every[0], 8, gpu) == select.key_of(every[0], 5, gpu)
     assert select.key_of(every[0], 8, dataclasses.replace(gpu, name="another")) != keys[0]
     assert select.key_of(every[0], 8, HOPPER) is None
-    assert select.key_of(dataclasses.replace(every[0], static_weight=True), 8, gpu) == keys[0]  # not part of the key
+    assert select.key_of(dataclasses.replace(every[0], static_weight=True), 8, gpu) == keys[0]  # not in the key
 
 
-# Public queries
+# Functions for users
 
 
 def test_the_ops_with_backends_are_the_gemms():
@@ -179,13 +182,13 @@ def test_the_ops_with_backends_are_the_gemms():
 
 @pytest.mark.parametrize("op", GEMMS)
 def test_backends_on_a_cpu(op):
-    """Check that every kernel's backend gives a reason on a CPU, and that the reference runs."""
+    """Check that on a CPU every backend with kernels gives a reason, and that the reference supports the call."""
     names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
     made_input = ("silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
     names |= dict.fromkeys(("mm_fp4_weight_only", *made_input), names["mm_fp4"])
     names["mm_fp8"] = ("wgmma", "scaled_mm")
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
-    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode")  # for NVFP4
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode")  # the backends for NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"

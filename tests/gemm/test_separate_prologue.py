@@ -1,4 +1,5 @@
-"""GEMMs with a gate or a quantisation as prologue: one launch or two, their kernels, and calls on the launch model."""
+"""GEMMs whose prologue is a gate or a quantisation, in one launch or two: tactics, kernels, and calls on the launch
+model."""
 
 import importlib
 from dataclasses import replace
@@ -23,21 +24,21 @@ by_op = pytest.mark.parametrize("name", [GATE, QUANTISE, BOTH])
 
 
 def made(name, *sizes, quantises="scaled", **kwargs):
-    """Return the problem of an op's calls."""
+    """Return the problem of an op's call with these sizes."""
     problem = fp4_problem(*sizes, a_dtype=kwargs.pop("a_dtype", BF16), **kwargs)
     quantises = None if name == GATE else quantises
     return replace(problem, prologue_gate=name != QUANTISE, prologue_quant=quantises)
 
 
 def behind(name, *sizes, **kwargs):
-    """Return the problem of the GEMM that follows the prologue."""
+    """Return the problem of the plain GEMM that would follow a separate prologue."""
     a_dtype = kwargs.pop("a_dtype", BF16)
     return fp4_problem(*sizes, a_dtype=a_dtype if name == GATE else None, **kwargs)
 
 
 @by_op
 def test_bytes(name):
-    """Check that the bytes count the call's own activations: 16-bit rows, and gate as well as up."""
+    """Check that the bytes include the call's own activations: 16-bit rows, and both gate and up."""
     problem, weight_only = made(name, 4096, 14336), fp4_problem(4096, 14336, a_dtype=BF16)
     assert problem.bytes_moved(8) == weight_only.bytes_moved(8) + 8 * 14336 * 2 * (name != QUANTISE)
     assert problem.flops(8) == weight_only.flops(8)
@@ -49,10 +50,10 @@ def test_bytes(name):
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("m", [1, 8, 64, 4096])
 def test_tactics(name, fmt, m):
-    """Check the tactics with one launch and with a separate prologue.
+    """Check the tactics with one launch, and the tactics with a separate prologue.
 
-    A separate prologue is offered with each of the GEMM's tactics, and adds its launch to the estimate. On Hopper one
-    launch is offered too: for each tactic after a gate alone, and for tiles of up to 8 rows after a quantisation.
+    A separate prologue is offered with each tactic of the plain GEMM; its launch is added to the estimate. On Hopper
+    one launch is offered, too: with a gate alone for each tactic, and with a quantisation for tiles of up to 8 rows.
     """
     kind = {"quantises": "plain"} if fmt == MXFP4 else {}
     problem, alone = made(name, 4096, 14336, fmt=fmt, **kind), behind(name, 4096, 14336, fmt=fmt)
@@ -80,7 +81,7 @@ def test_tactics(name, fmt, m):
 
 
 def test_choice_of_a_fused_prologue():
-    """Check that prologues are fused when this was measured to be faster in a layer.
+    """Check that a prologue is fused if this was measured to be faster in a layer.
 
     For one row the gate is fused on H100 and H200. For 8 rows of 14,336 it is fused on an H100 only, whose memory is
     slower. For 8 rows of 4,096 the quantisation is fused on both.
@@ -119,10 +120,10 @@ def test_other_gpus_have_two_launches(name, arch):
     ],
 )
 def test_kernels(name, dtype, given):
-    """Check the kernels of one launch and of two.
+    """Check which kernels calls with one launch and with two launches use.
 
-    The first of two launches runs the kernel of the prologue's op, the second the kernel of the plain GEMM. The
-    kernel of one launch differs from the plain GEMM's in its operands only.
+    The first of two launches runs the kernel of the prologue's op, the second the kernel of the plain GEMM. The kernel
+    that does both differs from the plain GEMM's kernel only in its operands.
     """
     arch, op, rows = HOPPER.arch, OPS[name], 8 if name == GATE else 1
     kwargs = op.path.example(
@@ -151,7 +152,7 @@ def test_kernels(name, dtype, given):
 
 
 def scale_given(given):
-    """Return the property that calls pass a global scale, if they do."""
+    """Return the static property that calls pass a global scale, or an empty dict."""
     return {"global_scale": True} if "global_scale" in given else {}
 
 
@@ -166,7 +167,7 @@ def without_scale(given):
 def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
     """Check the launches of calls, also with strided rows, and that wrong calls launch nothing."""
     op = OPS[name]
-    decoding = ["FP4DequantKernel"] * (name != GATE)  # for activations in FP4
+    decoding = ["FP4DequantKernel"] * (name != GATE)  # a kernel that decodes FP4 activations
     kernels = {
         "auto": ["FP4WgmmaKernel"],
         "mma_sync": [*decoding, "FP4MmaKernel"],
@@ -203,7 +204,7 @@ def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
     ("name", "scaled"), [(GATE, False), (QUANTISE, False), (QUANTISE, True), (BOTH, False), (BOTH, True)]
 )
 def test_an_example_is_a_call(name, scaled):
-    """Check that the example that ``warmup`` calls contains gate and up, and a global scale if asked for."""
+    """Check that the example call that ``warmup`` makes contains gate and up, and a global scale if requested."""
     op, own = OPS[name], {"global_scale": True} if scaled else {}
     kwargs = op.path.example(n=48, k=192, m=3, dtype=FP16, device="cpu", **own)
     given = arguments(op, named(op, kwargs))

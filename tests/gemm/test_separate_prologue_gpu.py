@@ -1,4 +1,5 @@
-"""GEMMs with a gate or a quantisation as prologue, on a GPU: every tactic against two ops, and overlapping launches."""
+"""GEMMs whose prologue is a gate or a quantisation, on a GPU: every tactic compared with two ops, and overlapping
+launches."""
 
 import importlib
 from dataclasses import replace
@@ -31,7 +32,7 @@ def call(name, m, n, k, fmt, dtype, layout="128x4", **kwargs):
 
 
 def activations(name, rows, fmt, layout, global_scale):
-    """Return the activations that the prologue's own op computes, and their scales if they are in FP4."""
+    """Compute the activations with the op that is the prologue, and their scales if they are FP4."""
     if name == GATE:
         return torch_cute_ops.silu_mul(rows), None
     quantise = torch_cute_ops.fp4_quantize if name == QUANTISE else torch_cute_ops.silu_mul_fp4quant
@@ -40,7 +41,8 @@ def activations(name, rows, fmt, layout, global_scale):
 
 
 def some(tactics, step):
-    """Return every ``step``-th tactic of one launch, and fewer of two launches, which run the two ops' kernels."""
+    """Return every ``step``-th tactic with one launch, and fewer tactics with two launches, whose kernels other tests
+    cover."""
     one, two = ([each for each in tactics if (each[:1] == (SEPARATE,)) == apart] for apart in (False, True))
     return [*one[::step], *two[:: max(step, 4)]]
 
@@ -59,12 +61,12 @@ SIZES_OF_A_GATE = [(9, 136, 288), (33, 328, 800)]
     ],
 )
 def test_every_tactic(fmt, dtype, name, m, n, k):
-    """Check that each tactic, in one launch or two, gives the bits of two ops whose GEMM uses the same tactic.
+    """Check that each tactic, in one launch or two, gives the same bits as two ops whose GEMM uses the same tactic.
 
     A selection of tactics also runs with a static weight, and with linear scales and a global scale.
     """
     op, target = OPS[name], select.target_of(device())
-    # Linear scales need whole k tiles.
+    # Linear scales require whole k tiles.
     forms = [("128x4", k, False, 1), ("128x4", k, True, 4), ("linear", k // 256 * 256, False, 4)]
     for layout, width, static, step in forms if m <= 64 else [("128x4", k, False, 8)]:
         if layout == "linear" and fmt == MXFP4:
@@ -93,7 +95,7 @@ def test_every_tactic(fmt, dtype, name, m, n, k):
 
 
 def layer_of(name, dtype, static):
-    """Return a layer of a norm and two projections; the last projection is the op.
+    """Return a layer that consists of a norm and two projections, where the op is the last projection.
 
     The layer is a function of the rows and of a callback that runs after each launch.
     """
@@ -135,9 +137,10 @@ def layer_of(name, dtype, static):
 @pytest.mark.parametrize("m", [1, 8])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_chain_gives_the_same_every_time(name, m, static, dtype):
-    """Check chains of layers in a captured graph: each op reads rows that the launch before it has just written.
+    """Check chains of layers in a captured graph, in which each op reads rows that the launch before it has just
+    written.
 
-    The data stays in L2, and each replay uses other rows.
+    The data stays in L2, so that launches overlap as much as possible. Each replay uses other rows.
     """
     layers = [layer_of(name, dtype, static) for _ in range(4)]
 
@@ -162,7 +165,7 @@ def test_a_chain_gives_the_same_every_time(name, m, static, dtype):
 
 @by_op
 def test_one_row_is_one_launch(name):
-    """Check that the cost model chooses one launch for one row on GPUs with wgmma."""
+    """Check that, for one row on GPUs with wgmma, the cost model chooses a single launch."""
     if not select.target_of(device()).arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
     k = 4096 if name == QUANTISE else 14336

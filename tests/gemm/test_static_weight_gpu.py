@@ -1,4 +1,5 @@
-"""Overlap of dependent launches on a GPU, with static weights and with weights that the previous launch writes."""
+"""Overlapping launches on a GPU: a GEMM may start early, but must read a weight that the previous launch writes, or a
+static weight, at the right time."""
 
 from __future__ import annotations
 
@@ -15,20 +16,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 N, K = 1024, 2048
 COUNT, ROUNDS, FEW = 500, 200, 20
-"""Chains per graph or eager round, graph replays (also eager rounds for M = 1), and eager rounds for larger M.
+"""Number of chains per graph or eager round, number of graph replays (for M = 1 also of eager rounds), and number of
+eager rounds for larger M.
 
-This makes 100,000 captured chains, and 100,000 (M = 1) or 10,000 (larger M) eager chains. The host takes 50 s for
+In all these are 100,000 captured chains, and 100,000 (M = 1) or 10,000 (larger M) eager chains. The host takes 50 s for
 100,000 eager chains if 30 processes share a GPU.
 """
 E2M1 = (0, 1, 2, 3, 4, 6)
 MXFP4_BLOCK = 32
 
 Round = Callable[[int, torch.Tensor], None]
-"""Computes the ``i``-th result of a chain."""
+"""Function that computes the ``i``-th result of a chain into a tensor."""
 
 
 def fp4_numbers(*shape: int) -> torch.Tensor:
-    """Return numbers that FP4 holds exactly with block scales of 1."""
+    """Return random numbers that FP4 represents exactly with block scales of 1."""
     magnitudes = torch.tensor(E2M1, device="cuda")[torch.randint(0, len(E2M1), shape, device="cuda")]
     numbers = magnitudes * (torch.randint(0, 2, shape, device="cuda") * 2 - 1)
     numbers[..., ::16] = 6
@@ -40,12 +42,13 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 
 
 def wants(activations: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
-    """Return the two alternating results: whole numbers, exact in any order of summation."""
+    """Return the two expected results, which alternate. They are whole numbers, exact for any order of additions."""
     return torch.stack([(a.double() @ b.double().t()).float() for a, b in zip(activations, weights, strict=True)])
 
 
 def check(one: Round, want: torch.Tensor) -> None:
-    """Check that every result, in replays of a graph and in eager calls, belongs to its own weight and activations."""
+    """Check, in graph replays and in eager calls, that every result was computed from its own weight and
+    activations."""
     outs = torch.empty((COUNT, *want.shape[1:]), device="cuda")
     every = want.repeat(COUNT // 2, 1, 1)
 
@@ -67,10 +70,11 @@ def check(one: Round, want: torch.Tensor) -> None:
 
 
 def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, torch.Tensor]:
-    """Return a chain of launches that quantises the weight and the activations and multiplies, and its results.
+    """Return a chain of launches that quantise the weight and the activations and multiply them, and its expected
+    results.
 
-    With a static weight, the activations are quantised between the weight and the GEMM, even if a 16-bit GEMM does not
-    read them. Otherwise the launch before the GEMM writes the weight.
+    If the weight is static, the launch right before the GEMM quantises the activations, even if a 16-bit GEMM does not
+    read the result. Otherwise the launch right before the GEMM writes the weight.
     """
     weights = [fp4_numbers(N, K) for _ in range(2)]
     rows = [whole_numbers(m, K) if is_16_bit else fp4_numbers(m, K) for _ in range(2)]
@@ -95,9 +99,9 @@ def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, 
 def fp8_chain(
     m: int, name: str, is_fp4: bool, static: bool, granularity: str = "block128"
 ) -> tuple[Round, torch.Tensor]:
-    """Return the chain of ``fp4_chain`` with FP8 activations whose scales are 1.
+    """Return the chain of ``fp4_chain`` with FP8 activations whose scales are all 1.
 
-    Each block of K contains a 448, which zeros in the weight cancel.
+    Each block of K contains a 448, so that its scale is 1; the weight is zero there.
 
     Args:
         granularity: granularity of the scales of the activations.
@@ -111,7 +115,7 @@ def fp8_chain(
     quantise_weight = partial(torch_cute_ops.fp8_quantize, scale=one_scale, granularity="tensor")
     b, written = quantise_weight(weights[0])
     if is_fp4:
-        # wgmma_codes supports MXFP4 only.
+        # wgmma_codes supports only MXFP4
         block_size = MXFP4_BLOCK if name == "wgmma_codes" else 16
         quantise_weight = partial(torch_cute_ops.fp4_quantize, block_size=block_size)
         multiply = partial(torch_cute_ops.mm_fp8_fp4, block_size=block_size)
@@ -164,18 +168,19 @@ def chain_of(op: str, name: str, m: int, static: bool) -> tuple[Round, torch.Ten
 
 @by_chain
 def test_a_weight_that_the_launch_before_writes(op: str, name: str, m: int) -> None:
-    """Check that the GEMM reads the weight only after the previous launch has written it."""
+    """Check that the GEMM waits until the previous launch has written the weight."""
     check(*chain_of(op, name, m, static=False))
 
 
 @by_chain
 def test_a_static_weight_and_activations_that_the_launch_before_writes(op: str, name: str, m: int) -> None:
-    """Check a static weight that is written two launches before the GEMM, as late as ``static_weight`` allows."""
+    """Check a static weight that is written two launches before the GEMM, the latest time that ``static_weight``
+    permits, with activations written by the previous launch."""
     check(*chain_of(op, name, m, static=True))
 
 
 def test_a_layer_that_has_just_been_quantised() -> None:
-    """Check that a layer's first forward reads the quantised weight, with no launch in between."""
+    """Check that the first forward of a layer that has just been quantised reads the complete weight."""
     linears = [torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     for linear in linears:
         linear.weight.data.copy_(fp4_numbers(N, K))

@@ -1,4 +1,4 @@
-"""Tuning of GEMMs: with made-up backends, and on a GPU."""
+"""Tuning of GEMMs: with simulated backends, and on a GPU."""
 
 import importlib
 import json
@@ -36,7 +36,7 @@ by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.value
 
 
 class Sized(Backend):
-    """A backend with two tactics. The second spoils the last element if ``factor`` is not 1."""
+    """Simulated backend with two tactics. If ``factor`` is not 1, the second tactic gives a wrong last element."""
 
     name = "sized"
     computes_prologue = True
@@ -71,13 +71,13 @@ class Sized(Backend):
                 elif problem.quantised is None:
                     y[-1, -1] += y.abs().max()
                 else:
-                    y[-1, -1] ^= 0x44  # four steps
+                    y[-1, -1] ^= 0x44  # changes the code by four steps
 
         return multiply
 
 
 class Timed(FakeDevice, timing.CudaGraphs):
-    """Device on which the first candidate takes 5 µs a call and the second 3 µs."""
+    """Simulated device on which a call takes 5 µs with the first candidate and 3 µs with the second."""
 
     def __init__(self):
         super().__init__([5.0, 3.0])
@@ -120,7 +120,7 @@ def call_of(op, m=5, n=None, k=None, device="cpu", **kwargs):
 
 
 def properties_of(op):
-    """Return the static properties of the calls of ``call_of``: 64 elements of K, or 64 columns, per expert."""
+    """Return the static properties of the calls that ``call_of`` makes: 64 elements of K, or 64 columns, per expert."""
     if op.name.startswith("moe_fc1"):
         return {"n": 256, "k": 256, "experts": 4}
     experts = {"experts": 4} if op.name.startswith(("moe_fc2", "grouped")) else {}
@@ -128,7 +128,7 @@ def properties_of(op):
 
 
 def used(op, backend, sample):
-    """Check the result of a call; return the tactic of ``backend`` that ran, or None if another backend ran."""
+    """Check the result of a call. Return the tactic with which ``backend`` ran, or None if another backend ran."""
     before = len(backend.runs)
     assert_right(op, sample, op.cuda(*sample.args, **sample.kwargs))
     return backend.runs[-1] if len(backend.runs) > before else None
@@ -142,9 +142,10 @@ def assert_right(op, sample, got):
 
 @by_op
 def test_calls_in_a_block_are_tuned(op, made_up, file):
-    """Check that calls in and after an ``autotune`` block run the fastest tactic, in the tuned bucket only.
+    """Check that calls in and after an ``autotune`` block use the fastest tactic, but only in the bucket that was
+    tuned.
 
-    Calls before the block, and calls of other buckets, run the tactic with the least estimate.
+    Calls before the block, and calls in other buckets, use the tactic with the shortest estimate.
     """
     sample = call_of(op)
     assert used(op, made_up, sample) == (16,)
@@ -186,7 +187,7 @@ def test_calls_that_name_a_backend_are_not_tuned(op, made_up, file):
 
 @by_op
 def test_calls_in_a_capture_are_not_tuned(op, made_up, monkeypatch):
-    """Check that a captured call runs the tactic that was chosen before the capture."""
+    """Check that a captured call uses the tactic that was chosen before the capture."""
     sample = call_of(op)
     assert used(op, made_up, sample) == (16,)
     with torch_cute_ops.autotune():
@@ -198,7 +199,7 @@ def test_calls_in_a_capture_are_not_tuned(op, made_up, monkeypatch):
 
 @by_op
 def test_a_wrong_backend_does_not_win(op, made_up, caplog):
-    """Check that a tactic with one wrong element is rejected, with a warning."""
+    """Check that a tactic with a single wrong element is not chosen, and that a warning reports it."""
     made_up.factor = 1.05
     sample = call_of(op)
     with torch_cute_ops.autotune():
@@ -215,7 +216,8 @@ def test_a_wrong_backend_does_not_win(op, made_up, caplog):
 
 @by_op
 def test_a_tuned_choice_that_is_not_possible_is_ignored(op, made_up, monkeypatch):
-    """Check that a stored choice is ignored if its backend is gone, refuses the problem, or offers other tactics."""
+    """Check that a stored choice is ignored if its backend no longer exists, refuses the problem, or no longer offers
+    the tactic."""
     sample = call_of(op)
     with torch_cute_ops.autotune():
         used(op, made_up, sample)
@@ -283,7 +285,8 @@ def test_without_a_gpu_a_block_does_nothing(file):
 
 @pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
 def test_checks(problem, made_up, monkeypatch):
-    """Check the error bounds of results: fp32 sums in any order pass; missing terms and unwritten results fail."""
+    """Check the error bounds with which tuning checks results: fp32 sums in any order pass; missing terms and unwritten
+    results fail."""
     monkeypatch.setattr(error_bounds, "MAX_DECODED", problem.k * 7)
     bench = tune.Bench(problem, 24, CPU)
     assert bench.check(Candidate("sized", (16,))) is None and bench.check(Candidate("reference", ())) is None
@@ -294,7 +297,7 @@ def test_checks(problem, made_up, monkeypatch):
         scale = operands.a_scale
         assert scale is None if problem.prologue_quant == "plain" else scale.tolist() == [3.0]
     if problem.grouping.over == "k":
-        # Each token uses 8 of 12 experts. Each result takes 64 sums, one multiplication and 8 additions.
+        # Each token uses 8 of 12 experts, so a result is 64 sums, one multiplication and 8 additions.
         alpha = operands.alpha
         assert torch.equal((alpha > 0).sum(1), torch.full((24,), 8))
         assert len({tuple(row) for row in (alpha > 0).tolist()}) > 12
@@ -311,7 +314,7 @@ def test_checks(problem, made_up, monkeypatch):
         assert (allowed[part] >= 0.999 * limit).all()
         size = exact.abs() + bias.abs() + ((a @ b.t()) * factor).abs()
         most = 1.01 * limit + size * (1.01 * torch.finfo(problem.out_dtype).eps + 2**-22) + 1e-4
-        if problem.prologue_gate:  # activations, or amaxes, nearly halfway between two representable numbers
+        if problem.prologue_gate:  # make activations, or amaxes, lie nearly halfway between two representable numbers
             low, high = (made_by_hand(problem, operands, error)[part] for error in (-(2**-17), 2**-17))
             assert (low != high).double().mean() < 0.1
             off = torch.maximum((low - a).abs(), (high - a).abs())
@@ -330,9 +333,9 @@ def test_checks(problem, made_up, monkeypatch):
 
 @pytest.mark.parametrize("problem", [*gated_problems()], ids=problem_id)
 def test_checks_of_gates(problem, made_up):
-    """Check the error bounds of gated results.
+    """Check the error bounds with which tuning checks the results of GEMMs with a gate.
 
-    The reference's results pass. Results fail if a term of the sums is missing, if they are not written, or if one
+    The reference's results pass. Results fail if a term of the sums is missing, if they are unwritten, or if one
     element or one scale is wrong.
     """
     bench = tune.GatedBench(problem, 24, CPU)
@@ -373,12 +376,13 @@ def test_checks_of_gates(problem, made_up):
         place = written[0], written[1] * results[1].shape[1] // 12
         assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[place].sub_(2))
     elif problem.quantised is not None and problem.quantised.scale_layout.name == "128x4":
-        # The last bytes are padding, since the result is only 24 rows high.
+        # The last bytes of the scales are padding, since the result has only 24 rows.
         assert "1 scales are off" in checked(lambda _, y, scale: scale.view(torch.uint8)[-1, -1, -1, -1, -1].fill_(9))
 
 
 def made_by_hand(problem, operands, error=0.0):
-    """Return the GEMM's activations in float64, with gated values scaled by ``1 + error`` before they are rounded."""
+    """Return the GEMM's activations in float64. Gated values are multiplied by ``1 + error`` before they are
+    rounded."""
     value, block = operands.a.float().numpy(), problem.b.format.block_size
     if problem.prologue_gate:
         value = spec.silu_mul(value) * np.float32(1 + error)
@@ -390,7 +394,8 @@ def made_by_hand(problem, operands, error=0.0):
 
 
 def by_hand(problem, operands, rows, expert, part):
-    """Return float64 operands of one expert's rows, or of all rows: ``a``, ``b`` (N, K), the factor and the bias."""
+    """Return the float64 operands of one expert's rows, or of all rows: ``a``, ``b`` (N, K), the factor and the
+    bias."""
     a, b, a_scale, b_scale, alpha, bias, *_ = operands
     if problem.a.is_fp8:
         grouped = problem.grouping.over == "rows"
@@ -429,9 +434,9 @@ def by_hand(problem, operands, rows, expert, part):
 
 
 def test_packed_rows_belong_to_random_experts():
-    """Check that timed calls draw the experts' row counts at random, and that checked calls give all experts 10 rows.
+    """Check that timed calls draw the experts' row counts at random, and that checked calls give each expert 10 rows.
 
-    If the layout gives counts, the timed calls use equal row counts too.
+    If calls pass counts, timed calls use equal row counts, too.
     """
     for layout, is_random in ((ExpertLayout(True, False), True), (ExpertLayout(True, True), False)):
         bench = tune.Bench(fp8_problem(64, 128, layout, 8), 80, CPU)
@@ -442,7 +447,8 @@ def test_packed_rows_belong_to_random_experts():
 
 
 def test_copies_exceed_the_cache(made_up, monkeypatch):
-    """Check that copies of the operands fill three times the L2 cache, and that every candidate runs on all copies."""
+    """Check that the copies of the operands are three times as large as the L2 cache, and that every candidate uses all
+    copies."""
     problem = next(problems())
     bench = tune.Bench(problem, 8, CPU)
     operands, (out,) = bench._random
@@ -459,7 +465,7 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [case for case in compiled_op_cases() if case.values[0].has_backends])
 def test_on_a_gpu(op, file):
-    """Check that real candidates are timed, that the choice is stored, and that the tuned call can be captured."""
+    """Check that real candidates are timed, that the choice is stored, and that a call with it can be captured."""
     sample = call_of(op, 16, 512, 1024, "cuda")
     given = arguments(op, sample)
     with torch_cute_ops.autotune():
