@@ -1,4 +1,4 @@
-"""``moe_fc2_weight``: the codes and scales of each expert at their place, and the sums of the op in float64."""
+"""``moe_fc2_weight``: positions of each expert's codes and scales, and the op's sums in float64."""
 
 import doctest
 
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 def experts_of(experts, n, width, fmt, layout):
-    """Return random stacked codes (E, N, I/2), their scales, and the decoded weights (E, N, I) in float64."""
+    """Return the random stacked codes (E, N, I/2) of experts, their scales, and the decoded weights (E, N, I) in
+    float64."""
     codes, scale = random_matrix(experts * n, width, fmt, layout, CPU)
     exact = decoded(codes, scale, layout, fmt.block_size).reshape(experts, n, width)
     if layout == "linear":
@@ -31,7 +32,7 @@ def experts_of(experts, n, width, fmt, layout):
 @pytest.mark.parametrize("source", ["128x4", "linear"])
 @given_by(data=st.data())
 def test_each_expert_is_at_its_place(source, target, data):
-    """Check every decoded number against the expert's own decoded weight, for any size."""
+    """Check every decoded number of the result against the same expert's decoded weight, for any size."""
     fmt = data.draw(st.sampled_from([NVFP4, MXFP4]))
     experts, n = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 140))
     width = fmt.block_size * data.draw(st.integers(1, 9))
@@ -47,7 +48,7 @@ def test_each_expert_is_at_its_place(source, target, data):
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("target", ["128x4", "linear"])
 def test_the_op_takes_the_weight(fmt, target):
-    """Compare the op's sums over the experts with float64, also with the packed dtype of codes."""
+    """Compare the op's sums over the experts with float64, also with torch's packed dtype for the codes."""
     codes, scale, exact = experts_of(3, 24, 128, fmt, "linear")
     x = torch.randn(5, 3 * 128).bfloat16()
     alpha = torch.rand(5, 3) + 0.5
@@ -62,7 +63,7 @@ def test_the_op_takes_the_weight(fmt, target):
 
 
 def test_quantised_experts_give_the_layer():
-    """Check stacked weights that ``fp4_quantize`` wrote, by identity matrices, whose codes are exact."""
+    """Check stacked weights that ``fp4_quantize`` wrote, with identity matrices, whose codes are exact."""
     down = torch.stack([6 * torch.eye(64), 3 * torch.eye(64).flip(1)])
     w, w_scale = moe_fc2_weight(*torch_cute_ops.fp4_quantize(down))
     x = torch.arange(128.0)[None].bfloat16()

@@ -1,4 +1,4 @@
-"""``formats/``: codes, scales, packing and layouts against independent formulas."""
+"""``formats/``: codes, scales, packing and layouts, compared with independent formulas."""
 
 import itertools
 import math
@@ -63,7 +63,7 @@ def test_encode_e2m1_is_the_nearest_value(values):
 
 
 def test_decode_e2m1():
-    # OCP MX v1.0, table 5.
+    # Values in table 5 of OCP MX v1.0.
     want = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     got = formats.decode_e2m1(torch.arange(16, dtype=torch.uint8))
     assert got.dtype == torch.float32
@@ -73,7 +73,7 @@ def test_decode_e2m1():
 
 
 def test_packing():
-    """Element 0 is in the low nibble, for every pair of codes."""
+    """Check, for every pair of codes, that element 0 is packed into the low nibble."""
     pairs = list(itertools.product(range(16), range(16)))
     codes = torch.tensor(pairs, dtype=torch.uint8)
     packed = formats.pack_e2m1(codes)
@@ -142,7 +142,7 @@ def test_fp8_formats():
             message = f"scale_layout='{layout}' is unknown; use one of 'row', 'column'"
         else:
             fmt, found = resolve_fp8_format(granularity, layout)
-            # Only block scales have a choice.
+            # Only block scales have a layout to choose.
             assert fmt == FP8_FORMATS[granularity]
             assert found.name == ("row" if granularity != "block128" else layout or "column")
             continue
@@ -157,7 +157,7 @@ def test_fp8_formats():
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 127, 128, 129, 300])
 @pytest.mark.parametrize("blocks", [1, 3, 4, 5, 12])
 def test_offsets(layout, rows, blocks):
-    """Every offset follows the formula, is inside the matrix, and occurs once."""
+    """Check that every offset follows the formula, lies inside the matrix, and occurs once."""
     ours = SCALE_LAYOUTS[layout]
     offsets = set()
     for m, k in itertools.product(range(rows), range(blocks)):
@@ -171,7 +171,8 @@ def test_offsets(layout, rows, blocks):
 
 
 def test_offset_of_known_places():
-    """The 128x4 order of the PTX ISA: 32 rows of 4 bytes each form a column, and the next 32 rows the next column."""
+    """Check known offsets of the 128x4 layout in the PTX ISA: 32 rows of 4 bytes form a column of 128 bytes, and the
+    next 32 rows the next column."""
     layout = SCALE_LAYOUTS["128x4"]
     known = {
         (0, 0): 0,
@@ -210,7 +211,7 @@ def test_rearranging(layout, rows, blocks, dtype, seed):
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_rearranging_views(layout, offset):
-    """Scales may be columns of a wider matrix, and start at any byte."""
+    """Check scales that are columns of a wider matrix, or start at any byte."""
     whole = torch.randint(0, 256, (200, 20), dtype=torch.uint8)
     view = whole[:, offset : offset + 12]
     arranged = from_linear(view, SCALE_LAYOUTS[layout])
@@ -222,7 +223,8 @@ def test_rearranging_views(layout, offset):
 
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
 def test_rearranging_takes_no_more_than_copies(layout):
-    """No tensor of indices is made: it took eight times the bytes, and most of the time in which models load."""
+    """Check that rearranging scales needs no tensor of indices, which would take eight times the bytes, and most of the
+    time of loading a model."""
     made = []
 
     class Sizes(TorchDispatchMode):
@@ -248,13 +250,13 @@ def test_convert_scales(layouts, rows, blocks, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     linear = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8, generator=generator)
     source, want = (torch.from_numpy(spec.arrange(linear.numpy(), layout)) for layout in layouts)
-    # The content of padding does not matter.
+    # Ignore padding, whose content does not matter.
     occupied = torch.from_numpy(spec.arrange(np.ones_like(linear.numpy()), layouts[0]))
     source = torch.where(occupied == 1, source, 0xAA).to(torch.uint8)
     k = blocks * (16 if dtype == torch.float8_e4m3fn else 32)
     got = convert_scales(source.view(dtype), rows, k, *layouts)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want)
-    # Stacked matrices, as checkpoints store experts' weights; and flat scales, as torchao stores tiled scales.
+    # Also stacked matrices, as checkpoints store experts' weights, and flat scales, as torchao stores tiles.
     other = got[None] if layouts[1] == "linear" else got.flatten()
     again = convert_scales(other, rows, k, *reversed(layouts))
     assert torch.equal(again.view(torch.uint8), torch.from_numpy(spec.arrange(linear.numpy(), layouts[0])))
@@ -287,7 +289,8 @@ def test_convert_scales_refuses(given_scale, rows, k, names, error, text):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_global_scale(dtype, shape):
-    """The scale maps the largest magnitude to the largest product of code and scale; without one it is 1."""
+    """Check that the global scale maps the largest magnitude to the largest product of code and scale. An all-zero
+    tensor gets 1."""
     for amax in (6.0, 0.37, 2.0**40, 2.0**-100):
         given_amax = torch.full(shape, amax, dtype=dtype)
         got = nvfp4_global_scale(given_amax)
@@ -299,7 +302,8 @@ def test_global_scale(dtype, shape):
 
 @pytest.mark.parametrize("amax", [math.inf, math.nan, -1.0])
 def test_global_scale_of_no_magnitude(amax):
-    """The scale is 1, with a warning where the number can be read without waiting for a device."""
+    """Check that the global scale is 1 if amax is 0, with a warning if the value can be read without waiting for a
+    device."""
     given_amax = torch.tensor(amax)
     with pytest.warns(UserWarning, match=f"amax is {amax}; expected a finite number.* The global scale is 1"):
         assert nvfp4_global_scale(given_amax).item() == 1.0
@@ -324,7 +328,7 @@ def test_global_scale_refuses(amax, error, text):
 
 @pytest.mark.parametrize("source", ["linear", "128x4", "8x4"])
 def test_scales_of_nvfp4_as_bytes(source):
-    """The message names the dtype to pass, and the call that it names works."""
+    """Check that the error names the dtype to pass, and that the call in the message works."""
     linear = torch.randint(0x7F, (24, 12), dtype=torch.uint8)
     scale = from_linear(linear, SCALE_LAYOUTS[source]).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"MXFP4's scales: for NVFP4 pass scale.view\(torch.float8_e4m3fn\)$"):
@@ -373,7 +377,7 @@ def test_shapes(lead, blocks, fmt, layout):
     ),
 )
 def test_fp8_shapes(lead, blocks, choices):
-    """The last block of a row may be half as long."""
+    """Check shapes of FP8 scales, also if the last block of a row is half as long as the others."""
     for width in (blocks * 128 - 64, blocks * 128):
         check_fp8_shapes(lead, width, blocks, choices)
 
@@ -398,7 +402,7 @@ def check_fp8_shapes(lead, width, blocks, choices):
     data=st.data(),
 )
 def test_fp8_scale_layouts(experts, rows, blocks, padding, data):
-    """Compare with the addresses of the elements."""
+    """Compare the layouts with the addresses of the elements."""
     shape = (experts, rows, blocks)[data.draw(st.integers(0, 1)) :]
     order = data.draw(st.permutations(range(len(shape))))
     step, strides = data.draw(st.sampled_from((1, 1, 2))), [0] * len(shape)
@@ -422,7 +426,7 @@ def test_fp8_scale_layouts(experts, rows, blocks, padding, data):
     assert made.shape == scale.shape and is_packed_column(made) and is_column_major(made)
 
 
-# The vectorised formulas of spec.py against the exact ones
+# The vectorised formulas of spec.py, compared with the exact formulas
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -458,7 +462,7 @@ def test_spec_ties_go_to_even_codes():
 
 @given(st.floats(-500, 500))
 def test_spec_boundaries(value):
-    """Near a boundary, a relative step across it changes the code; elsewhere it does not."""
+    """Check that a small relative change changes the code near a rounding boundary, and nowhere else."""
     step = 2.0**-18
     crosses = spec.e4m3_exact(value * (1 + step)) != spec.e4m3_exact(value * (1 - step))
     assert spec.near_e4m3_boundary(np.array([value]), step * (1 + 1e-9))[0] >= crosses
@@ -481,7 +485,8 @@ def test_spec_round_to(dtype, value):
 
 @given(st.integers(0, 2**16 - 1), st.sampled_from([-1, 0, 1]))
 def test_spec_round_to_bfloat16(bits, direction):
-    """A bfloat16 number stays. The midpoint of two numbers rounds to even, its neighbours to the nearer number."""
+    """Check that a bfloat16 number is unchanged, that the midpoint of two numbers rounds to the even number, and that
+    its neighbours round to the nearer number."""
     low, high = torch.tensor([bits, bits + 1]).to(torch.int32).bitwise_left_shift(16).view(torch.float32).tolist()
     if not (math.isfinite(low) and math.isfinite(high)) or bits == 0x7FFF:
         return

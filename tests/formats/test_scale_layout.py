@@ -1,5 +1,5 @@
-"""Layouts of FP4 scales, read from shapes: the index of every byte, detection over ranks and sizes, and shapes of other
-libraries. The expected places follow the index formulas of the documents, not the package's offsets."""
+"""Layouts of FP4 scales that ops derive from shapes: the index of every byte, detection for ranks and sizes, and shapes
+of other libraries. The expected positions follow the index formulas of the documents, not the package's offsets."""
 
 import itertools
 import math
@@ -19,14 +19,14 @@ BLOCK = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
 
 
 def index(layout: str, m: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the index of the scale of row ``m`` and block ``k`` in a tensor of tiles."""
+    """Return the index, in a tensor of tiles, of the scale of row ``m`` and block ``k``."""
     if layout == "128x4":
         return m // 128, k // 4, m % 32, m % 128 // 32, k % 4
     return m // 8, k // 4, m % 8, k % 4
 
 
 def tiles_of(linear: np.ndarray, layout: str, padding: int = 0) -> np.ndarray:
-    """Place a (rows, blocks) matrix of scale bytes by ``index``."""
+    """Arrange a (rows, blocks) matrix of scale bytes as tiles, by the function ``index``."""
     rows, blocks = linear.shape
     shape = {"128x4": (-(-rows // 128), -(-blocks // 4), 32, 4, 4), "8x4": (-(-rows // 8), -(-blocks // 4), 8, 4)}
     placed = np.full(shape[layout], padding, np.uint8)
@@ -80,7 +80,8 @@ def test_strided_scales_are_converted(layouts, rows, blocks, step):
 @given(layout=st.sampled_from(TILED), lead=leads, blocks=st.integers(1, 6), block=st.sampled_from([16, 32]), seed=seeds)
 @settings(max_examples=50)
 def test_quantisers_write_tiles(layout, lead, blocks, block, seed):
-    """Check ranks 1 to 5: the tiles are over the flattened rows, and linear scales have the input's dimensions."""
+    """Check tensors with 1 to 5 dimensions: tiles cover the flattened rows, and linear scales have the input's
+    dimensions."""
     x = torch.from_numpy(np.random.default_rng(seed).standard_normal((*lead, blocks * block), np.float32))
     y, linear = tco.fp4_quantize(x, block_size=block, scale_layout="linear")
     assert linear.shape == (*lead, blocks)
@@ -91,7 +92,7 @@ def test_quantisers_write_tiles(layout, lead, blocks, block, seed):
 
 
 def shapes_of(lead: tuple[int, ...], blocks: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of the scales in each layout, by the text of the documents."""
+    """Return the shape of the scales in each layout, as the documents state it."""
     rows = math.prod(lead)
     return {
         "linear": (*lead, blocks),
@@ -115,7 +116,8 @@ ambiguous = st.one_of(
 )
 @settings(max_examples=200)
 def test_dequantise_reads_the_layout(layout, lead, blocks, block, seed):
-    """Decode codes of ranks 1 to 5 without a name, compared with a decoder in NumPy; raise if two layouts fit."""
+    """Decode codes with 1 to 5 dimensions without naming the layout, and compare with a decoder in NumPy. If two
+    layouts fit, the op must raise."""
     shapes = shapes_of(lead, blocks)
     rows, width = math.prod(lead), blocks * block
     codes, linear = random_bytes(rows, width // 2, seed=seed), random_bytes(rows, blocks, seed=seed + 1, below=0x7F)
@@ -162,7 +164,7 @@ def test_operands_of_gemms_never_fit_two_layouts(m, blocks):
 def product(
     m: int, n: int, k: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray, torch.Tensor]:
-    """Return codes of ``a`` and of the weight, their linear scales, and the product in float64."""
+    """Return random codes of ``a`` and of the weight, their linear scales, and the product in float64."""
     codes = [random_bytes(rows, k // 2, seed=seed + i) for i, rows in enumerate((m, n))]
     linear = [random_bytes(rows, k // 16, seed=seed + 2 + i, below=8) + 0x34 for i, rows in enumerate((m, n))]
     a, b = (
@@ -174,8 +176,8 @@ def product(
 @given(m=st.integers(1, 140), n=st.integers(1, 17).map(lambda n: 8 * n), k=st.sampled_from([64, 128, 192]), seed=seeds)
 @settings(max_examples=25)
 def test_gemm_reads_the_layout(m, n, k, seed):
-    """Multiply with scales in every layout, and with tiles in the shapes of other libraries under their name. The
-    products of one layout read as another differ by far more than the bound."""
+    """Multiply with scales in every layout, and with tiles in other libraries' shapes if the layout is named. If scales
+    were read in a wrong layout, the error would far exceed the bound."""
     a, b, a_linear, b_linear, want = product(m, n, k, seed)
     limit = 1e-5 * want.abs().max()
     for layout in SCALE_LAYOUTS:
@@ -220,14 +222,15 @@ def test_mixed_layouts_are_refused():
 
 @pytest.mark.parametrize("n", [128, 192])
 def test_experts_padded_one_by_one(n):
-    """Take tiles of each expert for N = 128, where the bytes are equal; for N = 192 name the conversion."""
+    """Check tiles that are padded expert by expert: for N = 128 they are accepted, because the bytes are equal; for N =
+    192 the error names the conversion."""
     experts, k, m = 2, 128, 3
     codes, linear = (
         random_bytes(experts * n, k // 2, seed=1),
         random_bytes(experts * n, k // 16, seed=2, below=8) + 0x34,
     )
     x = np.random.default_rng(3).integers(-8, 8, (m, k)).astype(np.float32)
-    x[:, 0] = 448  # so that the scales are 1
+    x[:, 0] = 448  # makes the scales 1
     a, a_scale = tco.fp8_quantize(torch.from_numpy(x), granularity="block128", scale_layout="column")
     offsets = torch.tensor([0, 2, 3], dtype=torch.int32)
     b = torch.from_numpy(codes).view(experts, n, -1).mT
@@ -248,7 +251,7 @@ def test_experts_padded_one_by_one(n):
         else:
             with pytest.raises(ValueError, match=rf"padded expert by expert, {n} rows .*convert_scales\(one, {n}, K"):
                 multiply(tensor(shape), "128x4")
-    # The advice of the message.
+    # Follow the advice of the error message.
     rows = torch.stack([tco.convert_scales(tensor(one), n, k, "128x4", "linear") for one in separate])
     assert torch.equal(multiply(rows, None), want)
 
@@ -300,7 +303,8 @@ def test_as_tiles_refuses(scale, rows, k, layout, error, text):
 
 @given(rows=st.integers(1, 3).map(lambda n: 128 * n), blocks=st.integers(1, 5).map(lambda n: 4 * n), seed=seeds)
 def test_convert_scales_refuses_what_fits_two_layouts(rows, blocks, seed):
-    """Check whole tiles: as a matrix they have the shape of linear scales, and need ``as_tiles``."""
+    """Check that tiles whose shape, as a matrix, is also that of linear scales are refused unless ``as_tiles`` is
+    given."""
     linear = random_bytes(rows, blocks, seed=seed)
     matrix = tensor(tiles_of(linear, "128x4").reshape(rows, blocks))
     with pytest.raises(
