@@ -1,4 +1,4 @@
-"""``fp8_weight`` against exact arithmetic, and the rounding error that it adds to NVFP4."""
+"""``fp8_weight`` compared with exact arithmetic, and the rounding error that it adds to NVFP4."""
 
 from fractions import Fraction
 
@@ -27,7 +27,7 @@ def exponent(scales):
 
 
 def assert_reencoded(codes, scale_bytes, scale_format):
-    """Compare ``fp8_weight`` with exact arithmetic, for codes (N, K) and bytes of scales (N, K / block size)."""
+    """Compare ``fp8_weight`` with exact arithmetic, for codes (N, K) and scale bytes (N, K / block size)."""
     fmt = FORMATS[scale_format]
     packed = torch.from_numpy(codes[:, 0::2] | (codes[:, 1::2] << 4))
     given = torch.from_numpy(scale_bytes).view(fmt.scale_dtype)
@@ -48,18 +48,18 @@ def assert_reencoded(codes, scale_bytes, scale_format):
 @pytest.mark.parametrize("k", [64, 128, 320])
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_any_codes_and_scales(scale_format, k):
-    """Scales may be any byte: negative, zero or NaN. The last block of k may be 64 elements long."""
+    """Check any scale bytes, including negative numbers, zero and NaN. The last block of K may be 64 elements long."""
     blocks = k // FORMATS[scale_format].block_size
     codes = torch.randint(0, 16, (64, k), dtype=torch.uint8).numpy()
     scales = torch.randint(0, 256, (64, blocks), dtype=torch.uint8).numpy()
-    scales[1::4] = 0x7F if scale_format == "e4m3" else 0xFF  # all NaN
-    scales[2::4] = 0x80 if scale_format == "e4m3" else 0  # zeros, or the least
+    scales[1::4] = 0x7F if scale_format == "e4m3" else 0xFF  # rows in which all scales are NaN
+    scales[2::4] = 0x80 if scale_format == "e4m3" else 0  # rows in which all scales are zero, or the smallest number
     assert_reencoded(codes, scales, scale_format)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_every_scale_with_every_code(scale_format):
-    """Each byte is the scale of one row."""
+    """Check every code with every scale byte. Each byte is the scale of one row."""
     codes = np.tile(np.arange(16, dtype=np.uint8), (256, 4))
     blocks = 64 // FORMATS[scale_format].block_size
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], blocks, 1)
@@ -67,9 +67,9 @@ def test_every_scale_with_every_code(scale_format):
 
 
 def test_rounding_error_of_nvfp4():
-    """For Gaussian weights the rms error is 9.69 %; NVFP4's own error is 9.51 %."""
+    """Check the rms error for Gaussian weights: 9.69 % after re-encoding, 9.51 % for NVFP4 alone."""
     weight = torch.randn(1024, 2048)
-    # The error depends on the scales' position between powers of two (9.68 to 9.75 %), so draw the amax at random.
+    # Draw the amax at random, because the error depends on where scales lie between powers of two (9.68 to 9.75 %).
     factor = nvfp4_global_scale(torch.tensor(5.0))
     codes, scale = fp4_quantize(weight, factor, scale_layout="linear")
     decoded = fp4_dequantize(codes, scale, factor, scale_layout="linear", out_dtype=torch.float32).double()
@@ -78,6 +78,6 @@ def test_rounding_error_of_nvfp4():
     lost = [((one - weight).square().mean() / weight.double().square().mean()).sqrt() for one in (decoded, reencoded)]
     assert [one.item() for one in lost] == pytest.approx([0.0951, 0.0969], abs=4e-4)
     off = (reencoded - decoded).abs()
-    # Below e4m3's normal range, the step is constant.
+    # Below e4m3's normal range, the distance of two numbers is constant.
     least = powers.double().repeat_interleave(128, 1) / factor.double() * 2.0**-10
     assert (off <= torch.maximum(decoded.abs() * 0.0477, least) * (1 + 1e-6)).all()

@@ -1,4 +1,4 @@
-"""``reference/`` against the NumPy specification, over shapes, formats, layouts, dtypes and values."""
+"""``reference/`` compared with the specification in NumPy, over shapes, formats, layouts, dtypes and values."""
 
 import importlib
 import inspect
@@ -25,7 +25,7 @@ quantized, dequantized = OPS["fp4_quantize"].reference, OPS["fp4_dequantize"].re
 
 @st.composite
 def rows(draw, kinds=KINDS, parts=1):
-    """Draw a tensor (..., K), or (..., 2K) with two ``parts``, its format's arguments, and a random generator."""
+    """Draw a tensor (..., K), or (..., 2K) with two ``parts``, the arguments of its format, and a random generator."""
     fmt = draw(st.sampled_from([NVFP4, MXFP4]))
     shape = [*draw(leads()), draw(st.integers(1, 9)) * fmt.block_size * parts]
     dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
@@ -58,17 +58,17 @@ def fp8_rows(draw, parts=1):
 
 
 def rounded_to_bfloat16(a):
-    """Round float16 ``a`` to 8 significant bits, to nearest, ties to even; return float32."""
+    """Round float16 ``a`` to 8 significant bits (to nearest, ties to even), and return float32."""
     bits = a.float().numpy().view(np.uint32)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return torch.from_numpy(kept.astype(np.uint32).view(np.float32))
 
 
 def test_float16_with_mxfp4_is_rounded_to_bfloat16():
-    """Identity weights return the activations: rounded with MXFP4, unchanged with NVFP4."""
+    """Multiply float16 activations by the identity: MXFP4 must return them rounded to bfloat16, NVFP4 unchanged."""
     k = 64
     a = (torch.randn(40, k) * 2.0 ** torch.randint(-24, 14, (40, k))).half()
-    a[0] = torch.arange(k) + 2**9  # every second one is a tie
+    a[0] = torch.arange(k) + 2**9  # every second number is a tie
     ones = torch.full((k, k // 2), 0, dtype=torch.uint8)
     ones[torch.arange(k), torch.arange(k) // 2] = torch.tensor([0x02, 0x20], dtype=torch.uint8).repeat(k // 2)
     for block_size, one, want in ((32, 127, rounded_to_bfloat16(a)), (16, 0x38, a.float())):
@@ -99,7 +99,7 @@ def test_quantize_fp8(drawn):
 @settings(deadline=None, max_examples=200)
 @given(rows(), st.sampled_from(DTYPES))
 def test_dequantize(drawn, out_dtype):
-    """Codes and scale bytes are arbitrary; NaN scales and padding are included."""
+    """Check arbitrary codes and scale bytes, including NaN scales and padding."""
     value, arguments, generator = drawn
     y, scale = quantized(value, **arguments)
     y = torch.randint(0, 256, y.shape, generator=generator, dtype=torch.uint8)
@@ -115,7 +115,7 @@ def norm_call(drawn, eps, weight_in_fp32):
     """Draw the arguments of a norm."""
     value, arguments, generator = drawn
     if eps == 0.0:
-        # Without eps, squares that underflow fp32 would decide the result.
+        # Avoid tiny values: without eps, squares that underflow in fp32 would decide the result.
         value = torch.where(value.abs() < 1e-12, 1.0, value.double()).to(value.dtype)
     weight = torch.randn(value.shape[-1], generator=generator).to(torch.float32 if weight_in_fp32 else value.dtype)
     return {"input": value, "weight": weight, **arguments, "eps": eps}
@@ -162,7 +162,8 @@ def test_silu_mul(drawn, gate):
 
 
 def test_swiglu_by_hand():
-    """The gate is clamped from above only, and NaN passes, in the reference and in the NumPy specification."""
+    """Check, in the reference and in the NumPy specification, that the gate is clamped only from above, and that clamps
+    keep NaN."""
     cases = [  # gate, up, alpha, beta, limit, result
         (2.0, 3.0, 0.0, 1.0, None, 4.0),
         (9.0, 9.0, 0.0, 1.0, 7.0, 28.0),
@@ -188,7 +189,7 @@ def test_swiglu_by_hand():
 
 
 def test_the_usual_gate_is_silu():
-    """The default gate equals silu bit for bit, including signs of zero."""
+    """Check that the default gate is bitwise equal to silu, including signs of zero."""
     values = torch.cat([torch.randn(1000), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])])
     pairs = torch.cartesian_prod(values[-200:], values[-200:]).t().reshape(-1)
     gate, up = pairs.chunk(2)
@@ -199,7 +200,7 @@ def test_the_usual_gate_is_silu():
 @settings(deadline=None, max_examples=300)
 @given(leads(), st.sampled_from(DTYPES), st.sampled_from(KINDS), st.sampled_from(KINDS), generators())
 def test_add_rows(lead, dtype, kind, other, generator):
-    """The sum is exact to the bit and written in place."""
+    """Check that the sum is exact to the bit and is written in place."""
     call = {
         "input": values(kind, [*lead, 33], dtype, generator),
         "residual": values(other, [*lead, 33], dtype, generator),
@@ -212,7 +213,7 @@ def test_add_rows(lead, dtype, kind, other, generator):
 
 @st.composite
 def routes(draw):
-    """Draw ids of experts (M, topk), some unknown and some twice in a token, and the arguments of the layout."""
+    """Draw experts (M, topk), some of them invalid and some twice in a token, and the arguments of the layout."""
     experts, tokens, topk = draw(st.integers(1, 20)), draw(st.integers(0, 30)), draw(st.integers(1, 16))
     beyond = draw(st.sampled_from([0, 1, 5]))
     ids = torch.randint(-beyond, experts + beyond, (tokens, topk), generator=draw(generators()), dtype=torch.int32)
@@ -228,7 +229,8 @@ def test_route_ids(call):
 
 @st.composite
 def choices(draw):
-    """Draw logits, some of them not finite, and arguments that choose experts; sizes up to the largest."""
+    """Draw logits, some of which are not finite, and the arguments that choose experts, with sizes up to the
+    largest."""
     groups = draw(st.sampled_from([1, 1, 2, 3, 4, 17, 32]))
     group_size = draw(st.integers(1, 1024 // groups) | st.just(1024 // groups))
     experts, generator = groups * group_size, draw(generators())
@@ -253,7 +255,8 @@ def choices(draw):
 @settings(deadline=None, max_examples=200)
 @given(choices(), st.booleans())
 def test_route_dense(call, has_factor):
-    """The result matches the specification, and bit for bit the weights and experts of ``moe_route``."""
+    """Check that the result matches the specification, and that it contains the weights and experts of ``moe_route``
+    bit for bit."""
     tokens, experts = call["logits"].shape
     factor = torch.linspace(-2.0, 2.0, experts) if has_factor else None
     check("moe_route_dense", {**call, "expert_factor": factor})
@@ -267,7 +270,8 @@ def test_route_dense(call, has_factor):
 
 
 def test_routes_by_hand():
-    """Rows are ordered by expert, then token, up to the buffer's size. A token may name an expert twice, or none."""
+    """Check small routings worked out by hand: rows are ordered by expert, then token, up to the size of the buffer. A
+    token may name an expert twice, or none."""
     ids = torch.tensor([[1, -1], [0, 1], [1, 1], [3, 0]], dtype=torch.int32)
     want = {
         "alignment": ([[2, -1], [0, 3], [4, 5], [-1, 1]], [2, 7, 0, 3, 4, 5, -1, -1, -1, -1], [0, 2, 6, 6], [2, 4, 0]),
@@ -279,27 +283,27 @@ def test_routes_by_hand():
 
 
 def check(name, call):
-    """Check that the reference's results are the expected results."""
+    """Compare the results of a reference with the expected results of its op."""
     expected = importlib.import_module(f"expected.{name}")
     want = expected.results(call)
     updated = [call["residual"]] if "residual" in call else []
     expected.assert_results((*as_tuple(OPS[name].reference(**call)), *updated), want, call)
 
 
-# Round trip
+# Quantise, then dequantise
 
 
 def half_step(code_space: np.ndarray) -> np.ndarray:
-    """Return half the spacing of e2m1 values at a magnitude, in units of the scale."""
+    """Return half the distance of neighbouring e2m1 numbers at a magnitude, in units of the scale."""
     return np.select([code_space <= 2, code_space <= 4], [0.25, 0.5], 1.0)
 
 
 @settings(deadline=None, max_examples=300)
 @given(rows(kinds=("normal", "grid", "sparse", "tiny")))
 def test_round_trip(drawn):
-    """After quantising and dequantising, the error is at most half a step, or due to saturation.
+    """Check that after quantising and dequantising the error is at most half a step, unless the number saturates.
 
-    The scale is as near to amax/6 as its format allows.
+    Also check that the scale is as near to amax/6 as its format allows.
     """
     value, arguments, _ = drawn
     g = 1.0 if arguments["global_scale"] is None else float(arguments["global_scale"])
@@ -323,13 +327,13 @@ def test_round_trip(drawn):
         lowest = 2.0**-127
         assert ((s >= wanted) & ((s < 2 * wanted) | (s == lowest))).all()
     else:
-        # Half an ulp of e4m3: 2^-4 relative, 2^-10 absolute; nothing above 448.
+        # Half an ulp of e4m3 is 2^-4 relative, or 2^-10 absolute; larger numbers than 448 saturate.
         off = np.abs(s - np.minimum(wanted, 448 / g))
         assert (off <= np.maximum(wanted * 2.0**-4, 2.0**-10 / g) * (1 + 2.0**-20)).all()
 
 
 def test_representable_values_survive():
-    """Values that are a code times a scale are quantised and dequantised exactly."""
+    """Check that values that are a code times a scale survive quantising and dequantising exactly."""
     codes = torch.randint(0, 16, (50, 64), dtype=torch.uint8)
     codes[:, ::16] = 7
     for block, scales in ((16, 2.0 ** torch.randint(-6, 8, (50, 4))), (32, 2.0 ** torch.randint(-100, 100, (50, 2)))):
@@ -341,7 +345,8 @@ def test_representable_values_survive():
 
 @pytest.mark.parametrize("power", [-60, -30, 30, 60])
 def test_global_scale_shifts_by_powers_of_two(power):
-    """Scaling the values by 2^-p and the global scale by 2^p changes neither codes nor scales."""
+    """Check that dividing the values by 2^p and multiplying the global scale by 2^p changes neither codes nor
+    scales."""
     value = torch.randn(20, 64)
     plain = quantized(value)
     g = torch.tensor([2.0**power])
@@ -360,8 +365,8 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 
 
 def test_every_reference_takes_its_ops_arguments():
-    """References take the op's arguments by name, and other arguments as ``**named``. Only ops define defaults: a
-    default in a reference (scales of activations) is for an argument that another op lacks."""
+    """Check that references take the op's arguments by name, and all others as ``**named``. Only ops define defaults. A
+    reference has a default only for scales of activations, because some ops that call it lack this argument."""
     for name, op in OPS.items():
         reference = getattr(importlib.import_module(f"torch_cute_ops.reference.{name}"), name)
         theirs = inspect.signature(reference).parameters.values()
@@ -373,7 +378,7 @@ def test_every_reference_takes_its_ops_arguments():
 
 
 def test_silu_does_not_depend_on_the_position():
-    """An element gives the same bits anywhere in a row, in the middle of a SIMD vector or at its end."""
+    """Check that an element gives the same bits anywhere in a row, inside a SIMD vector or after the last one."""
     gate, up = torch.randn(2, 1000)
     whole = silu_mul_rows(torch.cat([gate, up]))
     for begin, end in ((0, 999), (1, 1000), (3, 40), (500, 501), (7, 70)):

@@ -1,4 +1,5 @@
-"""The order in which ``fp4_quantize`` rounds NVFP4 scales, next to the orders of other libraries (docs/numerics.md)."""
+"""The order in which ``fp4_quantize`` rounds NVFP4 scales, compared with the orders of other libraries
+(docs/numerics.md)."""
 
 import numpy as np
 import torch
@@ -10,13 +11,13 @@ SIXTH = F(1 / 6)
 
 
 def rounded(scales: np.ndarray) -> np.ndarray:
-    """Round positive fp32 numbers to e4m3 codes."""
+    """Round positive fp32 numbers to e4m3; return the codes."""
     return torch.from_numpy(scales).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def test_scales_round_in_our_order() -> None:
-    """Check scales of bfloat16 blocks bit for bit. With small whole global scales, quotients often lie halfway between
-    two scales, so that the other orders give other scales."""
+    """Check the scales of bfloat16 blocks bitwise. The global scales are small whole numbers, so that quotients often
+    lie halfway between two scales, where other orders give other scales."""
     values = (torch.randn(4096, 16) * 4).bfloat16()
     amax = values.float().abs().amax(1).numpy()
     others = dict.fromkeys(("vLLM", "TransformerEngine", "torchao"), 0)
