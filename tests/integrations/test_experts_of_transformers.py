@@ -1,4 +1,4 @@
-"""All classes of experts in transformers: replaced with the original module's results, or left with a reason."""
+"""All classes of experts in transformers: each is replaced with equal results, or stays with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_cute_ops.nn import QuantExperts, SwiGLU, quantize_, summary
 from torch_cute_ops.nn.float_experts import float_experts
 
 VERSION = "5.24"
-"""Version of transformers whose classes the table lists."""
+"""Version of transformers to which the table of classes belongs."""
 E, H, I, TOPK = 4, 64, 64, 2  # noqa: E741
 SIZES = dict.fromkeys(("hidden_size", "moe_hidden_size"), H)
 SIZES |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"), I)
@@ -35,7 +35,7 @@ MORE = {
     "NllbMoeSparseMLP": {"ffn_dim": I},
     "ZayaSparseMoeBlock": {"layer_idx": 1},
 }
-"""Further arguments of constructors."""
+"""Additional arguments of constructors, keyed by class."""
 
 SILU = SwiGLU()
 GPT_OSS = SwiGLU(1.702, 1.0, 7.0)
@@ -54,7 +54,7 @@ EXPERTS = {
     "deepseek_v3.DeepseekV3Experts": SILU,
     "deepseek_v32.DeepseekV32Experts": SILU,
     "deepseek_v4.DeepseekV4Experts": SwiGLU(limit=10.0),
-    "diffusion_gemma.DiffusionGemmaTextExperts": OTHER,  # GELU
+    "diffusion_gemma.DiffusionGemmaTextExperts": OTHER,  # gate with GELU
     "dots1.Dots1Experts": SILU,
     "dots3_note.Dots3NoteExperts": SILU,
     "ernie4_5_moe.Ernie4_5_MoeExperts": SILU,
@@ -62,7 +62,7 @@ EXPERTS = {
     "exaone_moe.ExaoneMoeExperts": SILU,
     "flex_olmo.FlexOlmoExperts": SILU,
     "flint.FlintExperts": SILU,
-    "gemma4.Gemma4TextExperts": OTHER,  # GELU
+    "gemma4.Gemma4TextExperts": OTHER,  # gate with GELU
     "glm4_moe.Glm4MoeExperts": SILU,
     "glm4_moe_lite.Glm4MoeLiteExperts": SILU,
     "glm4v_moe.Glm4vMoeTextExperts": SILU,
@@ -89,7 +89,7 @@ EXPERTS = {
     "lara_mini.LaraMiniExperts": SILU,
     "lfm2_moe.Lfm2MoeExperts": SILU,
     "llama4.Llama4TextExperts": r"its forward refuses tokens, expert ids and weights: TypeError: .*takes 2 positional",
-    "longcat_flash.LongcatFlashExperts": "differ in the number of experts",  # some experts lack weights
+    "longcat_flash.LongcatFlashExperts": "differ in the number of experts",  # some experts have no weights
     "mellum.MellumExperts": SILU,
     "mimo_v2_flash.MiMoV2FlashExperts": SILU,
     "minimax.MiniMaxExperts": SILU,
@@ -99,7 +99,7 @@ EXPERTS = {
     "mistral_large4.MistralLarge4TextExperts": SILU,
     "mixtral.MixtralExperts": SILU,
     "muse_spark.MuseSparkExperts": r"QuantExperts cannot hold its post_expert_norm\.weight",
-    "nemotron_h.NemotronHExperts": UNKNOWN,  # no gate
+    "nemotron_h.NemotronHExperts": UNKNOWN,  # has no gate
     "olmoe.OlmoeExperts": SILU,
     "openai_privacy_filter.OpenAIPrivacyFilterExperts": GPT_OSS,
     "phimoe.PhimoeExperts": SILU,
@@ -116,11 +116,12 @@ EXPERTS = {
     "unlimited_ocr.UnlimitedOcrTextExperts": SILU,
     "zaya.ZayaExperts": SILU,
 }
-"""Gate of each class, with the sizes and the limits of its default configuration, or the reason that it stays."""
+"""Gate of each class for the sizes and limits of its default configuration, or the reason that the class is not
+replaced."""
 
 
 def classes_of_experts() -> list[str]:
-    """Return the classes that transformers calls experts, and that own parameters."""
+    """Return the names of all classes in transformers that are called experts and own parameters."""
     found = []
     for path in sorted((Path(transformers.__path__[0]) / "models").glob("*/modeling_*.py")):
         for each in re.finditer(
@@ -138,7 +139,7 @@ def test_the_table_is_complete():
 
 
 def built(name: str, **settings: object) -> nn.Module:
-    """Return a module of experts in float64, with small sizes and weights that MXFP4 represents exactly."""
+    """Return a module of experts in float64, with small sizes, and weights that MXFP4 represents exactly."""
     folder, _, kind = name.partition(".")
     try:
         module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
@@ -155,7 +156,7 @@ def built(name: str, **settings: object) -> nn.Module:
 
 
 def configuration(module: object, kind: str, **settings: object):
-    """Return the default configuration of a class of experts, with small sizes."""
+    """Return the default configuration of a class of experts, changed to small sizes."""
     configs = [each for name, each in vars(module).items() if name.endswith("Config") and isinstance(each, type)]
 
     def like(config: type) -> int:
@@ -169,14 +170,14 @@ def configuration(module: object, kind: str, **settings: object):
                 setattr(config, name, [value] * 2 if isinstance(getattr(config, name, None), list) else value)
         try:
             getattr(module, kind)(config, **MORE.get(kind, {}))
-        except AttributeError:  # a configuration of several models
+        except AttributeError:  # the configuration describes several models
             continue
         return config
     raise AssertionError(f"no configuration for {kind} in {[each.__name__ for each in configs]}")
 
 
 def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens whose gates and ups exceed all limits, in part, with ids and weights."""
+    """Return tokens, expert ids and routing weights. Some gate and up values exceed all limits."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(9, H, generator=generator) * torch.tensor([0.3, 1, 3, 6, 12, 25, 50, 100, 200])[:, None]
     ids = torch.stack([torch.randperm(E, generator=generator)[:TOPK] for _ in range(len(x))])
@@ -195,7 +196,7 @@ def quantise_without_warnings(model: nn.ModuleDict, scheme: str) -> nn.ModuleDic
 
 @torch.no_grad()
 def assert_equal_results(experts: nn.Module, swiglu: SwiGLU) -> None:
-    """Check that quantised experts with exact weights and 16-bit activations compute each token as the module does."""
+    """Check that quantised experts with exact weights and 16-bit activations compute the same as the module."""
     x, ids, weights = routed()
     want = experts(x.double(), ids, weights.double())
     new = quantised(experts.bfloat16()).experts
@@ -230,7 +231,8 @@ def test_other_settings(name, settings, swiglu):
 
 
 def test_a_clamp_after_the_activation_is_no_swiglu():
-    """Step-3.7 clamps silu(gate); SwiGLU clamps the gate, which differs by 0.1 % at a limit of 7."""
+    """Check that Step-3.7's gate is not taken for a SwiGLU: it clamps silu(gate), and SwiGLU clamps the gate, a
+    difference of 0.1 % at a limit of 7."""
     experts = built("step3p7.Step3p7Experts")
     experts.limit = 7.0
     assert OTHER in float_experts(experts).verified()
@@ -238,7 +240,7 @@ def test_a_clamp_after_the_activation_is_no_swiglu():
 
 @pytest.mark.parametrize("name", ["deepseek_v4.DeepseekV4Experts", "gpt_oss.GptOssExperts", "gemma4.Gemma4TextExperts"])
 def test_experts_on_meta(name):
-    """The trial gives the same answer for modules without values."""
+    """Check that the trial gives the same answer for modules on the meta device."""
     experts = built(name).to("meta")
     found = float_experts(experts).verified()
     assert found == EXPERTS[name] if isinstance(EXPERTS[name], SwiGLU) else EXPERTS[name] in found
@@ -246,7 +248,8 @@ def test_experts_on_meta(name):
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_implementations(implementation):
-    """transformers' own implementations are one computation; a registered one may be another."""
+    """Check that experts with any of transformers' own implementations are replaced, and that experts with a registered
+    implementation, which computes something else, are not."""
     experts = built("mixtral.MixtralExperts")
     experts.config._experts_implementation = implementation
     assert float_experts(experts).verified() == SILU
@@ -279,11 +282,11 @@ ROUTERS = {
     "zaya.ZayaSparseMoeBlock": {f"gate.{each}" for each in ("down_proj", "router_mlp.fc1", "router_mlp.fc2")}
     | {"gate.router_mlp.out_proj"},
 }
-"""Linear layers that take part in the choice of experts, by the module that contains them."""
+"""Linear layers that take part in choosing experts, keyed by the class of the module that contains them."""
 
 
 def test_the_table_of_routers_is_complete():
-    """Each class with a linear layer whose results are experts, or a gate of a shared expert, is in the table."""
+    """Check that the table lists each class with a linear layer that routes to experts or gates a shared expert."""
     if not transformers.__version__.startswith(VERSION):
         pytest.skip(f"transformers is {transformers.__version__}, the table lists {VERSION}")
     linear = re.compile(
@@ -311,7 +314,7 @@ def test_routers(name):
     model = quantise_without_warnings(model, "fp8_channel")
     stayed = {key for key, each in model.named_modules() if isinstance(each, nn.Linear)}
     left = summary(model).left
-    # The input of T5's and NLLB's second layers is converted to the dtype of their weight.
+    # In T5 and NLLB, the input of second layers is converted to the dtype of their weight, so these layers stay.
     assert routers == {key for key in stayed if "reads its weight" not in left[key]}
     assert all(left[key] == "it is a router" for key in routers)
 
@@ -356,7 +359,7 @@ def test_llama_4():
 
 
 def test_a_config_of_an_odd_size():
-    """Layers of sizes that the ops lack are named, and the bytes show that they stay."""
+    """Check that layers of unsupported sizes are named, and that the summary's bytes include them unquantised."""
     config = transformers.LlamaConfig(**{**SMALL, "intermediate_size": 500})
     names = ", ".join(f"model.layers.0.mlp.{each}_proj" for each in ("gate", "up"))
     with pytest.warns(
@@ -367,12 +370,13 @@ def test_a_config_of_an_odd_size():
     assert "in_features is 500" in found.left["model.layers.0.mlp.down_proj"]
     assert {*found.replaced} == {f"model.layers.0.self_attn.{each}_proj" for each in "qkvo"}
     assert found.function == "from_config"
-    # Four layers of the attention: codes, scales of 64 rows in a tile of 128, and a global scale.
+    # The four layers of an attention: codes, scales of 64 rows in a tile of 128 rows, and a global scale each.
     assert found.bytes_before - found.bytes_after == 4 * H * H * 2 - 4 * (H * H // 2 + 128 * H // 16 + 4)
 
 
 def test_summary_of_loaded_checkpoints(tmp_path, caplog):
-    """Our ``from_pretrained`` and transformers' own say what was replaced, and how many bytes there are."""
+    """Check that our ``from_pretrained`` and transformers' own record what was replaced, and the sizes before and
+    after."""
     config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
     model = quantise_without_warnings(
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "nvfp4"

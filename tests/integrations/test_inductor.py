@@ -1,4 +1,4 @@
-"""The Inductor pass in the whole compiler, and on Hugging Face models."""
+"""The Inductor pass within the whole compiler, and on Hugging Face models."""
 
 import copy
 
@@ -25,7 +25,7 @@ from torch_cute_ops.integrations import inductor
 
 
 class Marks(CustomGraphPass):
-    """A third-party pass: negates factors of products with two."""
+    """Pass of a third party: negates the factors of products of two."""
 
     def __call__(self, graph):
         for node in graph.nodes:
@@ -37,7 +37,7 @@ class Marks(CustomGraphPass):
 
 
 def test_compiled_by_inductor(device):
-    """Compile one model with the pass as an option, after a third-party pass, through the whole compiler."""
+    """Compile a model with our pass in the option, after another pass, through the whole compiler."""
     x, weight = numbers(4, H, device=device), numbers(H, device=device)
 
     def layer(x, weight):
@@ -51,7 +51,8 @@ def test_compiled_by_inductor(device):
 
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
-    """Inductor has already chosen the stride of a dimension of size 1 when the first op updates the residual."""
+    """Check a residual that is read before the first op updates it, when Inductor has already chosen the stride of a
+    dimension of size 1."""
     weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):
@@ -73,15 +74,16 @@ def test_a_residual_that_is_read_before(device):
 
 @pytest.mark.gpu
 def test_inductors_kernels_overlap_with_ours():
-    """With ``triton.enable_pdl`` kernels start before their predecessors end. Results stay equal bit for bit, also
-    captured and replayed. Weights are static, so GEMMs read them ahead."""
+    """Check that kernels of Inductor and ours may overlap: with ``triton.enable_pdl`` kernels start before their
+    predecessors end. Results must stay bitwise equal, also in a captured graph. Weights are static, so GEMMs read them
+    early."""
     width, layers, rows = 1024, 12, 3
     weights = [tco.fp4_quantize(numbers(width, width, device="cuda") / width**0.5) for _ in range(layers)]
 
     def chain(x, bias):
         total = x
         for codes, scale in weights:
-            y = F.rms_norm(total * 0.5 + bias, (width,))  # without a weight, Inductor computes it
+            y = F.rms_norm(total * 0.5 + bias, (width,))  # Inductor computes a norm without a weight
             y = tco.mm_fp4_weight_only(y, codes.t(), scale, static_weight=True)
             total = total + torch.sin(y.roll(1, -1))
         return total
@@ -150,19 +152,19 @@ def small_llama(dtype):
 
 @pytest.fixture(scope="module")
 def llama():
-    """Llama with FP4 activations; q, k and v, and gate and up, are merged."""
+    """Return a Llama with FP4 activations, in which q, k and v, and gate and up, are merged."""
     model = small_llama(torch.float32)
     ids = torch.randint(1, 96, (2, 7))
     tco.nn.quantize_(model, "nvfp4", activations="fp4", calibrate=lambda model: model(ids))
     return tco.nn.merge_(model), ids
 
 
-# The first norm follows no addition, the input of o_proj follows no norm, and lm_head is not quantised.
+# No addition precedes the first norm, no norm precedes o_proj, and lm_head is not quantised.
 LLAMA_NODES = {"rmsnorm_fp4quant": 1, "add_rmsnorm_fp4quant": 3, "silu_mul_fp4quant": 2, "fp4_quantize": 2}
 
 
 def assert_one_residual(graph):
-    """Check that all additions overwrite the embedding's result, and that nothing copies it."""
+    """Check that all additions overwrite the result of the embedding, and that nothing copies it."""
     updated = [node.args[1] for node in graph.graph.nodes if "add_rmsnorm" in str(node.target)]
     assert len(updated) == 3 and len({*updated}) == 1 and "embedding" in str(updated[0].target)
     copying = (torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.copy.default)
@@ -170,14 +172,15 @@ def assert_one_residual(graph):
 
 
 def test_llama_generates_the_same_tokens(llama):
-    """In float32 the fused ops skip no rounding that could change a code."""
+    """Check that the fused model generates the same tokens. In float32, no rounding is skipped that could change a
+    code."""
     from transformers import CompileConfig
 
     model, ids = llama
     given = {"do_sample": False, "max_new_tokens": 6, "cache_implementation": "static"}
     want = model.generate(ids, **given, disable_compile=True)
     compiler = Compiler()
-    # A function instead of the model, because generate copies its configuration.
+    # Compile a function instead of the model, because generate copies its configuration.
     whole = CompileConfig(fullgraph=True, backend=lambda *given: compiler(*given), mode=None)
     whole._compile_all_devices = True
     with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()):
@@ -188,7 +191,7 @@ def test_llama_generates_the_same_tokens(llama):
 
 
 def test_llama_with_16_bit_activations():
-    """The pass computes the norms of a model with quantised weights and 16-bit activations."""
+    """Check that the pass computes the norms of a model with quantised weights and 16-bit activations."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, "nvfp4", activations="16bit"))
     ids = torch.randint(1, 96, (2, 7))
@@ -204,8 +207,7 @@ def test_llama_with_16_bit_activations():
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "activations"), [("nvfp4", "16bit"), ("fp8_block", "auto")])
 def test_llama_decodes_by_inductor(scheme, activations, device):
-    """Decode one token for each of several sequences with the whole compiler; one dimension of the residual has
-    size 1."""
+    """Decode one token for each of several sequences through the whole compiler. One dimension of the residual is 1."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, scheme, activations=activations))
     model, ids = model.to(device), torch.randint(1, 96, (3, 1), device=device)

@@ -1,4 +1,4 @@
-"""Norms and gates that the Inductor pass fuses with quantisations, and others that it leaves unchanged."""
+"""Norms and gates that the Inductor pass fuses with quantisations, and others that it must leave alone."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)
 
 @by_norm
 def test_norm(norm, device):
-    """The pass fuses norms of rows with several leading dimensions, which linear layers flatten."""
+    """Check that norms are fused for rows with several leading dimensions, which linear layers flatten."""
     x, weight, g = numbers(2, 3, H, device=device), numbers(H, device=device), torch.full((1,), 3.0, device=device)
     got, compiler = compiled(lambda x, weight, g: tco.fp4_quantize(norm(x, weight).flatten(0, 1), g), x, weight, g)
     assert_equal(got, tco.rmsnorm_fp4quant(x.flatten(0, 1), weight, g, EPS))
@@ -56,7 +56,7 @@ def test_norm(norm, device):
 
 @by_format
 def test_formats(kind, device):
-    """The pass fuses addition, norm and quantisation, and the gate of a merged layer."""
+    """Check that an addition, a norm and a quantisation are fused, and so is the gate of a merged layer."""
     quantise, suffix, arguments = kind
     x, weight, g = numbers(2, 5, H, device=device), numbers(H, device=device), torch.full((1,), 0.5, device=device)
 
@@ -91,7 +91,7 @@ def test_dtypes(dtype):
 
 
 def test_a_norm_that_is_read_elsewhere():
-    """A norm can have another reader, such as a router. An FP4 op also writes the norm."""
+    """Check a norm with another reader, such as a router: the fused FP4 op also writes the norm."""
     x, weight = numbers(4, H), numbers(H)
 
     def layer(x, weight):
@@ -108,7 +108,8 @@ def test_a_norm_that_is_read_elsewhere():
 
 
 def test_scales_of_one_norm_that_differ():
-    """If scales differ, as for q and k that are not merged, each norm reads the sum that the first op wrote."""
+    """Check that quantisations of one norm with different scales, as for unmerged q and k, become separate ops: after
+    the first op, each norm reads the sum that this op wrote."""
     x, weight, g, other = numbers(4, H), numbers(H), torch.full((1,), 0.5), torch.full((1,), 2.0)
 
     def layer(x, weight, g, other):
@@ -124,7 +125,8 @@ def test_scales_of_one_norm_that_differ():
 
 
 def test_equal_quantisations():
-    """Equal quantisations of one tensor are merged, for any reshape; other scales or layouts stay separate."""
+    """Check that equal quantisations of a tensor are merged, however it is reshaped, and that other scales or layouts
+    stay separate."""
     x, g = numbers(2, 3, H), torch.full((1,), 0.5)
 
     def layers(x, g):
@@ -137,7 +139,7 @@ def test_equal_quantisations():
 
     got, compiler = compiled(layers, x, g)
     assert_equal(got, layers(x, g))
-    # Two slices of one weight are two tensors.
+    # Two slices of one weight are different tensors.
     assert compiler.quantising() == {"fp4_quantize": 4, "fp8_quantize": 1, "rmsnorm_fp8quant": 2}
 
 
@@ -245,7 +247,7 @@ def norm_of_columns(x, weight):
 
 
 def norm_by_another(x, weight):
-    """Scaled by the norm of another tensor."""
+    """Scale rows by the norm of another tensor."""
     wide = x.float()
     return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.cos().pow(2).mean(-1, keepdim=True) + EPS))).bfloat16())
 
@@ -267,4 +269,4 @@ def test_patterns_that_stay(layer):
     got, compiler = compiled(layer, x, weight)
     assert sum(compiler.quantising().values()) == 1 and {*compiler.quantising()} <= {"fp4_quantize", "fp8_quantize"}
     for a, b in zip(got, layer(x, weight), strict=True):
-        assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()  # Inductor's own decompositions
+        assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()  # Inductor's decompositions round differently

@@ -24,7 +24,7 @@ from torch_cute_ops.integrations._inductor_graph import call_op, named_arguments
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm, quantises_with_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
-# Computation of the activations
+# Prologues
 
 
 def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
@@ -34,7 +34,8 @@ def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
 
 @by_norm
 def test_norm_before_a_gemm(norm, device):
-    """Our op computes the norm of rows with several leading dimensions, also if a router reads the norm."""
+    """Check that our op computes a norm before a GEMM, for several leading dimensions, even if a router also reads the
+    norm."""
     x, weight = numbers(2, 3, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(32, H, device=device))
 
@@ -49,7 +50,7 @@ def test_norm_before_a_gemm(norm, device):
 
 
 def test_norm_in_another_dtype_before_a_gemm():
-    """The norm of float32 rows stays: the op would write float32."""
+    """Check that a norm of float32 rows before a GEMM is not replaced, because our op would return float32."""
     x, weight, (codes, scale) = numbers(4, H, dtype=torch.float32), numbers(H), tco.fp4_quantize(numbers(32, H))
 
     def layer(x, weight, codes, scale):
@@ -61,7 +62,8 @@ def test_norm_in_another_dtype_before_a_gemm():
 
 
 def test_sum_before_gemms(device):
-    """Three GEMMs read one norm, whose sum is read later; the gate of many rows before another GEMM stays."""
+    """Check a sum that is read later, and whose norm three GEMMs read. The gate of many rows before another GEMM is not
+    fused."""
     x, weight = numbers(9, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(2 * H, H, device=device))
 
@@ -79,14 +81,14 @@ def test_sum_before_gemms(device):
     want = tco.mm_fp4_weight_only(tco.silu_mul(both), codes.t(), scale)
     assert F.cosine_similarity(got[3].double().flatten(), want.double().flatten(), 0) > 0.9999
     ours = compiler.ours()
-    assert ours.pop("mm_fp4_weight_only") in (2, 4)  # equal GEMMs may be merged
+    assert ours.pop("mm_fp4_weight_only") in (2, 4)  # the compiler may merge equal GEMMs
     assert ours == {"add_rmsnorm": 1}
     assert not any("clone" in name or "copy" in name for name in compiler.calls())
 
 
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16)])
 def test_gate_before_a_gemm(lead, dtype, device):
-    """For one row, gate and GEMM become one op, for any other arguments of the GEMM."""
+    """Check that for one row a gate and a GEMM become one op, whatever the other arguments of the GEMM are."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias = torch.randn(24, device=device)
 
@@ -105,8 +107,8 @@ def test_gate_before_a_gemm(lead, dtype, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "float32", "strided", "swapped", "Blackwell"])
 def test_gates_that_stay_before_a_gemm(left, monkeypatch):
-    """A gate stays for many rows, a symbolic number of rows, another GPU, another reader, another dtype, or up
-    first."""
+    """Check that a gate is not fused into a GEMM for many rows, a symbolic number of rows, another GPU, another reader,
+    another dtype, or if up comes first."""
     both, codes, scale = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     both = both.repeat_interleave(2, 1)[:, ::2] if left == "strided" else both
     both = both.float() if left == "float32" else both
@@ -131,8 +133,8 @@ def test_gates_that_stay_before_a_gemm(left, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True], ids=["quantised", "gated"])
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16), ((8,), torch.bfloat16)])
 def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
-    """For few rows, quantisation and GEMM become one op, for one row also the gate, for any other arguments, with the
-    same bits."""
+    """Check that for few rows a quantisation and a GEMM become one op with the same bits, whatever the other arguments
+    are. For one row this includes the gate."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias, alpha = torch.randn(24, device=device), torch.rand(24, device=device)
     given = None if global_scale is None else torch.full((1,), global_scale, device=device)
@@ -158,8 +160,8 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
 def test_quantisations_that_stay_before_a_gemm(left):
-    """A quantisation stays for many rows, a symbolic number of rows, another reader of the codes, another dtype or
-    format, or a gate other than SiLU."""
+    """Check that a quantisation is not fused into a GEMM for many rows, a symbolic number of rows, another reader of
+    the codes, another dtype or format, or a gate other than SiLU."""
     both, *_ = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     block_size = 32 if left == "MXFP4" else 16
     codes, scale = tco.fp4_quantize(numbers(24, H), block_size=block_size)
@@ -184,7 +186,8 @@ def test_quantisations_that_stay_before_a_gemm(left):
 
 
 def prefetched(compiler):
-    """Return for each of our GEMMs, in order, the op, the node of its weight, and the node of the prefetched weight."""
+    """Return, for each of our GEMMs in order, the op, the node of its weight, and the node of the weight that it
+    prefetches."""
     for node in compiler.graphs[-1].graph.nodes:
         if str(node.target).startswith("cute.") and "mm_fp" in str(node.target):
             named = named_arguments(node)
@@ -192,7 +195,7 @@ def prefetched(compiler):
 
 
 def four_gemms(x, y, first, first_scale, second, second_scale, other):
-    """Compute a projection and a gated projection twice; the last weight is a separate tensor."""
+    """Compute a projection and a gated projection, twice. The last weight is a separate tensor."""
     for weight, scale in ((second, second_scale), (other, second_scale)):
         x = tco.mm_fp4_weight_only(x, first.t(), first_scale)
         a, a_scale = tco.silu_mul_fp4quant(x)
@@ -208,7 +211,7 @@ def operands_of_four_gemms(rows):
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_gemm_prefetches_the_next_weight(rows):
-    """Every GEMM except the last prefetches; nothing else changes."""
+    """Check that every GEMM except the last prefetches the next weight, and that nothing else changes."""
     operands = operands_of_four_gemms(rows)
     got, compiler = compiled(four_gemms, *operands)
     names = ["mm_fp4_weight_only", "silu_mul_fp4quant_mm_fp4" if rows == 1 else "mm_fp4"] * 2
@@ -220,7 +223,8 @@ def test_a_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65])
 def test_an_fp8_gemm_prefetches_the_next_weight(rows):
-    """Every GEMM except the last prefetches, up to 64 rows with an FP8 weight and up to 16 rows with an FP4 weight."""
+    """Check the same with an FP8 weight, which is prefetched for up to 64 rows; an FP4 weight is prefetched for up to
+    16 rows."""
     x, (codes, scale) = numbers(rows, 128), tco.fp4_quantize(numbers(128, 128))
     first, second = torch.randn(2, 128, 128).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 1, 1)
@@ -247,8 +251,8 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
 def test_cases_without_prefetch(left, monkeypatch):
-    """GEMMs do not prefetch for many rows, a symbolic number of rows, on other GPUs, or a weight that the graph
-    computes. An explicit prefetch is kept."""
+    """Check that GEMMs do not prefetch with many rows, with a symbolic number of rows, on other GPUs, or a weight that
+    the graph computes. A prefetch that the program itself requests is not replaced."""
     x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
     if left == "symbolic":
         torch._dynamo.mark_dynamic(x, 0)
@@ -268,7 +272,7 @@ def test_cases_without_prefetch(left, monkeypatch):
 
 
 def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
-    """A graph can use several devices; here the second is meta."""
+    """Check that a weight on another device (here meta) is not prefetched, because a graph can use several devices."""
     x, _, first, first_scale, *_ = operands_of_four_gemms(2)
     graph = fx.Graph()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -293,7 +297,7 @@ def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
 
 
 def test_gpus_that_fuse_gates(monkeypatch):
-    """Gates fuse into GEMMs on GPUs with a kernel that gates rows, such as Hopper."""
+    """Check that gates are fused into GEMMs on GPUs whose kernels can compute gates, such as Hopper."""
     cuda = torch.device("cuda", 0)
     for name, arch in ARCHS.items():
         monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT on quantised models: they learn as on the model in bf16, and are saved and loaded."""
+"""LoRA adapters of PEFT on quantised models: they learn as on bf16 models, and can be saved and loaded."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def trained(model, device) -> tuple[PeftModel, list[float]]:
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "fp8_block"])
 def test_adapters_learn(scheme, device, tmp_path):
-    """The loss falls as with bf16, only adapters change, and a saved adapter gives the same logits when loaded."""
+    """Check that the loss falls as with bf16, that only adapters change, and that a loaded adapter gives the same
+    logits as before it was saved."""
     model = model_of()
     quantised = quantize_(copy.deepcopy(model), scheme)
     frozen = {name: each.clone() for name, each in quantised.state_dict().items()}
@@ -87,7 +88,8 @@ def test_saved_adapters(tmp_path):
 
 
 def test_refusals():
-    """Adapters are not merged into quantised weights, and variants that need the weight are refused."""
+    """Check that adapters cannot be merged into quantised weights, and that variants that need the weight are
+    refused."""
     model = quantize_(model_of(), "nvfp4")
     with pytest.raises(ValueError, match="LoraQuantLinear: use_dora needs the unquantised weight"):
         get_peft_model(copy.deepcopy(model), config(use_dora=True))

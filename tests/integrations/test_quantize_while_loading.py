@@ -1,4 +1,4 @@
-"""``from_pretrained(..., quantize=...)``: a 16-bit checkpoint is quantised layer by layer while it is loaded."""
+"""``from_pretrained(..., quantize=...)``: quantise a 16-bit checkpoint layer by layer while it is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = {
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SIZES),  # biases of q, k and v
+    "qwen2": Qwen2Config(**SIZES),  # q, k and v with biases
     "mixtral": MixtralConfig(**{**SIZES, "intermediate_size": 128}, num_local_experts=4),
     "qwen3-moe": Qwen3MoeConfig(**SIZES, head_dim=32, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
     "gpt-oss": GptOssConfig(**{**SIZES, "intermediate_size": 64}, head_dim=32, num_local_experts=4),
@@ -32,7 +32,7 @@ CONFIGS = {
 
 
 def saved(name: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Save a model as transformers saves it, with random biases, and return it."""
+    """Save a model as transformers does, with random biases, and return it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def assert_same(got: nn.Module, want: nn.Module) -> None:
     ],
 )
 def test_equals_the_quantised_model(name, scheme, tmp_path):
-    """The result equals ``quantize_`` of the whole model in every bit."""
+    """Check that the loaded model equals ``quantize_`` of the whole model bit for bit."""
     whole = saved(name, tmp_path)
     got = load(tmp_path, scheme)
     want = merge_(quantize_(whole, scheme))
@@ -85,7 +85,7 @@ def test_equals_the_quantised_model(name, scheme, tmp_path):
 
 
 def test_float32_checkpoints(tmp_path):
-    """Weights are rounded to the model's dtype before they are quantised."""
+    """Check that weights of a float32 checkpoint are rounded to the model's dtype before they are quantised."""
     saved("llama", tmp_path, torch.float32)
     got = load(tmp_path, dtype=torch.bfloat16)
     plain = integration.from_pretrained(tmp_path, device="cpu", progress=False, dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ def test_float32_checkpoints(tmp_path):
 
 
 def test_layers_that_stay(tmp_path):
-    """``ignore`` and ``filter_fn`` select layers as in ``quantize_``, with the same warnings."""
+    """Check that ``ignore`` and ``filter_fn`` select layers as in ``quantize_``, with the same warnings."""
     whole = saved("llama", tmp_path)
     given = {"ignore": ("lm_head", "*.down_proj", "model.layers.0.self_attn.*"),
              "filter_fn": lambda module, name: "layers.1.mlp.up" not in name}  # fmt: skip
@@ -110,7 +110,7 @@ def test_layers_that_stay(tmp_path):
 
 
 def test_tensors_that_the_model_lacks(tmp_path):
-    """A pattern that fits only a tensor of the checkpoint gives no warning."""
+    """Check that a pattern in ``ignore`` that fits only a checkpoint tensor causes no warning."""
     from safetensors.torch import load_file, save_file
 
     saved("llama", tmp_path)
@@ -145,10 +145,10 @@ def test_errors(tmp_path):
 
 
 def live_bytes(dtypes: tuple[torch.dtype, ...]) -> int:
-    """Return the bytes of all tensors of these dtypes in memory that are not mapped from a file."""
+    """Return the bytes of all tensors of these dtypes in memory, except tensors that are mapped from a file."""
     storages = {}
     for each in gc.get_objects():
-        # Tensors of other classes, such as fake tensors of other tests, have no memory.
+        # Only plain tensors: others, such as fake tensors of other tests, have no memory.
         if type(each) in (torch.Tensor, nn.Parameter) and each.dtype in dtypes and not each.is_meta:
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
@@ -156,7 +156,7 @@ def live_bytes(dtypes: tuple[torch.dtype, ...]) -> int:
 
 @pytest.mark.parametrize(("name", "scheme"), [("llama", "nvfp4"), ("mixtral", "mxfp4")])
 def test_never_the_whole_model(name, scheme, tmp_path, monkeypatch):
-    """Whenever a layer is quantised, no other layer's weight exists in 16 or 32 bits."""
+    """Check that, whenever a layer is quantised, no other layer's weight exists in 16 or 32 bits."""
     whole = saved(name, tmp_path)
     of_layers = {
         key: parameter.nbytes
@@ -180,4 +180,4 @@ def test_never_the_whole_model(name, scheme, tmp_path, monkeypatch):
     load(tmp_path, scheme)
     assert len(seen) >= 2 * 7
     assert max(seen) <= others + largest + 10_000
-    assert others + sum(of_layers.values()) > others + largest + 10_000  # the bound excludes the whole model
+    assert others + sum(of_layers.values()) > others + largest + 10_000  # the whole model would exceed the bound

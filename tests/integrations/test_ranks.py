@@ -29,12 +29,12 @@ def divided(rank: int) -> None:
     prompt = torch.arange(12).unsqueeze(0)
     want, tokens = model(prompt).logits, model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the model contains every layer of the plan
+        warnings.simplefilter("error")  # no warning, because the model contains every layer that the plan names
         parallelize_module(model, init_device_mesh("cpu", (WORLD,)), decoder_plan(32))
     attention = model.model.layers[0].self_attn
     assert attention.qkv_proj.parts == (64, 32, 32) and attention.o_proj.in_features == 64
     logits = model(prompt).logits
-    # float32 sums are added in another order, and rounded once to bfloat16.
+    # The order of float32 additions differs, and results are rounded once to bfloat16.
     assert (logits - want).abs().max() <= want.abs().max() / 64
     assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0), tokens)
 

@@ -1,4 +1,5 @@
-"""Weights that torchao quantised: ``accelerate_`` and ``load_`` compute with the values that torchao decodes."""
+"""Weights that torchao quantised: layers of ``accelerate_`` and ``load_`` compute with the numbers that torchao
+decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from torch_cute_ops import checkpoint
 from torch_cute_ops.integrations import torchao as integration
 from torch_cute_ops.nn import MXFP4Linear, NVFP4Linear, QuantExperts, QuantLinear
 
-K, N = 192, 72  # rows and blocks that are padded in tiles
+K, N = 192, 72  # sizes with padding rows and padding blocks in tiled scales
 FP4 = torch.float4_e2m1fn_x2
 
 
@@ -115,7 +116,7 @@ def test_unsupported_weights():
 
 
 def nvfp4_experts(weight: torch.Tensor, **given: Any) -> NVFP4Tensor:
-    """Quantise experts as torchao's configuration for compute capability 10.0."""
+    """Quantise experts as torchao's configuration does on compute capability 10.0."""
     return nvfp4(weight, per_tensor_scale=(weight.abs().amax((1, 2)).float() / 2688).view(-1, 1, 1), **given)
 
 
@@ -167,12 +168,13 @@ def test_experts_that_are_refused():
         integration.accelerate_(block)
 
 
-# On disk
+# Files
 
 
 @pytest.mark.parametrize("name", ["NVFP4", "NVFP4 swizzled", "MXFP4 swizzled"])
 def test_written_by_torchao(name, tmp_path):
-    """Written to safetensors, and pickled for ``weights_only``; equal to ``accelerate_`` bit for bit."""
+    """Check weights that torchao wrote to safetensors, or pickled for ``weights_only``: the layers are bitwise equal to
+    those of ``accelerate_``."""
     from safetensors.torch import save_file
 
     model = block_of(EXPERTS[name][0])

@@ -1,4 +1,4 @@
-"""``from_pretrained`` and ``from_config``: transformers models on quantised layers."""
+"""``from_pretrained`` and ``from_config``: transformers models with quantised layers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=64),
-    "qwen2": Qwen2Config(**SIZES),  # biases of q, k and v
+    "qwen2": Qwen2Config(**SIZES),  # q, k and v with biases
     "qwen3": Qwen3Config(**SIZES, head_dim=64),  # norms of q and k
 }
 by_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -92,7 +92,7 @@ def saved(config, path: Path, scheme: str = "nvfp4", style: str = "modelopt") ->
 
 
 def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
-    """Change the tensors of a checkpoint."""
+    """Change the tensors of a checkpoint by the function ``change``."""
     from safetensors.torch import load_file, save_file
 
     file = path / "model.safetensors"
@@ -100,7 +100,7 @@ def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
 
 
 def round_activations(twin: nn.Module) -> None:
-    """Make the twin round activations as its quantised layers would."""
+    """Make the unquantised model ``twin`` round activations as quantised layers would."""
 
     def rounded(linear: nn.Linear, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         (x,) = inputs
@@ -154,13 +154,13 @@ def test_formats(scheme, style, tmp_path, device):
     model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     want = logits(twin)
     lost = 1 - cosine(logits(model), want)
-    # FP8 activations add an error; the reference formulas give its size.
+    # FP8 activations add an error. Round the twin's activations by reference formulas, too.
     round_activations(twin)
     assert lost < 1e-4 + 2 * (1 - cosine(logits(twin), want))
 
 
 def whole_graphs() -> tuple[CompileConfig, list[torch.fx.GraphModule]]:
-    """Return a configuration that makes ``generate`` compile the decode step to whole graphs, and the list of these
+    """Return a configuration with which ``generate`` compiles the decode step to full graphs, and the list of these
     graphs."""
     graphs = []
 
@@ -179,8 +179,8 @@ def called_in(graph: torch.fx.GraphModule) -> list[str]:
 
 @by_config
 def test_merged_or_apart(config, tmp_path):
-    """Results are equal bit for bit with the references. With a static cache the decode step compiles whole and
-    generates the same tokens."""
+    """Check that merged and separate layers give bitwise equal results, and that with a static cache the compiled
+    decode step generates the same tokens."""
     saved(config, tmp_path / "x")
     apart = integration.from_pretrained(tmp_path / "x", device="cpu", merge=False, progress=False)
     merged = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
@@ -192,7 +192,7 @@ def test_merged_or_apart(config, tmp_path):
     whole, graphs = whole_graphs()
     assert torch.equal(tokens(merged, cache_implementation="static", compile_config=whole), want)
     called = called_in(graphs[0])
-    # transformers' sliding-window cache contains a number that Dynamo first takes for a constant.
+    # Dynamo first takes a number in transformers' sliding-window cache for a constant, and then compiles again.
     assert len(graphs) == (2 if config.model_type == "mistral" else 1)
     assert sum("mm_fp4_weight_only" in name for name in called) == 2 * 4
 
@@ -207,7 +207,7 @@ def test_frequencies_match_the_plain_model(config, tmp_path):
 
 
 def test_saved_again(tmp_path):
-    """Merged layers are written separately, with equal bits, and so is the generation configuration."""
+    """Check that merged layers are saved separately, with equal bits, together with the generation configuration."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     assert model.config.architectures == ["Qwen2ForCausalLM"]
@@ -224,7 +224,7 @@ def test_saved_again(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
 def test_loaded_again(name, tmp_path):
-    """``load_`` of another checkpoint keeps every tensor of a merged model in place."""
+    """Check that ``load_`` of another checkpoint overwrites every tensor of a merged model in place."""
     config = {**CONFIGS, **MOE}[name]
     for seed in (0, 1):
         random = integration.from_config(config, device="cpu", seed=seed)
@@ -241,8 +241,8 @@ def test_loaded_again(name, tmp_path):
 
 
 def test_transformers_refuses_to_save_quantised_models(tmp_path):
-    """transformers refuses to save such models, their submodels and copies; a submodel without quantised layers can be
-    saved."""
+    """Check that ``save_pretrained`` refuses quantised models, their submodels and copies, and that a submodel without
+    quantised layers can be saved."""
     model = bf16_model(CONFIGS["llama"])
     quantize_(model, ignore="*")
     model.save_pretrained(tmp_path / "plain")
@@ -260,7 +260,8 @@ def test_transformers_refuses_to_save_quantised_models(tmp_path):
 
 
 def test_settings(tmp_path, capsys):
-    """Keep the checkpoint's generation configuration, and apply an explicit dtype, configuration and progress bar."""
+    """Check that the checkpoint's generation configuration is kept, and that an explicit dtype, configuration and
+    progress bar are used."""
     saved(CONFIGS["llama"], tmp_path / "x")
     GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path / "x")
     model = integration.from_pretrained(
@@ -276,7 +277,7 @@ def test_settings(tmp_path, capsys):
 
 
 def test_ignore(tmp_path):
-    """Ignore one pattern, for a model and for a checkpoint."""
+    """Check a single pattern in ``ignore``, for ``from_config`` and for ``from_pretrained``."""
     model = integration.from_config(CONFIGS["llama"], device="cpu", ignore="up_proj")
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and isinstance(model.lm_head, NVFP4Linear)
     saved(CONFIGS["llama"], tmp_path / "x")
@@ -285,7 +286,8 @@ def test_ignore(tmp_path):
 
 
 def test_float32(tmp_path):
-    """float32 is refused with 16-bit layers and supported otherwise, as for experts."""
+    """Check that float32 is refused for layers with 16-bit activations, and supported for all others, including
+    experts."""
     saved(CONFIGS["llama"], tmp_path / "x", "mxfp4", "compressed-tensors")
     given = {"device": "cpu", "dtype": torch.float32}
     for load in (
@@ -323,7 +325,7 @@ def test_a_name_is_fetched(tmp_path, monkeypatch):
 
 
 def test_paths_that_are_not_folders(tmp_path, monkeypatch):
-    """The Hub is never asked for these paths."""
+    """Check that these paths, which are neither folders nor repository names, never cause a request to the Hub."""
     monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     for path in ("./typo", "../typo", str(tmp_path / "typo"), tmp_path / "typo", Path("typo")):
@@ -350,7 +352,7 @@ def test_bad_checkpoints(tmp_path):
 
 # Experts
 
-# Each token uses all experts, in its own order, so that rounding cannot change the choice.
+# Route each token to all experts, in an order of its own, so that rounding cannot change the choice.
 ROUTED = {**SIZES, "num_experts_per_tok": 4}
 MOE = {
     "mixtral": MixtralConfig(**{**ROUTED, "intermediate_size": 128}, num_local_experts=4),
@@ -365,7 +367,7 @@ MOE = {
 
 
 def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
-    """Save a quantised checkpoint; return the model with the decoded weights in bf16."""
+    """Save a quantised checkpoint with experts; return the model with the decoded weights in bf16."""
     model = bf16_model(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -395,7 +397,7 @@ def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
 
 
 def as_gpt_oss(path: Path) -> None:
-    """Rewrite a checkpoint with MXFP4 experts in gpt-oss's form."""
+    """Rewrite a checkpoint with MXFP4 experts in gpt-oss's format."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
@@ -444,14 +446,14 @@ def test_models_with_experts(name, scheme, style, tmp_path, device):
 
 
 def with_a_layer_for_further_tokens(path: Path) -> None:
-    """Add a layer that predicts further tokens, as in DeepSeek-V3's checkpoints; transformers' model lacks it."""
+    """Add a layer for multi-token prediction, as in DeepSeek-V3's checkpoints. transformers' model lacks it."""
     more = {"model.layers.61.eh_proj.weight": torch.zeros(128, 256).bfloat16()}
     rewrite(path, lambda tensors: tensors | more)
 
 
 def generates_whole(model: nn.Module, op: str, count: int) -> None:
-    """Check that with a static cache the decode step is one graph with ``count`` calls of an op and generates the
-    tokens of eager code."""
+    """Check that with a static cache the decode step is one graph with ``count`` calls of an op, and generates the same
+    tokens as eager code."""
     torch._dynamo.reset()
     given = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 4}
     want = model.generate(IDS, disable_compile=True, **given)
@@ -470,7 +472,7 @@ def test_random_experts(name, device):
     assert logits(model).isfinite().all()
 
 
-# transformers' own from_pretrained
+# from_pretrained of transformers
 
 
 @pytest.fixture
@@ -490,14 +492,15 @@ def registered():
     ],
 )
 def test_register(name, scheme, style, tmp_path, device, registered):
-    """Weights equal our own ``from_pretrained`` bit for bit."""
+    """Check that, after ``register``, transformers' from_pretrained gives weights bitwise equal to our
+    ``from_pretrained``."""
     make, config = (moe_saved, MOE[name]) if name in MOE else (saved, CONFIGS[name])
     make(config, tmp_path / "x", scheme, style)
     if name == "gpt-oss":
         as_gpt_oss(tmp_path / "x")
     want = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     got, info = AutoModelForCausalLM.from_pretrained(tmp_path / "x", output_loading_info=True)
-    got.to(device)  # device_map needs accelerate
+    got.to(device)  # device_map would need accelerate
     assert not any(info.values()), info
     assert got.state_dict().keys() == want.state_dict().keys() and got.device.type == device
     for (key, tensor), other in zip(want.state_dict().items(), got.state_dict().values(), strict=True):
@@ -519,7 +522,7 @@ def test_register_errors(tmp_path, registered, caplog):
     assert "use torch_cute_ops.checkpoint.save" in caplog.text
     checkpoint.save(model, tmp_path / "z", "modelopt")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "z")), logits(model))
-    # Unsupported checkpoints are passed on to transformers' quantizer, if it exists.
+    # transformers' quantizer loads checkpoints that we do not support, if it exists for the method.
     theirs = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
     assert type(AutoQuantizationConfig.from_dict(dict(theirs))).__name__ == "FineGrainedFP8Config"
     assert "transformers' own FineGrainedFP8Config is used" in caplog.text
@@ -540,7 +543,7 @@ def test_register_errors(tmp_path, registered, caplog):
     ids=["when it is used", "when it is read"],
 )
 def test_a_producer_that_is_missing(quantization, tmp_path, registered):
-    """Our reason precedes the error of the producer's package, which would hide it."""
+    """Check that the error of a missing package begins with our reason, which would otherwise stay hidden."""
     package = {"quark": "quark", "compressed-tensors": "compressed_tensors"}[quantization["quant_method"]]
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
@@ -572,15 +575,14 @@ def test_a_scale_that_is_missing(tmp_path, registered):
 
 
 def quantised_head(path: Path) -> None:
-    """Add the tensors of a quantised ``lm_head`` to a checkpoint."""
+    """Add a quantised ``lm_head`` to a checkpoint."""
     head = NVFP4Linear.from_float(nn.Linear(SIZES["hidden_size"], SIZES["vocab_size"], bias=False).bfloat16())
     own = {f"lm_head.{key}": each for key, each in head.state_dict().items()}
     rewrite(path, lambda tensors: tensors | own)
 
 
 def test_a_quantised_head_of_a_tied_model(tmp_path, registered):
-    """A quantised head of a tied model is refused, as by our own ``from_pretrained``; it is loaded if the model does
-    not tie it."""
+    """Check that a quantised head is refused if the model ties it to the embedding, and loaded if it does not."""
     for name in ("llama", "llama-tied"):
         saved(CONFIGS[name], tmp_path / name)
         rewrite(tmp_path / name, lambda tensors: {key: tensors[key] for key in tensors if key != "lm_head.weight"})
@@ -609,9 +611,9 @@ def without(prefix: str) -> Callable[[Tensors], Tensors]:
 
 @loaders
 def test_incomplete_checkpoints(load, tmp_path, registered):
-    """An incomplete checkpoint is refused: no weight is left random."""
+    """Check that an incomplete checkpoint is refused, so that no weight stays random."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
-    for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # the last leaves the bias
+    for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # the last case leaves the bias
         refused(load, tmp_path / "x", without(lost), rf"contains no .*{re.escape(lost.rpartition('.')[0])}")
     moe_saved(MOE["mixtral"], tmp_path / "y", "nvfp4", "modelopt")
     refused(
@@ -622,7 +624,8 @@ def test_incomplete_checkpoints(load, tmp_path, registered):
 
 @loaders
 def test_experts_of_llama_4(load, tmp_path, registered):
-    """ModelOpt's NVFP4 experts of Llama 4 are refused: they are called with one row per expert and token."""
+    """Check that ModelOpt's NVFP4 experts of Llama 4 are refused: Llama 4 calls them with one row per (expert, token)
+    pair."""
     config = Llama4TextConfig(
         **SIZES, intermediate_size_mlp=256, num_local_experts=2, head_dim=32, interleave_moe_layer_step=1
     )
@@ -649,7 +652,7 @@ def test_experts_of_llama_4(load, tmp_path, registered):
 
 @loaders
 def test_surplus_tensors(load, tmp_path, registered):
-    """Refuse tensors of a layer, and of experts, that the configuration does not include."""
+    """Check that tensors of a layer, or of experts, are refused if the configuration does not include them."""
     saved(CONFIGS["llama"], tmp_path / "x")
     for name, message in (("pre_quant_scale", "is unknown to modelopt nvfp4"), ("lora.weight", "")):
         more = {f"{Q_PROJ}.{name}": torch.ones(128)}
@@ -674,7 +677,7 @@ def test_scales_of_the_kv_cache(load, tmp_path, registered, caplog):
 
 
 def test_names_that_transformers_changes(tmp_path, registered):
-    """Load an unquantised layer with another name in the checkpoint."""
+    """Load an unquantised layer whose name in the checkpoint differs from its name in the model."""
     saved(CONFIGS["llama"], tmp_path / "x")
     want = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "x"))
     rewrite(
@@ -690,7 +693,8 @@ def test_names_that_transformers_changes(tmp_path, registered):
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block"])
 def test_random_weights(name, scheme, device):
-    """Every linear layer except the last is random; norms are ones; results depend on the seed."""
+    """Check that every linear layer except the last is random, that norms are ones, and that results depend on the
+    seed."""
     config = CONFIGS[name]
     model = integration.from_config(config, scheme, device=device)
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -716,7 +720,7 @@ def test_random_weights(name, scheme, device):
     ids=["8B", "70B"],
 )
 def test_memory_of_llama_3(layers, limit, sizes):
-    """Count the bytes of merged NVFP4 layers with derived buffers; all layers of a model are alike."""
+    """Count the bytes of merged NVFP4 layers, including derived buffers. All layers of a model have the same size."""
 
     def held(count: int) -> int:
         config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, num_hidden_layers=count)
@@ -728,6 +732,6 @@ def test_memory_of_llama_3(layers, limit, sizes):
     first, second = held(1), held(2)
     hidden = sizes["hidden_size"]
     weights = hidden * (2 * hidden + 2 * 8 * 128 + 3 * sizes["intermediate_size"])
-    # 4 bits per element, an 8-bit scale per 16 elements, norms, and a factor per column of merged layers.
+    # 4 bits per element, an 8-bit scale per 16 elements, norms, and one factor per column of merged layers.
     assert 0 < second - first - weights * 0.5625 < 0.001 * weights
     assert first + (layers - 1) * (second - first) < limit

@@ -46,7 +46,8 @@ PATTERNS = {
 
 
 def published(name: str) -> str:
-    """Return the name that the published checkpoints of these models use, as llm-compressor and ModelOpt keep it."""
+    """Return a tensor's name in the published checkpoints of these models, which llm-compressor and ModelOpt also
+    use."""
     return next((name.replace(*each, 1) for each in PATTERNS.items() if name.startswith(each[0])), name)
 
 
@@ -84,7 +85,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
 @by_config
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
 def test_published_names(config, style, tmp_path):
-    """Our ``from_pretrained`` and transformers' own give the logits of the decoded weights."""
+    """Check that our ``from_pretrained`` and transformers' give the logits of the decoded weights."""
     want = logits(saved(config, tmp_path / "x", style))
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     assert sum(isinstance(module, QuantLinear) for module in model.modules()) == 2 * 4
@@ -99,14 +100,14 @@ def test_published_names(config, style, tmp_path):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), registered.state_dict()[name].view(torch.uint8)), name
     original = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    for name, buffer in model.named_buffers():  # position ids, frequencies and scales of embeddings
+    for name, buffer in model.named_buffers():  # position ids, frequencies, and scales of embeddings
         if "vision" in name or "rotary" in name or "embed_scale" in name:
             assert torch.equal(buffer, original.get_buffer(name)), name
 
 
 @by_config
 def test_messages_name_the_checkpoint(config, tmp_path):
-    """A missing tensor of a quantised layer is named as in the checkpoint."""
+    """Check that an error about a missing tensor of a quantised layer uses the checkpoint's name."""
     saved(config, tmp_path / "x", "modelopt")
     file = tmp_path / "x" / "model.safetensors"
     lost = "language_model.model.layers.1.mlp.up_proj.weight_scale_2"

@@ -1,4 +1,4 @@
-"""vLLM plugin, with stubs of the interfaces of vLLM 0.33.0."""
+"""vLLM plugin, tested with stubs of vLLM 0.33.0's interfaces."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def replace_parameter(layer: nn.Module, param_name: str, new_tensor: torch.Tenso
 
 
 class Marlin:
-    """One of vLLM's own kernels."""
+    """Stub of one of vLLM's kernel classes."""
 
 
 class VLLM:
-    """Stubs of the modules that the plugin imports."""
+    """Stubs of the vLLM modules that the plugin imports."""
 
     def __init__(self) -> None:
         self.kernels = {PlatformEnum.CUDA: [Marlin]}
@@ -103,7 +103,7 @@ def vllm(monkeypatch):
 
 
 def layer_of(n: int, k: int, device: str = "cpu", bias: bool = False) -> tuple[nn.Module, np.ndarray]:
-    """Return a layer as vLLM loads it, and its weight in float64."""
+    """Return a layer with the tensors that vLLM loads, and its decoded weight in float64."""
     layer = nn.Module()
     codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
     scale = (torch.rand(n, k // 16) + 0.1).to(torch.float8_e4m3fn)
@@ -116,7 +116,8 @@ def layer_of(n: int, k: int, device: str = "cpu", bias: bool = False) -> tuple[n
 
 @pytest.fixture
 def supported(vllm, monkeypatch):
-    """Pretend that kernels exist: without a GPU the op is its reference, which vLLM would not select."""
+    """Pretend that our kernels support the layer: without a GPU only the reference runs, which vLLM would not
+    select."""
     monkeypatch.setattr(vllm.plugin.CuteNvFp4LinearKernel, "is_supported", classmethod(lambda cls: (True, None)))
     return vllm.plugin.CuteNvFp4LinearKernel(None)
 
@@ -162,7 +163,8 @@ def test_is_supported(vllm, monkeypatch):
 
 @pytest.mark.parametrize(("plugins", "place"), [(None, 1), ("other", 1), ("other, torch_cute_ops", 0)])
 def test_register(plugins, place, vllm, monkeypatch):
-    """The kernel comes last, or first if the user names it; vLLM may call register several times per process."""
+    """Check that our kernel is registered last, or first if the user names it, and only once if vLLM calls register
+    several times."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins:
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
@@ -174,7 +176,7 @@ def test_register(plugins, place, vllm, monkeypatch):
 
 @pytest.mark.gpu
 def test_captured_sizes_are_made_ready(supported, vllm):
-    """After loading, sizes that vLLM captures compile nothing."""
+    """Check that after loading, calls with the sizes that vLLM captures compile nothing."""
     vllm.config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16),
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 16]),
@@ -191,7 +193,7 @@ def test_captured_sizes_are_made_ready(supported, vllm):
 
 
 def test_entry_point(vllm):
-    """The entry point in the package's metadata is the function."""
+    """Check that the entry point in the package's metadata is the plugin's function."""
     project = Path(torch_cute_ops.__file__).parents[1] / "pyproject.toml"
     line = next(line for line in project.read_text().splitlines() if line.startswith("torch_cute_ops = "))
     module, _, name = line.split('"')[1].partition(":")
