@@ -1,4 +1,4 @@
-"""``torch_cute_ops.testing``: differences that the comparisons accept and refuse; and helpers of the tests."""
+"""``torch_cute_ops.testing``: differences that the comparisons accept or refuse. Also helpers of our own tests."""
 
 import pytest
 import torch
@@ -17,13 +17,14 @@ TILED = SCALE_LAYOUTS["128x4"]
 
 
 def blocks(fmt, rows=100, width=320, layout="128x4"):
-    """Return ``(y, scale)`` of random rows."""
+    """Return ``(y, scale)`` of quantised random rows."""
     y, scale = OPS["fp4_quantize"].reference(torch.randn(rows, width), block_size=fmt.block_size, scale_layout=layout)
     return y.clone(), scale.clone()
 
 
 def with_codes(y, count, change):
-    """Return a copy with ``change`` applied to the low nibble of ``count`` bytes, each in a different block."""
+    """Return a copy of ``y`` in which ``change`` was applied to the low nibble of ``count`` bytes, each in a different
+    block."""
     y = y.clone()
     at = torch.arange(count) * 16
     flat = y.view(-1)
@@ -40,7 +41,7 @@ def step_down(code):
 def test_allowed_differences(fmt):
     y, scale = blocks(fmt)
     assert_fp4_close((y, scale), (y, scale), fmt, TILED)
-    # Of 32,000 elements, 32 may differ by a step.
+    # 32 of 32,000 elements may differ by a step.
     assert_fp4_close((with_codes(y, 32, step_down), scale), (y, scale), fmt, TILED)
     moved = scale.clone().view(torch.uint8)
     moved.view(-1)[0] += 1
@@ -59,7 +60,7 @@ def test_refused_differences(fmt):
 
     raw = int(scale.view(torch.uint8).view(-1)[0])
     several = scale.clone().view(torch.uint8)
-    several.view(-1)[:4] += 1  # of row 0
+    several.view(-1)[:4] += 1  # four scales of row 0
     cases = {
         "33 of 32000 elements differ": (with_codes(y, 33, step_down), scale),
         "more than one step": (with_codes(y, 1, lambda code: (code & 8) | ((code & 7) + 2) % 8), scale),
@@ -79,14 +80,14 @@ def test_refused_differences(fmt):
 
 
 def fp8_rows(granularity="token"):
-    """Return ``(y, scale)`` of random rows."""
+    """Return ``(y, scale)`` of random rows quantised to FP8."""
     fmt, layout = resolve_fp8_format(granularity, "row")
     y, scale = quantize_fp8_rows(torch.randn(100, 384), fmt, None, layout)
     return y.clone(), scale.clone()
 
 
 def with_bytes(y, count, change):
-    """Return a copy with ``change`` applied to ``count`` elements in different rows."""
+    """Return a copy of ``y`` in which ``change`` was applied to ``count`` elements in different rows."""
     raw = y.clone().view(torch.uint8)
     raw[:count, 7] = change(raw[:count, 7])
     return raw.view(y.dtype)
@@ -97,7 +98,7 @@ def test_allowed_differences_of_fp8(granularity):
     y, scale = fp8_rows(granularity)
     fmt, _ = resolve_fp8_format(granularity, "row")
     assert_fp8_close((y, scale), (y, scale), fmt)
-    # Of 38,400 elements, 39 may differ by a step.
+    # 39 of 38,400 elements may differ by a step.
     down = with_bytes(y, 39, fp8_step)
     assert_fp8_close((down, scale), (y, scale), fmt)
     assert_fp8_close((y, scale * (1 + 2.0**-21)), (y, scale), fmt)
@@ -105,7 +106,7 @@ def test_allowed_differences_of_fp8(granularity):
     excused = torch.zeros(100, 384, dtype=torch.bool)
     excused[:30, 7] = True
     assert_fp8_close((more, scale), (y, scale), fmt, lambda: excused)
-    # Equal rows count once.
+    # Equal rows are counted once.
     same = y[:1].expand(100, 384), scale[:1].expand(scale.shape)
     assert_fp8_close((with_bytes(same[0].contiguous(), 100, fp8_step), same[1]), same, fmt)
 
@@ -171,7 +172,7 @@ def test_same():
 
 @pytest.mark.parametrize("op", op_cases())
 def test_poison_is_no_result(op, device):
-    """Outputs are filled with a poison value before a call; no sample's correct result equals it."""
+    """Check that no correct result equals the poison with which outputs are filled before a call."""
     for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         like = torch.empty(3, 4, dtype=dtype, device=device)
         (poison,) = poisoned([like])
@@ -184,7 +185,7 @@ def test_poison_is_no_result(op, device):
 
 
 def test_raw_call(launches):  # noqa: F811
-    """Each call launches the op's kernel once, and nothing else."""
+    """Check that each call launches the op's kernel once, and nothing else."""
     x, w = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     y = torch.zeros(3, 32, dtype=torch.uint8)
     scale = torch.zeros(1, 1, 32, 4, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -200,7 +201,8 @@ def test_raw_call(launches):  # noqa: F811
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS.values() if "counts" in op.signature.names])
 def test_samples_state_valid_row_counts(op):
-    """Each expert's count is at least 0 and fits the buffer: kernels do not check it."""
+    """Check that in samples each expert's count is at least 0 and fits into its rows, because kernels do not check
+    it."""
     for sample in sample_inputs(op.name, "cpu"):
         given = arguments(op, sample)
         rows, offsets, counts = next(iter(given.values())), given["offsets"], given["counts"]
