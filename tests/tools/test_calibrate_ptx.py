@@ -1,4 +1,4 @@
-"""Test ``tools/calibrate_ptx.py`` with our own kernels, which need no checkout of CUTLASS."""
+"""Test ``tools/calibrate_ptx.py`` with our own kernels, so that no checkout of CUTLASS is needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(tool: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def test_one_case(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compare the emulator with the reference, and check that a wrong result is reported."""
+    """Compare the emulator with the reference on one case, and check that a wrong result is reported."""
     run(tool, monkeypatch, "--only", "FP8 by FP8, 32")
     (row, last) = capsys.readouterr().out.splitlines()
     assert row.split()[0] == "sm_90a" and row.endswith("s  exact") and last == "all 1 problems are right"

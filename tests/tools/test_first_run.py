@@ -1,4 +1,4 @@
-"""``tools/first_run.py``: every step runs even if others fail, and the archive contains their output."""
+"""``tools/first_run.py``: every step runs even if an earlier step fails, and the archive contains all output."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def test_all_steps(program, monkeypatch, tmp_path, capsys):
 
 
 def test_commands_exist():
-    """Check that the scripts of the real steps exist and know their options."""
+    """Check that the programs of the real steps exist and accept the given options."""
     steps = program_of("first_run").steps(Path("x"))
     root = TOOLS.parent
     assert (root / steps["sanitizer"][1]).is_file() and "--logs" in (root / steps["sanitizer"][1]).read_text()

@@ -1,4 +1,4 @@
-"""``tools/run_samples.py``, which compute-sanitizer runs; here with the references on a CPU."""
+"""``tools/run_samples.py``, which normally runs under compute-sanitizer; here it runs the references on a CPU."""
 
 import sys
 
@@ -22,14 +22,14 @@ def run(program, monkeypatch, *arguments):
 
 @pytest.mark.parametrize("op", ["add_rmsnorm_fp8quant", "fp4_dequantize", "mm_fp8_block", "moe_route"])
 def test_samples_pass(program, monkeypatch, capsys, op):
-    """Check that every sample is called, on a CPU once."""
+    """Check that every sample is called, and that a CPU calls it only once."""
     run(program, monkeypatch, op)
     calls = int(capsys.readouterr().out.split()[0])
     assert calls == sum(case.values[0].name == op for case in sample_cases())
 
 
 def test_parts_share_the_samples(program, monkeypatch, capsys):
-    """Check that each sample is in one part."""
+    """Check that each sample belongs to exactly one part."""
     called, right = [], program.called
     monkeypatch.setattr(
         program, "called", lambda spec, sample, *rest: called.append(sample.name) or right(spec, sample, *rest)
@@ -46,7 +46,7 @@ def test_parts_share_the_samples(program, monkeypatch, capsys):
 
 
 def test_one_backend_alone(program, monkeypatch):
-    """Check that a CPU calls only the reference."""
+    """Check that on a CPU only the reference is called."""
     called = []
     monkeypatch.setattr(program, "called", lambda spec, sample, choice, results: called.append(choice) or results)
     run(program, monkeypatch, "--only", "cublas", "mm_fp4", "rmsnorm")
@@ -60,7 +60,8 @@ def test_one_backend_alone(program, monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_sums_of_fp8_products_may_lose(program, op):
-    """Check that only these ops are compared with a tolerance, not ops with FP4 operands and FP8 scales."""
+    """Check that exactly these ops are compared with the tolerance of FP8 tensor cores. Ops with FP4 operands and FP8
+    scales are not."""
     spec = OPS[op]
     lost = {program.lost(spec, sample) is not None for sample in program.samples(spec, torch.device("cpu"))}
     assert lost == {op in ("mm_fp8", "mm_fp8_block", "grouped_mm_fp8", "mm_fp8_fp4", "grouped_mm_fp8_fp4")}
@@ -68,7 +69,8 @@ def test_sums_of_fp8_products_may_lose(program, op):
 
 @pytest.mark.parametrize("op", ["fp4_quantize", "add_rmsnorm_fp8quant", "mm_fp4", "mm_fp8_block", "moe_route"])
 def test_wrong_outputs_are_told(program, monkeypatch, op):
-    """Set the first half of the first output to zero, and zeros to one, which exceeds any rounding error."""
+    """Check that wrong outputs are reported: set the first half of the first output to zero, and zeros to one, which
+    exceeds any rounding error."""
     right = program.called
 
     def wrong(*args):

@@ -1,4 +1,4 @@
-"""``tools/sanitize.py``, with a script instead of compute-sanitizer."""
+"""``tools/sanitize.py``, tested with a script instead of compute-sanitizer."""
 
 import os
 import sys
@@ -26,7 +26,8 @@ def program():
 
 
 def test_each_test_runs_under_a_tool(program, monkeypatch, tmp_path, capsys):
-    """Run each test alone and under the tool: last lines are reported, outputs kept, and a tool's failure counts."""
+    """Run each test without and with the tool. The last lines are printed, outputs are stored, and a failure of the
+    tool is a failure of the run."""
     (tmp_path / "compute-sanitizer").write_text(SANITIZER)
     (tmp_path / "compute-sanitizer").chmod(0o755)
     (tmp_path / "test_two.py").write_text(TESTS)
@@ -61,14 +62,14 @@ def hazard(kind, *accesses):
     ],
 )
 def test_hazards_after_an_access_by_lane_0_count(program, hazards, by_lane_0):
-    """Check that a removed warp barrier explains hazards only if lane 0 made no earlier access."""
+    """Check that hazards are attributed to a removed warp barrier only if lane 0 made none of the earlier accesses."""
     report = "\n".join((*hazards, "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"))
     line, passed = program.judge_hazards(report)
     assert (line, passed) == (f"2 hazards, {by_lane_0} of them after an access by lane 0", not by_lane_0)
 
 
 def test_hazards_that_are_not_listed_count(program):
-    """Check that a report fails if its summary counts hazards that it does not list."""
+    """Check that a report fails if its summary counts more hazards than it lists."""
     report = hazard("RAW", ("Write", 33), ("Read", 64)) + "\n========= RACECHECK SUMMARY: 3 hazards displayed"
     assert not program.judge_hazards(report)[1]
     assert not program.judge_hazards("========= RACECHECK SUMMARY: 1 hazard displayed")[1]
