@@ -1,4 +1,4 @@
-"""FP8 layers with tensor or channel scales: static activations, ``mm_fp8``, and torch's own scaled GEMM."""
+"""FP8 layers with scales per tensor or per channel: static activations, ``mm_fp8``, and torch's scaled GEMM."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ CLASSES = (FP8TensorLinear, FP8ChannelLinear)
 by_class = pytest.mark.parametrize("cls", CLASSES, ids=["tensor", "channel"])
 by_activations = pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
 N, K = 48, 160
-"""Sizes that torch's scaled GEMM supports, and ``mm_fp8`` does not."""
+"""Sizes that torch's scaled GEMM supports and ``mm_fp8`` does not."""
 FITTING = 64 * 3
-"""K that ``mm_fp8`` supports."""
+"""A K that ``mm_fp8`` supports."""
 
 
 def layer_of(
     cls: type[QuantLinear], is_static: bool, n: int = N, k: int = K, amax: float = 3.0, dtype=torch.bfloat16
 ) -> QuantLinear:
-    """Build a layer from random elements and scales, as in a checkpoint."""
+    """Build a layer from random elements and scales, as a checkpoint would contain."""
     return cls.from_tensors(
         torch.randn(n, k).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn),
         torch.rand(1 if cls is FP8TensorLinear else n) / 100,
@@ -46,7 +46,7 @@ def layer_of(
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fill new tensors with NaN until something is written."""
+    """Fill newly allocated tensors with NaN, so that unwritten elements are detected."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
     yield
@@ -55,7 +55,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def by_torch_on_cpu(monkeypatch) -> None:
-    """Make layers use torch's scaled GEMM on the CPU."""
+    """Make layers call torch's scaled GEMM on a CPU, too."""
     monkeypatch.setattr(_scaled_mm, "_reason_no_device", lambda device: None)
     ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
@@ -66,7 +66,7 @@ def by_torch_on_cpu(monkeypatch) -> None:
 
 
 class Calls:
-    """Records the arguments of torch's scaled GEMM."""
+    """Record of the arguments with which torch's scaled GEMM was called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_public: bool) -> None:
         self.forms: list[tuple[int, int]] = []
@@ -86,7 +86,7 @@ class Calls:
 
 @pytest.fixture(params=["scaled_mm", "_scaled_mm"])
 def calls(request, monkeypatch, poisoned_memory, by_torch_on_cpu) -> Calls:
-    """Calls of one of the two functions."""
+    """Record the calls of one of the two functions of torch."""
     is_public = request.param == "scaled_mm"
     if is_public and _scaled_mm._public is None:
         pytest.skip("this torch has no torch.nn.functional.scaled_mm")
@@ -102,7 +102,7 @@ def calls(request, monkeypatch, poisoned_memory, by_torch_on_cpu) -> Calls:
 def test_values(cls, is_static, dtype, device):
     layer = layer_of(cls, is_static, dtype=dtype).to(device)
     x = torch.randn(2, 3, K, dtype=dtype, device=device)
-    x[0, 0, 0] = 50  # saturates with the static scale
+    x[0, 0, 0] = 50  # saturates with a static scale
     assert_computes(layer, x)
 
 
@@ -115,7 +115,7 @@ def test_any_size(cls, n, k, device):
 
 @by_class
 def test_from_float(cls):
-    """The largest element is 448, and no element is off by more than the rounding to e4m3."""
+    """Check that the largest element is 448, and that each element is off by at most the rounding to e4m3."""
     linear = nn.Linear(K, N).bfloat16()
     linear.weight.data[3] = 0
     layer = cls.from_float(linear, input_amax=2.0)
@@ -130,7 +130,7 @@ def test_from_float(cls):
 
 @by_class
 def test_merged_static(cls):
-    """Each part keeps its scale; the largest input scale is used."""
+    """Check that in a merged layer each part keeps its scale, and that the largest input scale is used."""
     layers = [layer_of(cls, True, n, amax=amax) for n, amax in ((32, 1.0), (16, 8.0))]
     layers[1].weight_scale.mul_(300)
     layers[1]._derive()
@@ -173,7 +173,7 @@ def test_quantize():
 @by_class
 @torch.no_grad()
 def test_quantize_with_calibration(cls):
-    """With calibration, activations are static, scaled by the largest magnitude of each layer's input."""
+    """Check that with calibration activations are static, scaled by the largest magnitude of each layer's input."""
     model, x = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 5)).bfloat16(), torch.randn(9, K).bfloat16()
     want = [x.abs().max().item() / 448, model[0](x).abs().max().item() / 448]
     quantize_(model, cls.scheme, calibrate=lambda model: model(x))
@@ -181,12 +181,12 @@ def test_quantize_with_calibration(cls):
     assert_computes(model[0], x)
 
 
-# Our GEMM
+# mm_fp8
 
 
 @pytest.fixture
 def mm_fp8_calls(monkeypatch) -> list[SimpleNamespace]:
-    """Record the arguments of ``mm_fp8``."""
+    """Record the arguments with which ``mm_fp8`` is called."""
     made, real = [], fp8_linear.mm_fp8
 
     def spy(a, b, a_scale, b_scale, **options):
@@ -202,7 +202,7 @@ def mm_fp8_calls(monkeypatch) -> list[SimpleNamespace]:
 @by_activations
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_by_mm_fp8(cls, is_static, dtype, device, mm_fp8_calls):
-    """Check values, and that a merged layer has a scale for each row."""
+    """Check results, and that a merged layer passes one scale per row of the weight."""
     layers = [layer_of(cls, is_static, n, FITTING, dtype=dtype).to(device) for n in (40, 8)]
     layers[1].weight_scale.mul_(30)
     layers[1]._derive()
@@ -226,7 +226,7 @@ def test_a_bias_in_any_dtype(cls, bias, dtype, device):
 
 @by_class
 def test_options_of_mm_fp8(cls, mm_fp8_calls):
-    """Check that a layer can ask for fast accumulation, and that it prefetches the next layer's weight."""
+    """Check that a layer can request fast accumulation, and that it prefetches the next layer's weight."""
     layers = nn.ModuleList([layer_of(cls, False, FITTING, FITTING) for _ in range(2)])
     prefetch_(layers)
     layers[1].fast_accum = True
@@ -244,7 +244,7 @@ def test_compiled_by_mm_fp8(cls, is_static):
     assert_compiles_once(merge([layer_of(cls, is_static, n, FITTING) for n in (16, 32)]))
 
 
-# torch's own GEMM
+# torch's scaled GEMM
 
 
 @by_class
@@ -260,14 +260,15 @@ def test_by_torch(cls, is_static, dtype, calls):
     forms = [(3, N), (0, N), (3, N + 16)]
     if is_static and cls is FP8TensorLinear:
         forms[:2] = [(1, 1)] * 2
-    if dtype == torch.float16 and _scaled_mm._public is None:  # supports row scales only for bfloat16
+    if dtype == torch.float16 and _scaled_mm._public is None:  # torch._scaled_mm supports row scales only for bfloat16
         forms = [form for form in forms if form == (1, 1)]
     assert calls.forms == forms
 
 
 @by_class
 def test_reasons_of_torch_to_refuse(cls, calls):
-    """The size, a float32 result or a bias of another dtype can cause a refusal; the number of rows never does."""
+    """Check that the size, a float32 result, or a bias of another dtype can be a reason against torch's GEMM, and that
+    the number of rows never is."""
     for n, k, bias, dtype in (
         (40, K, torch.bfloat16, torch.bfloat16),
         (N, 24, torch.bfloat16, torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Expert layers with their router against float64 results; on a GPU also captured."""
+"""Expert layers with their router compared with float64; on a GPU also in captured graphs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from torch_cute_ops.nn.experts import few_tokens
 
 E, TOPK = 8, 3
 FEW = few_tokens(I) * E // TOPK
-"""Largest number of tokens that are few for this layer."""
+"""Largest number of tokens for which this layer computes only routed pairs."""
 SCORINGS = {
     "softmax": {},
     "softmax of all": {"renormalize": False, "scaling_factor": 0.5},
     "sigmoid": {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2, "scaling_factor": 2.5},
 }
 LEAST = {"16bit": 0.9999, "nvfp4": 0.98, "mxfp4": 0.96, "fp8": 0.998}
-"""Smallest cosine between the layer and the decoded weights' result, by the format of the activations."""
+"""Smallest cosine similarity of the layer's result and the result with decoded weights, by the format of
+activations."""
 FEW_OPS = {
     "16bit": {"moe_route_dense", "moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"},
     "fp4": {"moe_route_dense", "fp4_quantize", "moe_fc1_fp4", "moe_fc2_fp4"},
@@ -81,7 +82,7 @@ def layer_of(
 
 
 def route_few(layer: ExpertLayer, activations: str) -> ExpertLayer:
-    """Call `route_few_` with these activations, except for "many"; return the layer."""
+    """Call `route_few_` with these activations, unless they are "many"; return the layer."""
     if activations == "many":
         return layer
     scales = {}
@@ -93,7 +94,7 @@ def route_few(layer: ExpertLayer, activations: str) -> ExpertLayer:
 
 
 def choice(layer: ExpertLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of each token and their weights, computed token by token in float64."""
+    """Return the experts of each token and their weights, computed for one token at a time in float64."""
     logits = x.double().cpu() @ layer.router.double().cpu().T
     if layer.router_bias is not None:
         logits = logits + layer.router_bias.double().cpu()
@@ -117,7 +118,7 @@ def choice(layer: ExpertLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def wanted(layer: ExpertLayer, x: torch.Tensor) -> np.ndarray:
-    """Return the layer's result with decoded weights, in float64."""
+    """Return the layer's expected result with decoded weights, in float64."""
     ids, weights = choice(layer, x)
     experts, biases = layer.experts, None
     if experts.down_proj.bias is not None:
@@ -145,7 +146,7 @@ def cosine(got: torch.Tensor, want: np.ndarray) -> float:
 @by_scheme
 @torch.no_grad()
 def test_values(scheme, activations, shared, scoring):
-    """Both code paths, few tokens and many, run their ops and match float64."""
+    """Check that calls with few and with many tokens run the ops of their path, and match float64."""
     form = Experts if scoring == "sigmoid" else GptOssExperts
     layer = route_few(layer_of(form, scheme, scoring, shared), activations)
     x = torch.randn(FEW + 1, H).bfloat16()
@@ -164,14 +165,14 @@ def test_values(scheme, activations, shared, scoring):
 
 @torch.no_grad()
 def test_other_calls():
-    """Check calls without tokens, dtypes that the path for few tokens does not support, and FP8 weights, which lack
-    that path."""
+    """Check calls without tokens, calls in dtypes that the path for few tokens does not support, and FP8 weights, for
+    which this path does not exist."""
     layer = layer_of()
     for each in (layer, route_few(layer, "16bit"), route_few(layer, "fp4")):
         assert each(torch.zeros(0, H, dtype=torch.bfloat16)).shape == (0, H)
     x = torch.randn(4, H)
     want = wanted(layer, x)
-    layer.shared = None  # its layers do not support float32
+    layer.shared = None  # the shared expert's layers do not support float32
     assert "moe_fc1_fp4" in ops_of(layer, x) and layer(x).dtype == torch.float32
     assert "moe_permute_fp8quant" in ops_of(route_few(layer, "16bit"), x)
     assert "moe_fc1_fp4_weight_only" in ops_of(layer, x.half())
@@ -184,7 +185,8 @@ def test_other_calls():
 @pytest.mark.parametrize("way", ["few, 16bit", "few, fp4", "many"])
 @torch.no_grad()
 def test_a_token_depends_on_no_other(way):
-    """A token's result stays the same, bit for bit, with other tokens and therefore other experts in the call."""
+    """Check that a token's result is bitwise equal if the other tokens, and so the other experts, of the call
+    differ."""
     layer = layer_of()
     if way != "many":
         route_few(layer, way.split()[1])
@@ -197,8 +199,8 @@ def test_a_token_depends_on_no_other(way):
 @by_activations
 @torch.no_grad()
 def test_state_dict(activations):
-    """A layer that loads the state dict gives the same result without new buffers; the bias of the choice is never
-    cast."""
+    """Check that a layer that loads the state dict gives the same result without new buffers, and that the bias of the
+    expert choice is never cast."""
     one = route_few(layer_of(GptOssExperts), activations)
     torch.manual_seed(1)
     other = route_few(layer_of(GptOssExperts), activations)
@@ -238,7 +240,7 @@ def test_compiled(way, scoring):
 @pytest.mark.parametrize("activations", ["16bit", "fp8", "fp4"])
 @torch.no_grad()
 def test_gated_mlp(activations):
-    """Results match float64 for all formats of activations, also with gpt-oss's gate."""
+    """Check results against float64 for all formats of activations, also with gpt-oss's gate."""
     amax = {"input_amax": 8.0} if activations == "fp4" else {}
     layers = {
         name: NVFP4Linear.from_float(nn.Linear(*size, bias=False).bfloat16(), activations=activations, **amax)
@@ -259,7 +261,7 @@ def test_gated_mlp(activations):
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear])
 def test_gate_and_up_in_one_op(cls):
-    """For any number of rows, the layer's forward with gate and up equals the two separate ops."""
+    """Check that, for any number of rows, a layer called with gate and up gives the same as the two separate ops."""
     layers = [cls.from_float(nn.Linear(*size).bfloat16()) for size in ((H, 128), (H, 128), (128, H))]
     mlp, calls = GatedMLP(merge(layers[:2]), layers[2]), []
     mlp.down_proj.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
@@ -293,7 +295,8 @@ def test_other_layers_refuse_gate_and_up():
 
 @torch.no_grad()
 def test_warmup_of_a_gated_mlp():
-    """Every bucket is called on any GPU, because the MLP calls its op for any number of rows."""
+    """Check that `warmup` calls a gated MLP in every bucket on any GPU, because it calls its fused op for any number of
+    rows."""
     shared, counts = shared_expert("nvfp4"), []
     shared.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
     warmup(nn.ModuleList([shared, shared_expert("nvfp4")]), (1, 5, 8, 40), fused=False)
@@ -301,7 +304,8 @@ def test_warmup_of_a_gated_mlp():
 
 
 def test_warmup():
-    """The layer is called in each bucket and on each path; modules inside it are not called separately."""
+    """Check that `warmup` calls the expert layer in each bucket and on each path, and does not call modules inside it
+    separately."""
     layer, counts = route_few(layer_of(), "16bit"), []
     layer.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
     layer.experts.register_forward_pre_hook(lambda *_: pytest.fail("experts were called"))
@@ -337,7 +341,7 @@ def test_errors():
 
 
 def captured(call, *given):
-    """Return a captured graph of a call and its result, after one call that compiles."""
+    """Capture a call in a graph, after one call that compiles; return the graph and its result."""
     call(*given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -358,8 +362,8 @@ def hopper() -> None:
 @by_scheme
 @torch.no_grad()
 def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
-    """A replay with other tokens, and so other experts, equals a call; also if one expert gets all tokens. Values match
-    the decoded weights."""
+    """Check that a graph replayed with other tokens, and so other experts, equals an eager call, even if one expert
+    gets all tokens, and that results match the decoded weights."""
     hopper()
     layer = layer_of(scheme=scheme, scoring=scoring, device="cuda")
     if way != "many":
@@ -368,7 +372,7 @@ def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
             scale = getattr(layer.experts.side_by_side, name)
             assert scale is None or scale.is_cuda
     x = torch.randn(17, H, device="cuda").bfloat16()
-    # For a single token, FP4 and FP8 can be off by more than for many.
+    # A single token may be off by more than many tokens on average.
     least = LEAST["16bit"] if way == "16bit" else LEAST[scheme if way == "fp4" else "fp8"] - 0.01
     graph, result = captured(layer, x)
     for step in range(4):
@@ -383,7 +387,8 @@ def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
 @by_activations
 @torch.no_grad()
 def test_captured_experts_follow_their_routing(activations):
-    """Each replay routes other pairs, one of them none, which gives 0; by routing and by ids."""
+    """Check that each replay of a graph routes other pairs (in one replay none, which gives 0), by a routing matrix and
+    by ids."""
     hopper()
     experts = route_few(layer_of(GptOssExperts, device="cuda"), activations).experts
     x = torch.randn(12, H, device="cuda").bfloat16()
@@ -408,7 +413,8 @@ def test_captured_experts_follow_their_routing(activations):
 @pytest.mark.parametrize("way", ["16bit", "fp4", "many"])
 @torch.no_grad()
 def test_a_token_depends_on_no_other_on_a_gpu(way):
-    """For a fixed number of tokens, a token's result stays the same bit for bit."""
+    """Check on a GPU that, for a fixed number of tokens, a token's result is bitwise independent of the other
+    tokens."""
     hopper()
     layer = route_few(layer_of(device="cuda"), way)
     x = torch.randn(40 if way == "many" else FEW, H, device="cuda").bfloat16()
@@ -423,13 +429,14 @@ def test_a_token_depends_on_no_other_on_a_gpu(way):
 @pytest.mark.parametrize("way", ["16bit", "fp4"])
 @torch.no_grad()
 def test_warm_layers_are_captured_at_once(way):
-    """After `warmup` with these numbers of tokens, a capture compiles nothing, for few tokens and for many."""
+    """Check that after `warmup` with these numbers of tokens a capture compiles nothing, for few and for many
+    tokens."""
     hopper()
     layer = route_few(layer_of(device="cuda"), way)
     warmup(layer, (4, FEW, FEW + 1))
     for count in (4, FEW, FEW + 1):
         x = torch.randn(count, H, device="cuda").bfloat16()
-        torch.nn.functional.linear(x.float(), layer.router)  # initialises cuBLAS
+        torch.nn.functional.linear(x.float(), layer.router)  # cuBLAS must be initialised before a capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Quantised linear layers: values, casts, state dicts, merged layers, errors."""
+"""Quantised linear layers: results, casts, state dicts, merged layers, errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_values(cls, activations, dtype, device):
 
 @by_kind
 def test_rows_quantised_before(cls, activations, device):
-    """Rows that were quantised before give the same result as the input, in the dtype that they name."""
+    """Check that rows quantised in advance give the same result as the input itself, in the dtype that they name."""
     layer = quantised(cls, activations).to(device)
     layer.bias = None
     x = torch.randn(2, 3, K, dtype=torch.bfloat16, device=device)
@@ -73,8 +73,8 @@ def test_shapes_of_input(cls, activations):
 
 @pytest.mark.parametrize(("cls", "activations"), [kind for kind in KINDS if kind[0] in CLASSES[:3]])
 def test_the_weight_is_static(cls, activations, monkeypatch):
-    """The GEMM gets static_weight, and every method that writes the weight launches once more before the next
-    forward."""
+    """Check that the GEMM gets static_weight, and that every method that writes the weight launches one more kernel
+    before the next forward."""
     given, written = [], []
     for name in ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4", "mm_fp8_block", "mm_fp8_fp4"):
         module = fp8_linear if name == "mm_fp8_block" else fp4_linear
@@ -162,7 +162,7 @@ def test_nothing_is_cast(cls, activations, move):
 
 @by_kind
 def test_a_layer_without_tensors_returns_nan(cls, activations):
-    """A layer without loaded tensors returns NaN."""
+    """Check that a layer without loaded tensors returns NaN."""
     assert cls(K, N, activations=activations)(torch.randn(2, K).bfloat16()).isnan().all()
 
 
@@ -211,7 +211,7 @@ def test_a_state_dict_that_does_not_fit(change):
     ids=["nvfp4", "fp8_tensor", "fp8_channel"],
 )
 def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
-    """The current buffer is used, wherever it was moved and whatever replaced it."""
+    """Check that the input is quantised with the current buffer, wherever it was moved and whatever replaced it."""
     activations = "fp4" if cls is NVFP4Linear else "fp8"
     layer = quantised(cls, activations, input_amax=INPUT_AMAX)
     x = torch.randn(3, K).bfloat16()
@@ -223,7 +223,8 @@ def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
 
 
 def test_loading_reaches_captured_graphs():
-    """Derived buffers are written in place, like the loaded tensors."""
+    """Check that loading overwrites derived buffers in place, like the loaded tensors, so that captured graphs read
+    them."""
     layer, other = (merge([quantised(NVFP4Linear, "fp4", factor=f) for f in (1, f)]) for f in (3, 5))
     addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     layer.load_state_dict(other.state_dict())
@@ -237,7 +238,8 @@ def test_loading_reaches_captured_graphs():
 @by_kind
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_merged(cls, activations, bias, device):
-    """Each part's columns equal the part's own result, even if the parts' global scales are far apart."""
+    """Check that each part's columns equal the result of the part alone, even if the parts' global scales are very
+    different."""
     parts = [quantised(cls, activations, n, factor).to(device) for n, factor in ((128, 1.0), (256, 40.0), (8, 0.01))]
     for part in parts:
         part.bias = part.bias if bias else None
@@ -254,7 +256,7 @@ def test_merged(cls, activations, bias, device):
 
 
 def test_merged_input_scales():
-    """The largest input scale is used, so that no part saturates earlier."""
+    """Check that the largest of the input scales is used, so that no part saturates earlier than before."""
     layers = []
     for amax in (1.0, 4.0):
         layers.append(NVFP4Linear.from_float(nn.Linear(K, N).bfloat16(), activations="fp4", input_amax=amax))
@@ -280,7 +282,7 @@ def test_layers_that_cannot_be_merged():
         merge([])
 
 
-# Compiled
+# Compiled calls
 
 
 @by_kind
@@ -334,7 +336,7 @@ def test_errors_of_tensors():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @torch.no_grad()
 def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
-    """One op quantises and multiplies few rows, with the same bits as the two separate ops."""
+    """Check that one op quantises and multiplies few rows, with the same bits as the two separate ops."""
     cls = NVFP4Linear if static else MXFP4Linear
     layer, called = quantised(cls, "fp4", dtype=dtype), []
     fused = fp4_linear.fp4quant_mm_fp4
@@ -346,13 +348,14 @@ def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
         assert len(codes.operands) == 2 and torch.equal(layer(x), layer(codes))
         assert called == [1] * (rows <= 8 and cls is NVFP4Linear)
         called.clear()
-    assert not layer.prologue_quantises(torch.randn(1, K))  # float32
+    assert not layer.prologue_quantises(torch.randn(1, K))  # float32 rows are not quantised by the GEMM
 
 
 @pytest.mark.parametrize("activations", NVFP4Linear.choices)
 @torch.no_grad()
 def test_layers_prefetch_the_next_one(activations, monkeypatch):
-    """Layers prefetch in call order, wherever the next layer was moved; results do not change."""
+    """Check that layers prefetch the next layer's weight in the order of calls, wherever the next layer was moved, and
+    that results do not change."""
     given, names = [], ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4")
     for name in names:
         op = getattr(fp4_linear, name)
@@ -378,7 +381,8 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
 
 @torch.no_grad()
 def test_copies_and_files_exclude_the_prefetch_chain():
-    """A long chain is neither copied nor saved, and it does not keep removed layers alive."""
+    """Check that copying or saving a layer does not include the later layers, and that the links do not keep removed
+    layers alive."""
     layers = nn.ModuleList([quantised(NVFP4Linear, "16bit", n=K) for _ in range(300)])
     alone = io.BytesIO()
     torch.save(layers[0], alone)
@@ -396,7 +400,8 @@ def test_copies_and_files_exclude_the_prefetch_chain():
 
 @torch.no_grad()
 def test_weights_that_a_layer_cannot_prefetch():
-    """A layer does not prefetch a weight on another device, or a weight whose rows are not multiples of 16 bytes."""
+    """Check that a layer does not prefetch a weight on another device, or a weight whose rows are not multiples of 16
+    bytes."""
     first, second = (quantised(NVFP4Linear, "16bit", n=K) for _ in range(2))
     x = torch.randn(1, K).bfloat16()
     want = first(x)
@@ -408,7 +413,7 @@ def test_weights_that_a_layer_cannot_prefetch():
 
 
 def test_compiled_programs_exclude_the_prefetch_chain():
-    """In exported or compiled programs, weights of other layers are neither inputs nor constants."""
+    """Check that weights of other layers are neither inputs nor constants of exported or compiled programs."""
     layers = [quantised(NVFP4Linear, "16bit", n=K) for _ in range(2)]
     prefetch_(layers)
     x = torch.randn(2, K).bfloat16()

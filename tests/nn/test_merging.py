@@ -1,4 +1,4 @@
-"""``merge_``: layers with one input are merged, in modules whose ``forward`` calls them one by one."""
+"""``merge_``: layers with the same input are merged in modules whose ``forward`` calls them one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ H = 128
 
 
 class Attention(nn.Module):
-    """Attention with its own ``forward``, and a norm between the projections and their use."""
+    """Attention with a custom ``forward``, and a norm between the projections and their use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ X = torch.randn(5, H).bfloat16()
 
 
 def test_layers_are_freed_as_they_are_merged(monkeypatch):
-    """The model needs no second copy of all its weights."""
+    """Check that each group of layers is freed when it has been merged, so that the model's weights never exist
+    twice."""
     model = nn.Sequential(*(MLP() for _ in range(3))).bfloat16().requires_grad_(False)
     quantize_(model)
     old = [weakref.ref(mlp.gate_proj.weight) for mlp in model]
@@ -89,7 +90,7 @@ def test_same_bits_by_fewer_layers(scheme):
 
 
 class ByKeyword(Attention):
-    """Calls its layers by keyword and reads their attributes."""
+    """Attention that calls its layers with keywords and reads their attributes."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         q, k, v = self.q_proj, self.k_proj, self.v_proj
@@ -123,7 +124,7 @@ class Scales(Attention):
 
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_input_that_changes_in_place(with_gradients):
-    """A merged result of the old input would be wrong for the later layers; it is refused."""
+    """Check that a changed input is refused: for later layers, the merged result of the old input would be wrong."""
     model = merge_(quantize_(nn.Sequential(Scales()).bfloat16().requires_grad_(False)))
     text = "qkv_proj merges layers, and their input was changed in place"
     with torch.set_grad_enabled(with_gradients), pytest.raises(RuntimeError, match=text):
@@ -131,7 +132,8 @@ def test_input_that_changes_in_place(with_gradients):
 
 
 def test_inference_tensors_that_change_in_place():
-    """Torch does not count changes of inference tensors, so that their values are compared."""
+    """Check that changes of inference tensors are detected by their values, because torch does not count such
+    changes."""
     plain = quantize_(nn.Sequential(Scales(), Attention()).bfloat16().requires_grad_(False))
     model = merge_(copy.deepcopy(plain))
     text = "qkv_proj merges layers, and their input was changed in place"
@@ -163,7 +165,7 @@ def test_pickled_and_copied(tmp_path):
 
 
 def test_layers_that_do_not_fit_stay_separate():
-    model = model_of("fp8_block")  # k has 64 rows, less than a block of 128
+    model = model_of("fp8_block")  # k has 64 rows, less than an FP8 block of 128
     want = model(X)
     assert linears(merge_(model)) == {"0.q_proj", "0.k_proj", "0.v_proj", "1.gate_up_proj", "1.down_proj"}
     assert torch.equal(model(X), want)
@@ -172,7 +174,7 @@ def test_layers_that_do_not_fit_stay_separate():
 
 
 def test_different_inputs_are_refused():
-    """Different inputs, as in cross-attention, are refused, even if they have equal values."""
+    """Check that different inputs, as in cross-attention, are refused, even if their values are equal."""
     attention = merge_(model_of())[0]
     attention(X, other=X)
     with pytest.raises(RuntimeError, match="qkv_proj merges layers that were called with different inputs"):
@@ -180,7 +182,7 @@ def test_different_inputs_are_refused():
 
 
 def test_concurrent_calls():
-    """Two threads are inside ``forward`` of the same module at the same time."""
+    """Check two threads that run ``forward`` of the same module at the same time."""
     attention = merge_(model_of())[0]
     inputs = [torch.randn(3, H).bfloat16() for _ in range(2)]
     want = [attention(x) for x in inputs]

@@ -1,4 +1,4 @@
-"""Experts with quantised weights against float64 results."""
+"""Experts with quantised weights compared with float64."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, tor
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
-    """Check closeness. Codes of activations can differ in few places on a CPU, and in a hundredth of them on a GPU,
-    whose sums are less precise."""
+    """Check closeness. A few elements may differ more, because their activations were rounded to another code: rarely
+    on a CPU, up to one hundredth on a GPU, whose sums are less precise."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
     assert error < 0.015, error
 
 
 def computed(experts: QuantExperts, *given) -> np.ndarray:
-    """Return the results with activations of the granularity that the experts use."""
+    """Return the expected results, with activations rounded at the granularity that the experts use."""
     x, ids, factors, *rest = given
     granularity = "token" if experts.scheme == "fp8_channel" else "block128"
     return support.computed(x, ids, factors, *support.multiplied(experts), *rest, granularity=granularity)
@@ -56,7 +56,7 @@ def block_of(module: nn.Module, scheme: str, device: str = "cpu", **given) -> Bl
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_values(scheme, form, device):
-    """Results match the quantised weights, with int64 ids as returned by torch.topk."""
+    """Check results against the decoded weights, with int64 ids as torch.topk returns them."""
     module = form()
     block = block_of(copy.deepcopy(module), scheme, device)
     experts = block.mlp.experts
@@ -74,7 +74,7 @@ def test_values(scheme, form, device):
             module.down_proj_bias.detach().bfloat16().double().numpy(),
         )
         swiglu = GPT_OSS
-    # The decoded weights match the original module's, in the order of gate and up.
+    # The decoded weights approximate the original module's weights, which shows the order of gate and up.
     for got, want in ((gate_up, want_gate_up), (down, want_down)):
         error = np.linalg.norm(got - want.double().numpy()) / want.norm().item()
         assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04, "fp8_channel": 0.04}[scheme]
@@ -88,17 +88,17 @@ def test_values(scheme, form, device):
 @by_scheme
 @torch.no_grad()
 def test_calls(scheme, device):
-    """A row gives the same result alone; the id -1 adds nothing; other dtypes work; the call compiles to one
-    graph."""
+    """Check that a row gives the same result alone, that the id -1 adds nothing, that other dtypes work, and that the
+    call compiles to one graph."""
     experts = block_of(Experts(), scheme, device).mlp.experts
     x, ids, factors = routed(5, device)
     want = experts(x, ids, factors)
-    if device == "cpu":  # on a GPU, the tactic can depend on the number of rows
+    if device == "cpu":  # on a GPU, the number of rows can change the tactic
         for row in range(5):
             assert torch.equal(experts(x[row, None], ids[row, None], factors[row, None]), want[row, None])
     assert torch.equal(experts(x, ids.int(), factors.bfloat16().float()), experts(x, ids, factors.bfloat16()))
     elsewhere = ids.clone()
-    elsewhere[:, 1] = -1 if device == "cpu" else -5  # a CPU refuses -5
+    elsewhere[:, 1] = -1 if device == "cpu" else -5  # a CPU would refuse -5
     elsewhere[0, 1] = -1
     assert_close(experts(x, elsewhere, factors), computed(experts, x, elsewhere, factors))
     assert experts(x[:0], ids[:0], factors[:0]).shape == (0, H)
@@ -126,7 +126,7 @@ def test_state_dict_and_moves(scheme):
 
 
 def test_split():
-    """Each expert's layers equal separately quantised layers; gate and up share a global scale."""
+    """Check that each expert's layers equal separately quantised layers, and that gate and up share a global scale."""
     module = Experts().bfloat16()
     experts = block_of(copy.deepcopy(module), "nvfp4").mlp.experts
     parts = [*experts.split()]
@@ -176,7 +176,8 @@ def test_errors():
 
 @pytest.mark.parametrize("few", [False, True])
 def test_wrong_routing_is_refused(few):
-    """Swapped arguments, ids that are no integers, and ids of experts that do not exist raise on both paths."""
+    """Check that swapped arguments, ids that are no integers, and ids of experts that do not exist are refused on both
+    paths."""
     experts = block_of(Experts(), "nvfp4").mlp.experts
     if few:
         experts.route_few_()
@@ -214,7 +215,7 @@ def test_warmup():
     block = block_of(Experts(), "mxfp4")
     with Calls() as calls:
         warmup(nn.ModuleList([block, block_of(Experts(), "mxfp4")]), rows=(1, 4, 40))
-    assert sorted(calls.rows) == [8, 8, 80, 80]  # both GEMMs of one form; 1 and 4 tokens share a bucket
+    assert sorted(calls.rows) == [8, 8, 80, 80]  # two GEMMs of each size; 1 and 4 tokens are in the same bucket
     block.mlp.experts.topk = None
     with pytest.raises(ValueError, match=r"mlp.experts.topk is None"):
         warmup(block)
@@ -222,7 +223,8 @@ def test_warmup():
 
 @by_scheme
 def test_random(scheme, device):
-    """A model on the meta device gets weights with the standard deviation of initialised models."""
+    """Check that a model on the meta device gets random weights with the standard deviation of freshly initialised
+    models."""
     with torch.device("meta"):
         block = Block(GptOssExperts()).bfloat16()
     experts = random_(block, scheme, device=device).mlp.experts
@@ -240,7 +242,7 @@ def test_random(scheme, device):
 # Few tokens
 
 FEW = few_tokens(I) * E // TOPK
-"""Largest number of tokens that are few for this layer."""
+"""Largest number of tokens for which these experts compute only routed pairs."""
 
 
 def routes(device: str) -> bool:
@@ -254,8 +256,8 @@ ROUTED = {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_are_routed(scheme, form, device):
-    """Two ops give results closer to the decoded weights than FP8 activations do; the id -1 adds nothing. More
-    tokens take the usual path, to the bit."""
+    """Check that few tokens run the two ops for routed pairs, with results closer to the decoded weights than with FP8
+    activations, and that the id -1 adds nothing. More tokens use the permuted path, with unchanged bits."""
     if not routes(device):
         return
     experts = block_of(form(), scheme, device).mlp.experts
@@ -275,7 +277,7 @@ def test_few_tokens_are_routed(scheme, form, device):
         layers = experts.gate_up_proj, experts.down_proj
         biases = tuple(layer.bias.double().cpu().view(E, -1).numpy() for layer in layers)
     elsewhere = few[1].clone()
-    elsewhere[0, 1], elsewhere[1, 0] = -1 if device == "cpu" else -2, -1  # a CPU refuses -2
+    elsewhere[0, 1], elsewhere[1, 0] = -1 if device == "cpu" else -2, -1  # a CPU would refuse -2
     for chosen in (few[1], elsewhere):
         got = experts(few[0], chosen, few[2]).double().cpu().numpy()
         gate_up_and_down = support.decoded(experts)
@@ -289,7 +291,8 @@ def test_few_tokens_are_routed(scheme, form, device):
 
 @torch.no_grad()
 def test_derived_buffers_follow_the_weights():
-    """Derived buffers follow a loaded state dict, in place, and copies; casts do not affect them."""
+    """Check that derived buffers follow a loaded state dict in place, and follow copies, and that casts do not change
+    them."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
     torch.manual_seed(1)
     other = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
@@ -324,7 +327,7 @@ def test_few_tokens_of_fp8_weights():
 
 
 def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
-    """A GPU's answer for the sizes of gpt-oss-120b, computed without a GPU."""
+    """Check what Hopper supports for the sizes of gpt-oss-120b, without a GPU."""
     assert reason_unrouted("mxfp4", 128, 2880, 2880, "sm_90a") is None
     assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a") is None
     assert "needs Hopper's warpgroup MMA" in reason_unrouted("mxfp4", 128, 2880, 2880, "sm_100a")
@@ -332,7 +335,8 @@ def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
 
 @torch.no_grad()
 def test_warmup_of_few_tokens(monkeypatch):
-    """One call per bucket of rows: a row per token if tokens are few, otherwise a row per pair."""
+    """Check that `warmup` makes one call per bucket of rows, where a row is a token if tokens are few, and otherwise a
+    (token, expert) pair."""
     experts = block_of(Experts(), "nvfp4").mlp.experts
     counts = []
     real = QuantExperts.forward
@@ -347,8 +351,8 @@ def test_warmup_of_few_tokens(monkeypatch):
 
 
 def test_wide_experts_copy_nothing():
-    """For wide experts no number of tokens is few, and one warning says so. With `tokens_of_expert` they are routed,
-    and without it no longer."""
+    """Check that wide experts never count tokens as few, that one warning says so, and that nothing is copied.
+    `tokens_of_expert` turns the routed path on; a call without it turns it off again."""
     experts = block_of(Experts(width=1088), "mxfp4").mlp.experts
     with pytest.warns(UserWarning, match=r"nothing changed, because for experts with I = 1088 no number"):
         assert experts.route_few_() is experts
@@ -365,7 +369,8 @@ def test_wide_experts_copy_nothing():
 
 
 def test_largest_number_of_few_tokens():
-    """The limit is one token block of the kernel that lists tokens; it also bounds the temporary tensor (M, E · I)."""
+    """Check the limit: one token block of the kernel that lists tokens. It also bounds the temporary tensor (M, E ·
+    I)."""
     from torch_cute_ops.kernels.fp4_gated_experts import TOKEN_BLOCKS
 
     assert max(TOKEN_BLOCKS) == MOST_FEW
@@ -374,7 +379,7 @@ def test_largest_number_of_few_tokens():
 
 
 def few_times():
-    """Return rows of the measurements on an H200, and whether their calls count as few."""
+    """Return rows of the measurements on an H200, and for each whether its call counts as few."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "expert_layer.json"
     widths = {"DeepSeek-V3": 256, "gpt-oss-120b": 2880, "Qwen3-30B-A3B": 768}
     for row in json.loads(path.read_text())["rows"]:
@@ -386,9 +391,10 @@ def few_times():
 
 @pytest.mark.parametrize(("tokens", "is_few", "times"), [*few_times()])
 def test_the_routed_path_is_used_if_it_is_faster(tokens, is_few, times):
-    """For any routing the selected path is at most 5 % slower than the other path. Measurements vary by that much, and
-    a smaller gain (one token of gpt-oss's wide experts) does not justify a second copy of the down layers. Beyond
-    ``MOST_FEW`` memory decides; there permuted rows cost up to 9 % with one of three routings."""
+    """Check, for any measured routing, that the chosen path is at most 5 % slower than the other path. Measurements
+    vary by that much, and a smaller gain (as for one token of gpt-oss's wide experts) does not justify a second copy of
+    the down layers. Above ``MOST_FEW`` tokens memory decides; there the permuted path is up to 9 % slower with one of
+    three routings."""
     slower = 1.05 if tokens <= MOST_FEW else 1.09
     for way in ("few", "few-bf16"):
         taken, other = (times[way], times["many"]) if is_few else (times["many"], times[way])
@@ -399,7 +405,7 @@ def test_the_routed_path_is_used_if_it_is_faster(tokens, is_few, times):
 
 
 def scales_for(scheme: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Return global scales of activations, a different scale for each expert, if the format uses them."""
+    """Return global scales of activations, different for each expert, if the format needs them."""
     if scheme != "nvfp4":
         return {}
     amax = torch.linspace(60, 90, E, device=device)
@@ -411,7 +417,8 @@ def scales_for(scheme: str, device: str = "cpu") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_in_fp4(scheme, form, device):
-    """FP4 activations in any dtype give the decoded weights' results within the error of FP4 rounding."""
+    """Check that FP4 activations in any dtype give the results of the decoded weights within the error of FP4
+    rounding."""
     if not routes(device):
         return
     experts = block_of(form(), scheme, device).mlp.experts
@@ -429,7 +436,7 @@ def test_few_tokens_in_fp4(scheme, form, device):
     assert torch.equal(experts(x.float(), ids, factors).bfloat16(), got)
     half = copy.deepcopy(experts).half()(x.half(), ids, factors).double()
     assert (half - got.double()).norm() < 0.01 * got.double().norm()
-    # Other activations and back.
+    # Switch to 16-bit activations and back.
     assert support.ops_of(experts.route_few_(), x, ids, factors) == ROUTED
     assert torch.equal(experts.route_few_("fp4", **scales_for(scheme, device))(x, ids, factors), got)
 
@@ -459,7 +466,7 @@ def test_errors_of_few_tokens():
 
 @torch.no_grad()
 def test_new_global_scales_in_place():
-    """Another calibration writes to the same memory, which CUDA graphs read."""
+    """Check that another calibration overwrites the global scales in place, because CUDA graphs read them."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_("fp4", **scales_for("nvfp4"))
     given = routed(3, "cpu")
     before, held = experts(*given), experts.side_by_side.alpha.data_ptr()
@@ -471,13 +478,14 @@ def test_new_global_scales_in_place():
     assert experts.side_by_side.alpha.data_ptr() == held
 
 
-# Operands from the routing ops
+# Inputs from the routing ops
 
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
 @torch.no_grad()
 def test_dense_routing(activations):
-    """With and without factors, results equal calls by ids; tokens without experts give 0; no tokens."""
+    """Check that a routing matrix, with and without factors, gives the same as ids, that tokens without experts give 0,
+    and calls without tokens."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts
     experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
     x, logits = torch.randn(6, H).bfloat16(), torch.randn(6, E)
@@ -497,7 +505,8 @@ def test_dense_routing(activations):
 @by_scheme
 @torch.no_grad()
 def test_permuted_rows(scheme):
-    """Results equal calls by ids; the shared addend is added before the single rounding."""
+    """Check that permuted rows give the same as ids, and that the shared expert's result is added before the only
+    rounding."""
     experts = block_of(Experts(), scheme).mlp.experts
     x, ids, factors = routed(6, "cpu")
     expanded, permuted, offsets, _ = moe_route_ids(ids.int(), E, alignment=1)
@@ -517,14 +526,14 @@ def test_permuted_rows(scheme):
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, 1e-40])
 @torch.no_grad()
 def test_global_scales_of_an_expert(scale, form, activations):
-    """For any global scale of one expert, tokens without that expert keep their results, and tokens with it match
-    permuted rows; with a scale of 0, its bias remains."""
+    """Check any global scale of one expert: tokens without this expert keep their results, and tokens with it match the
+    permuted path. With a scale of 0, the expert's bias remains."""
     experts = block_of(form(), "nvfp4").mlp.experts
     experts.down_proj.weight_scale_2[1] = scale
-    experts.load_state_dict(experts.state_dict())  # updates derived buffers
+    experts.load_state_dict(experts.state_dict())  # computes the derived buffers again
     x, _, factors = routed(4, "cpu")
     ids = torch.tensor([[0, 2], [2, 3], [1, 3], [0, 1]])
-    factors[2, 1] = 0  # so that a token uses only this expert
+    factors[2, 1] = 0  # so that this token uses only the first expert
     want = experts(x, ids, factors).double()
     experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
     with_it, without = [2, 3], [0, 1]

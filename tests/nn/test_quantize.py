@@ -157,7 +157,7 @@ def test_subclasses_of_linear_stay():
 
 @torch.no_grad()
 def test_calibration():
-    """The input scale covers the largest input of all calls."""
+    """Check that the input scale covers the largest input over all calls of the calibration."""
     model = model_of()
     inputs = {}
     for name in ATTENTION:
@@ -227,7 +227,7 @@ def test_errors():
 
 
 class Calls(TorchDispatchMode):
-    """Records the name, and the shapes and dtypes of the tensors, of each call of our ops."""
+    """Dispatch mode that records each call of our ops: its name, and the shapes and dtypes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,13 +241,13 @@ class Calls(TorchDispatchMode):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Return rows and columns of each GEMM."""
+        """Return (rows, columns) of each recorded GEMM."""
         gemms = [call for call in self.every if "mm_" in call[0]]
         return [(a[0], b[1]) for _, (a, _), (b, _), *_ in gemms]
 
     @property
     def fused(self) -> list[tuple]:
-        """Return the calls that neither multiply nor only quantise."""
+        """Return the recorded calls that are neither GEMMs nor quantisations alone."""
         return [call for call in self.every if "mm_" not in call[0] and "_quantize" not in call[0]]
 
 
@@ -255,7 +255,8 @@ def test_warmup_calls_each_form_once():
     model = quantize_(model_of(), ignore=("lm_head", "narrow"))
     with Calls() as calls:
         warmup(model, rows=(1, 3, 40, 8))
-    # q, k (like v), and o without a bias; 3 and 8 rows share a bucket. Calls with few rows also prefetch.
+    # Sizes of q and k (v is like k), and of o, which has no bias. 3 and 8 rows are in one bucket. Calls with few rows
+    # are repeated with a prefetch.
     assert set(calls.sizes) == {(m, n) for m in (1, 8, 40) for n in (64, 32)}
     with Calls() as calls:
         warmup(model, rows=(1, 3, 40, 8), fused=False)
@@ -268,7 +269,7 @@ def test_warmup_calls_each_form_once():
 
 
 class FusedBlock(nn.Module):
-    """Modules that the pass of ``integrations.inductor`` would fuse; the pass itself does not run here."""
+    """Block of modules that the pass of ``integrations.inductor`` would fuse. The pass itself does not run here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,12 +320,12 @@ def test_warmup_calls_fused_ops(activations, expected):
 
 
 def test_warmup_calls_gates_with_gemms():
-    """For one row and 16-bit activations, warm-up also calls GEMMs that gate in the prologue."""
+    """Check that `warmup` also calls GEMMs that gate in their prologue, for one row and 16-bit activations."""
     block = quantize_(FusedBlock().bfloat16())
     with Calls() as calls:
         warmup(block, rows=(1, 3, 8, 40))
     gated = [call[1:3] for call in calls.every if call[0] == "silu_mul_mm_fp4_weight_only"]
-    assert gated == [(((1, 4 * H), torch.bfloat16), ((H, H), torch.uint8))] * 2  # one prefetches
+    assert gated == [(((1, 4 * H), torch.bfloat16), ((H, H), torch.uint8))] * 2  # twice, because one call prefetches
     with Calls() as calls:
         warmup(block, rows=(1,), fused=False)
         warmup(quantize_(FusedBlock().bfloat16(), activations="fp8"), rows=(1,))
@@ -333,7 +334,8 @@ def test_warmup_calls_gates_with_gemms():
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
 def test_warmup_prefetches_with_few_rows(activations):
-    """Warm-up calls layers with and without a prefetch, as compiled models do, and leaves their links unchanged."""
+    """Check that `warmup` calls layers with and without a prefetch, as compiled models do, and does not change their
+    links."""
     block = quantize_(FusedBlock().bfloat16(), "nvfp4" if activations == "16bit" else "mxfp4", activations=activations)
     for fused in (True, False):
         with Calls() as calls:
@@ -347,7 +349,7 @@ def test_warmup_prefetches_with_few_rows(activations):
 
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 def test_warmup_of_layers_that_prefetch(activations):
-    """Of equal layers, some prefetch and some do not: warm-up covers both for any number of rows."""
+    """Check that, if some of several equal layers prefetch, `warmup` covers both kinds for any number of rows."""
     layers = nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)])
     layers = quantize_(layers, "nvfp4", activations=activations)
     prefetch_(layers)
@@ -361,7 +363,7 @@ def test_warmup_of_layers_that_prefetch(activations):
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
 def test_warmup_calls_layers_without_prefetch_once(scheme, monkeypatch):
-    """torch's GEMM, for sizes that ``mm_fp8`` does not support, never prefetches, with or without a next layer."""
+    """Check that layers that use torch's GEMM are called only once, because it never prefetches."""
     odd = H + 16
     layers = quantize_(nn.ModuleList([nn.Linear(odd, odd).bfloat16() for _ in range(3)]), scheme)
     prefetch_(layers)

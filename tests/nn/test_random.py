@@ -25,7 +25,7 @@ def model_of() -> nn.Module:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights(scheme, device):
-    """Weights are finite, with the right standard deviation, and use every bit of the codes."""
+    """Check that weights are finite, have the right standard deviation, and use every bit of the codes."""
     model = random_(model_of(), scheme, device=device)
     layer = model["up"]
     assert isinstance(layer, QuantLinear) and layer.scheme == scheme and layer.weight.device.type == device
@@ -48,7 +48,7 @@ def test_seed(scheme):
 
 
 def test_ignore():
-    """Check that a ``str`` counts as one pattern."""
+    """Check that ``ignore`` accepts a single pattern as a ``str``."""
     model = random_(model_of(), device="cpu", ignore="up")
     assert type(model["up"]) is nn.Linear and isinstance(model["lm_head"], QuantLinear)
 

@@ -1,4 +1,4 @@
-"""Modules that ``quantize_`` and the loaders replace, modules that stay, and the summary of both."""
+"""Modules that ``quantize_`` and the loaders replace, modules that they leave unchanged, and the summary of both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def seeded():
 
 
 def left_by(model: nn.Module, **given) -> dict[str, str]:
-    """Quantise a model without its warnings, and return the reasons for modules that stay."""
+    """Quantise a model without warnings; return the reasons for the modules that stay."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return dict(summary(quantize_(model, **given)).left)
@@ -64,7 +64,7 @@ HOOKS: dict[str, Callable[[nn.Linear], object]] = {
 @pytest.mark.parametrize("kind", HOOKS)
 @torch.no_grad()
 def test_hooks(kind):
-    """A layer with a hook keeps it and its results, and loaders refuse it."""
+    """Check that a layer with a hook is not replaced, and that loaders refuse it."""
     model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K)).bfloat16()
     HOOKS[kind](model[0])
     x, old = torch.randn(3, K).bfloat16(), model[0]
@@ -84,7 +84,7 @@ def test_a_replaced_forward():
 
 
 class Attributes(nn.Module):
-    """Model that reads an attribute, or a buffer, which was set on its layer."""
+    """Model that reads an attribute, or a buffer, that was set on its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Attributes(nn.Module):
 
 @torch.no_grad()
 def test_attributes_of_a_layer(tmp_path):
-    """Plain attributes of an object stay on the layer that replaces it, also after loading and calibration."""
+    """Check that plain attributes of a layer are copied to its replacement, also after loading and calibration."""
     model, x = Attributes().bfloat16(), torch.randn(3, K).bfloat16()
     model.proj.factor, model.proj.notes = 3.0, {"source": "test"}
     notes = model.proj.notes
@@ -127,8 +127,8 @@ HOLDS: dict[str, Callable[[nn.Linear], object]] = {
 @pytest.mark.parametrize("reason", HOLDS)
 @torch.no_grad()
 def test_layers_that_hold_more(reason, tmp_path):
-    """A layer with a buffer, a parameter or a module of its own stays, and so does a layer whose attribute would
-    collide; loaders refuse such a layer."""
+    """Check that a layer stays if a buffer, parameter or module was added to it, or if one of its attributes would
+    collide, and that loaders refuse such a layer."""
     model = Attributes().bfloat16()
     checkpoint.save(quantize_(Attributes().bfloat16()), tmp_path, "modelopt")
     HOLDS[reason](model.proj)
@@ -173,7 +173,7 @@ def test_layers_that_compute_something_else(change, reason):
 
 
 class Converting(nn.Module):
-    """As T5: the input of ``wo`` is converted to the dtype of its weight."""
+    """Model that converts the input of ``wo`` to the dtype of its weight, as T5 does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,8 @@ def test_layers_whose_weight_is_read(make):
 
 
 def test_shared_weights():
-    """Layers with one weight stay tied; a layer that occurs twice is replaced twice."""
+    """Check that layers that share a weight stay tied, and that a layer that occurs twice is replaced in both
+    places."""
     model = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K), "c": nn.Linear(K, K)})
     model["b"].weight, model["again"] = model["a"].weight, model["c"]
     with pytest.warns(UserWarning, match=r"a: it shares a parameter with b; b: it shares a parameter with a"):
@@ -209,7 +210,8 @@ def test_shared_weights():
 
 
 def test_compiled_layers():
-    """torch.compile's wrapper would go on calling the old layer; layers inside a compiled model are replaced."""
+    """Check that a layer wrapped by torch.compile stays, because the wrapper would still call the old layer, and that
+    layers inside a compiled model are replaced."""
     layer = nn.Linear(K, K)
     left = left_by(nn.ModuleList([torch.compile(layer), nn.Linear(K, K)]))
     assert {*left} == {"0._orig_mod"} and left["0._orig_mod"].startswith("torch.compile wraps it")
@@ -218,7 +220,7 @@ def test_compiled_layers():
 
 
 def test_adapters():
-    """PEFT's adapters stay trainable; the layer below becomes quantised."""
+    """Check that PEFT's adapters stay trainable, and that the layer below them is quantised."""
     adapters = {f"lora_{each}": nn.ModuleDict({"default": nn.Linear(K, K)}) for each in "AB"}
     model = nn.ModuleDict({"q_proj": nn.ModuleDict({"base_layer": nn.Linear(K, K), **adapters})})
     assert left_by(model) == dict.fromkeys(("q_proj.lora_A.default", "q_proj.lora_B.default"), "it is a LoRA adapter")
@@ -226,7 +228,7 @@ def test_adapters():
 
 
 class Conv1D(nn.Module):
-    """As GPT-2's."""
+    """Layer with a transposed weight, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +236,8 @@ class Conv1D(nn.Module):
 
 
 def test_other_modules_are_named():
-    """Modules with a weight matrix are named; embeddings, convolutions and small parameters give no warning."""
+    """Check that the warning names modules with a weight matrix, but not embeddings, convolutions and small
+    parameters."""
     quiet = {"embedding": nn.Embedding(K, K), "convolution": nn.Conv2d(64, 64, 64)}
     model = nn.ModuleDict({**quiet, "c_attn": Conv1D(), "linear": nn.Linear(K, K)})
     with pytest.warns(UserWarning) as warned:
@@ -284,11 +287,11 @@ def test_ignore_that_matches_nothing(replace):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         replace(copy.deepcopy(model), ignore=("attn.q", "re:.*head"))
-        replace(layers)  # lacks an lm_head
+        replace(layers)  # this model has no lm_head
 
 
 def test_summary(caplog):
-    """Names, reasons and bytes of what was replaced, for the model and as one line of the log."""
+    """Check the names, reasons and sizes in the summary, and its single line in the log."""
     model = nn.ModuleDict({"a": nn.Linear(K, K, bias=False), "lm_head": nn.Linear(K, K, bias=False)}).bfloat16()
     with pytest.raises(ValueError, match="summary: no function of this package replaced modules of this ModuleDict"):
         summary(model)
@@ -296,7 +299,7 @@ def test_summary(caplog):
         quantize_(model)
     found = summary(model)
     assert found.replaced == {"a": "NVFP4Linear"} and found.left == {"lm_head": "it is in ignore"}
-    # 4-bit codes, a scale byte for each 16, and one global scale in float32.
+    # 4-bit codes, one scale byte per 16 codes, and one float32 global scale
     assert (found.bytes_before, found.bytes_after) == (4 * K * K, 2 * K * K + K * K // 2 + K * K // 16 + 4)
     line = "quantize_: 1 replaced (1 by NVFP4Linear), 1 unchanged; 65,536 bytes before, 41,988 after"
     assert caplog.messages == [line]
@@ -313,7 +316,8 @@ class TopKRouter(nn.Module):
 
 
 def test_routers():
-    """Routers stay, by class, by name, and next to experts; other gates are replaced."""
+    """Check that routers stay, whether they are recognised by class, by name or by the experts next to them, and that
+    other gates are replaced."""
     experts = nn.ModuleList(nn.Linear(K, K) for _ in range(16))
     moe = {"experts": experts, "gate": nn.Linear(K, 16), "shared_expert_gate": nn.Linear(K, 8), "route": TopKRouter()}
     hunyuan = {"shared_experts": nn.Linear(K, K), "gate": nn.ModuleDict({"wg": nn.Linear(K, 16)})}
@@ -333,7 +337,7 @@ def test_routers():
 
 
 class MixtureOfExperts(nn.Module):
-    """Sum of the experts' results, weighted by the softmax of a router's results.
+    """Sum of the experts' results, weighted by the softmax of a router's outputs.
 
     Args:
         router: name of the router.
@@ -368,7 +372,7 @@ def two_layers() -> nn.Sequential:
 )
 @torch.no_grad()
 def test_a_router_with_any_name(router, experts, make):
-    """A layer with a result for each expert next to it stays, so that each token's weights keep their values."""
+    """Check that a layer with one output per expert next to it stays, so that the routing weights are exact."""
     model = nn.ModuleDict({"moe": MixtureOfExperts(router, experts, make()), "head": nn.Linear(K, 16)})
     x = torch.randn(5, K)
     want = model["moe"].get_submodule(router)(x)
@@ -380,7 +384,8 @@ def test_a_router_with_any_name(router, experts, make):
 
 
 def test_a_router_next_to_stacked_experts():
-    """Experts in two parameters may have any name, and the layers of such blocks may follow each other."""
+    """Check a router next to experts in two parameters, which may have any name, also if several such blocks follow
+    each other."""
     blocks = []
     for _ in range(2):
         stacked = Experts()
@@ -392,7 +397,8 @@ def test_a_router_next_to_stacked_experts():
 
 
 def test_layers_that_are_no_routers():
-    """Layers with another number of results than experts, shared experts, and heads above other lists are replaced."""
+    """Check that layers with another number of outputs than experts, shared experts, and heads next to other lists are
+    replaced."""
     shared = nn.Sequential(nn.Linear(K, 64), nn.Linear(64, 16))
     others = nn.ModuleList(nn.Linear(64, K) for _ in range(16))
     model = nn.ModuleDict(
@@ -417,7 +423,7 @@ class UpBeforeGate(Experts):
 
 
 class ClampedGate(Experts):
-    """The clamp is not in an attribute."""
+    """Experts with a clamp that no attribute reveals."""
 
     def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         gate, up = (self.gate_up_proj[expert] @ x).chunk(2)
@@ -430,7 +436,7 @@ class Tripled(Experts):
 
 
 class Normalised(Experts):
-    """The weights of a token's experts are normalised once more."""
+    """Experts that normalise the weights of a token's experts once more."""
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().forward(x, ids, weights / weights.sum(-1, keepdim=True))
@@ -451,7 +457,7 @@ class Swapped(Experts):
 
 
 class OneMore(Experts):
-    """Expert i computes what expert i + 1 should."""
+    """Experts in which expert i computes what expert i + 1 should."""
 
     def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         return super().expert(x, (expert + 1) % E)
@@ -464,7 +470,7 @@ class Interleaved(Experts):
 
 
 class Scaled(Experts):
-    """The factor is a parameter, which starts at 1."""
+    """Experts with an additional factor, a parameter that is initially 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,8 +490,8 @@ class Buffered(Experts):
 
 
 class Capacity(Experts):
-    """Each expert computes at most ``factor`` times its share of the pairs, and at least ``least``; other pairs are
-    dropped."""
+    """Experts that compute at most ``factor`` times the average number of pairs, and at least ``least``. Further pairs
+    are dropped."""
 
     def __init__(self, factor: float, least: int = 0, training_only: bool = False) -> None:
         super().__init__()
@@ -514,7 +520,7 @@ class WithDropout(Experts):
 
 
 class ByDtype(Experts):
-    """Gate and up change places in 16 bits."""
+    """Experts in which gate and up change places in 16 bits."""
 
     def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         both = self.gate_up_proj[expert] @ x
@@ -564,7 +570,7 @@ def test_experts_that_compute_something_else(make, reason):
 
 
 def test_an_unknown_buffer():
-    """Values of a buffer on the meta device are unknown, so that experts which use them stay."""
+    """Check that experts that use a buffer on the meta device stay, because its values are unknown."""
     experts, before = Buffered(1.0).to("meta"), torch.get_rng_state()
     assert OTHER in float_experts(experts).verified()
     assert torch.equal(torch.get_rng_state(), before)
@@ -605,7 +611,7 @@ def test_experts_with_hooks_or_shared_weights():
 
 
 class Wrapped(torch.Tensor):
-    """A tensor subclass, such as a DTensor."""
+    """Tensor subclass, such as a DTensor."""
 
 
 def test_experts_of_other_dtypes():
@@ -632,8 +638,8 @@ def test_shapes_that_fit_no_experts():
 
 
 def test_each_trial_depends_on_the_whole_module(monkeypatch):
-    """Equal modules share a trial; another attribute, activation, buffer or method needs another
-    trial."""
+    """Check that equal modules share one trial, and that another attribute, activation, buffer or method leads to
+    another trial."""
     experts = GptOssExperts()
     assert float_experts(experts).verified() == SwiGLU(1.702, 1.0, 7.0)
     experts.limit, other = 9.0, Experts()
@@ -662,7 +668,8 @@ class WithGlobals(Experts):
 
 
 def test_each_trial_depends_on_globals(monkeypatch):
-    """Another value of an attribute of the class, of a global variable, or another dtype needs another trial."""
+    """Check that another value of a class attribute or of a global variable, or another dtype, leads to another
+    trial."""
     assert float_experts(WithGlobals()).verified() == SwiGLU()
     monkeypatch.setattr(WithGlobals, "factor", 2.0)
     assert OTHER in float_experts(WithGlobals()).verified()
@@ -688,8 +695,8 @@ class Dense(Experts):
 
 
 def test_modules_that_read_all_experts(monkeypatch):
-    """Small modules may multiply all experts at once. Large modules may read one expert at a time, so that a trial
-    never copies the weights of all experts."""
+    """Check that a trial runs small modules that multiply all experts at once, but large modules only if they read one
+    expert at a time, so that it never copies the weights of all experts."""
     assert float_experts(Dense()).verified() == SwiGLU()
     assert float_experts(Gathered()).verified() == SwiGLU()
     monkeypatch.setattr(_trial, "LARGEST", E * 2 * I * H - 1)
@@ -698,13 +705,13 @@ def test_modules_that_read_all_experts(monkeypatch):
         assert "MemoryError: the trial is limited to modules that read" in float_experts(cls()).verified()
     assert float_experts(Experts()).verified() == SwiGLU()
     monkeypatch.setattr(_trial, "CROWD", (64, 64))
-    monkeypatch.setattr(_trial, "LARGEST", 2 * I * H - 1)  # a single expert is never too large
+    monkeypatch.setattr(_trial, "LARGEST", 2 * I * H - 1)  # a single expert is always allowed
     monkeypatch.setattr(_trial, "_FOUND", {})
     assert float_experts(Experts()).verified() == SwiGLU()
 
 
 def test_a_trial_changes_nothing():
-    """A trial neither draws from the global generator nor runs the module itself."""
+    """Check that a trial neither draws from the global generator nor runs the module itself."""
     experts = GptOssExperts()
     before, state = {key: each.clone() for key, each in experts.state_dict().items()}, torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -717,7 +724,7 @@ def test_a_trial_changes_nothing():
 
 
 def test_load_refuses_what_it_would_drop(tmp_path):
-    """A quantised checkpoint is not loaded into a module that would lose something."""
+    """Check that a quantised checkpoint is not loaded into a module that would lose something, such as a hook."""
 
     def blank() -> nn.Module:
         with torch.device("meta"):
@@ -743,7 +750,7 @@ def test_load_refuses_what_it_would_drop(tmp_path):
 
 
 def test_merge_keeps_hooks():
-    """Quantised layers with hooks are not merged."""
+    """Check that quantised layers with hooks are not merged."""
     model = nn.ModuleDict({"attn": nn.ModuleDict({f"{name}_proj": nn.Linear(K, K) for name in "qkv"})}).bfloat16()
     quantize_(model)
     model.attn.k_proj.register_forward_hook(nothing)

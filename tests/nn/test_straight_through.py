@@ -1,4 +1,4 @@
-"""Straight-through gradients of frozen quantised modules, against float64 with weights decoded apart."""
+"""Gradients of frozen quantised modules (straight-through), compared with float64 and separately decoded weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def layer_of(cls=NVFP4Linear, activations="auto", n=N, bias=True, device="cpu", 
 
 
 def weight_of(layer) -> np.ndarray:
-    """Return the decoded weight (N, K) in float64."""
+    """Return the decoded weight (N, K) of a layer in float64."""
     return weights.decoded({name: each.cpu() for name, each in layer.state_dict().items()}, layer.parts)
 
 
@@ -54,8 +54,9 @@ def with_gradient(x: torch.Tensor) -> torch.Tensor:
 @by_kind
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 def test_linear(cls, activations, dtype, device, monkeypatch):
-    """The input's gradient is ``dy · W``; the bias's gradient is the sum of the rows of ``dy``. Gradients do not change
-    the layer's result. Decoding a block of rows at a time gives the same, and nothing of the weight's size is saved."""
+    """Check that the gradient of the input is ``dy · W`` and that of the bias the sum of the rows of ``dy``, that
+    gradients do not change the layer's result, that decoding in blocks of rows gives the same, and that nothing as
+    large as the weight is saved."""
     layer = merge([layer_of(cls, activations, n, dtype=dtype) for n in (256, N)]).to(device)
     layer.bias.requires_grad_()
     x, dy = torch.randn(2, 3, K, dtype=dtype, device=device), torch.randn(2, 3, 256 + N, dtype=dtype, device=device)
@@ -77,7 +78,7 @@ def test_linear(cls, activations, dtype, device, monkeypatch):
 
 @by_kind
 def test_compiled_linear(cls, activations, device):
-    """One graph, without a break, gives the eager result and gradient."""
+    """Check that one compiled graph, without a break, gives the eager result and gradient."""
     layer = layer_of(cls, activations).to(device)
     x, dy = torch.randn(5, K, dtype=BF16, device=device), torch.randn(5, N, dtype=BF16, device=device)
     eager, compiled = with_gradient(x), with_gradient(x)
@@ -93,7 +94,8 @@ def test_compiled_linear(cls, activations, device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_and_autocast(reentrant, device):
-    """Recomputed activations give the same gradient; ``torch.autocast`` casts the input as for ``nn.Linear``."""
+    """Check that recomputed activations give the same gradient, and that ``torch.autocast`` casts the input as in
+    ``nn.Linear``."""
     layer = layer_of(bias=False).to(device)
     x, dy = torch.randn(5, K, device=device), torch.randn(5, N, dtype=BF16, device=device)
     want = dy.double().cpu().numpy() @ weight_of(layer)
@@ -107,7 +109,8 @@ def test_checkpointed_and_autocast(reentrant, device):
 
 
 def test_what_has_no_gradient():
-    """Weights and scales that require grad raise by name, and so do rows that were quantised before."""
+    """Check that weights and scales that require grad are refused by name, and so are rows that were quantised in
+    advance."""
     layer, x = layer_of(), torch.randn(2, K, dtype=BF16)
     for name, cls in (("weight_scale_2", NVFP4Linear), ("weight", FP8BlockLinear), ("weight_scale", FP8ChannelLinear)):
         frozen = layer_of(cls)
@@ -125,7 +128,7 @@ def test_what_has_no_gradient():
 
 
 def test_merged_projections():
-    """Layers that ``merge_`` merged pass the gradients of all of them to their input."""
+    """Check that the gradients of all merged layers reach their common input."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -148,7 +151,7 @@ def test_merged_projections():
 
 
 def exact_experts(x, ids, factors, gate_up, down, biases, swiglu):
-    """Return the experts' sums in float64, with gradients, for tensors in float64."""
+    """Return the experts' sums for float64 tensors, computed by torch, so that they have gradients."""
     total = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
     for token, own in enumerate(ids.tolist()):
         for j, expert in enumerate(own):
@@ -170,7 +173,8 @@ def expert_weights(experts: QuantExperts):
 
 
 def tokens_off_the_clamp(experts: QuantExperts, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens whose gates and ups are not within a rounding of the clamp, where the gradient jumps."""
+    """Return random tokens whose gate and up values are not so near the clamp, where the gradient jumps, that rounding
+    decides."""
     x, ids = torch.randn(400, H).bfloat16(), torch.rand(400, 4).argsort(1)[:, :2]
     gate_up, _, biases, (_, _, limit) = expert_weights(experts)
     if limit is None:
@@ -185,7 +189,8 @@ def tokens_off_the_clamp(experts: QuantExperts, count: int) -> tuple[torch.Tenso
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @pytest.mark.parametrize("few", [False, True])
 def test_experts(scheme, form, few, device):
-    """Tokens and routing weights get the gradients of experts with the decoded weights; the result does not change."""
+    """Check that tokens and routing weights get the gradients of experts with the decoded weights, and that the result
+    does not change."""
     experts = quantize_(Block(form()).bfloat16(), scheme).to(device).mlp.experts
     if few:
         if scheme == "fp8_block" or device == "cuda":
@@ -219,7 +224,7 @@ def test_experts_what_has_no_gradient():
 
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 def test_layer_of_experts(activations):
-    """Tokens, the router and an adapter of the shared expert get gradients, which equal float64's."""
+    """Check the gradients of tokens, the router and an adapter of the shared expert against float64."""
     torch.manual_seed(0)
     experts = quantize_(Block(Experts()).bfloat16(), "nvfp4").mlp.experts
     shared = GatedMLP(
@@ -251,7 +256,7 @@ def test_layer_of_experts(activations):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter."""
+    """Frozen layer with a low-rank adapter."""
 
     def __init__(self, base: nn.Module, k: int, n: int) -> None:
         super().__init__()
@@ -263,7 +268,7 @@ class Adapted(nn.Module):
 
 
 def losses_of(model: nn.Module, device: str) -> list[float]:
-    """Train adapters of three frozen layers on a fixed target, and return the loss of each step."""
+    """Train adapters of three frozen layers on a fixed target; return the loss of each step."""
     generator = torch.Generator().manual_seed(3)
     x, target = (torch.randn(32, 64, generator=generator).to(device) for _ in range(2))
     adapters = [each for each in model.parameters() if each.requires_grad]
@@ -279,7 +284,7 @@ def losses_of(model: nn.Module, device: str) -> list[float]:
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block", "fp8_channel"])
 def test_adapters_learn(scheme, device):
-    """20 steps of adapters behind and in front of quantised layers reduce the loss as with layers in bf16."""
+    """Check that, in 20 steps, adapters before and after quantised layers reduce the loss as with bf16 layers."""
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(3)]
     model = nn.Sequential(*layers).bfloat16().requires_grad_(False).to(device)
