@@ -1,4 +1,4 @@
-"""Fixtures of the tests in this folder: the launch model, and a fresh compiler."""
+"""Fixtures of the tests of ops: the launch model, and a fresh compiler."""
 
 from support.compiling import fresh_compiler
 from support.launch_model import launches

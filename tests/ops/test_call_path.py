@@ -1,4 +1,4 @@
-"""The call path without a GPU: CUDA entries on CPU tensors, with a model of the compiled kernels."""
+"""The call path without a GPU: the CUDA entries run on CPU tensors, with a model of the compiled kernels."""
 
 import contextlib
 import math
@@ -48,8 +48,8 @@ by_form = each_sample(form_cases())
 
 
 def enter(op, sample, outputs=None):
-    """Call the CUDA entry of the op or of its ``.out``, through the gradient guard if gradients are enabled and a
-    tensor requires grad."""
+    """Call the CUDA entry of the op or of its ``.out``. If gradients are enabled and a tensor requires grad, go through
+    the gradient guard."""
     sample = with_usable_backend(op, sample, torch.device("cuda"))
     given = (*tensors_in(sample), *(outputs or ()))
     is_guarded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
@@ -60,7 +60,7 @@ def enter(op, sample, outputs=None):
 
 
 def run_entry(op, sample, outputs=None):
-    """Return outputs and final values of updated arguments; the sample keeps its own tensors."""
+    """Call the entry with copies of updated arguments; return the outputs and the final values of the copies."""
     sample = copy_updated(op, sample)
     returned = enter(op, sample, outputs)
     assert outputs is None or returned is None
@@ -69,8 +69,8 @@ def run_entry(op, sample, outputs=None):
 
 @by_sample
 def test_result(op, name, launches):
-    """Check the first call, which makes the launcher, and the next call, which finds it. Only inputs that the op
-    updates change, and no launch fails, so that a graph can capture the call."""
+    """Check the first call, which makes the launcher, and a second call, which finds it. Only arguments that the op
+    updates may change, and no launch may fail, so that a graph can capture the call."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     for _ in range(2):
@@ -98,11 +98,11 @@ STRIDED = [
 
 @each_sample(STRIDED)
 def test_result_after_contiguous(op, name, launches):
-    """Check that a call with other strides is right after a call with the same shapes."""
+    """Check that a call with unusual strides is correct after a contiguous call with the same shapes."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     packed = {key: contiguous(value) for key, value in arguments(op, sample).items()}
-    with contextlib.suppress(ValueError):  # for example, a residual that was the input no longer is
+    with contextlib.suppress(ValueError):  # a residual may no longer be the input's view
         enter(op, named(op, packed))
     launches.failed.clear()
     assert_same(run_entry(op, sample), want)
@@ -119,7 +119,7 @@ def contiguous(value):
 @pytest.mark.parametrize("op", [case for case in op_cases() if len(case.values[0].outputs) > 1])
 @pytest.mark.parametrize("more", [-1, 1])
 def test_wrong_number_of_outputs(op, more, monkeypatch):
-    """Check functions on the first call and on later calls, and on a CPU."""
+    """Check that a wrong number of outputs is refused, on the first call, on later calls, and on a CPU."""
     error = good_outputs_error(op, "cpu")
     outputs = poisoned(enter(op, error))
     outputs = outputs[:more] if more < 0 else (*outputs, outputs[0].clone())
@@ -134,7 +134,7 @@ def test_wrong_number_of_outputs(op, more, monkeypatch):
 
 
 def test_launchers_may_change_during_a_lookup(monkeypatch, launches):
-    """Change the launchers during a lookup, as another thread might."""
+    """Check a lookup during which the dict of launchers changes, as another thread might change it."""
     op = OPS["fp4_quantize"]
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
     enter(op, Sample("", sample.args, {**sample.kwargs, "scale_layout": "linear"}))
@@ -153,7 +153,8 @@ def test_launchers_may_change_during_a_lookup(monkeypatch, launches):
 
 
 def test_overlap_with_wide_scales_is_found(launches):
-    """Check that the overlap of an output and wide scales is found after a good call with the same shapes."""
+    """Check that an overlap of an output with scales that have gaps is found, even after a valid call with the same
+    shapes."""
     op = OPS["mm_fp8_block"]
     a, b = (torch.zeros(n, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (4, 8))
     storage = torch.ones(4096)
@@ -176,7 +177,7 @@ RECODED = [
 
 @each_sample(RECODED)
 def test_a_recoded_weight(op, name, launches):
-    """Check that two kernels run, with the FP8 weight between them."""
+    """Check that two kernels run, and that the FP8 weight is passed from the first to the second."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     given = arguments(op, sample) | {"backend": "recode"}
@@ -186,8 +187,8 @@ def test_a_recoded_weight(op, name, launches):
 
 
 def test_recode_refuses_a_result_in_the_weight(launches):
-    """Check the overlap of the result with the FP4 weight. The GEMM's own check cannot find it, because the GEMM never
-    sees the FP4 weight."""
+    """Check that a result that overlaps the FP4 weight is refused. The GEMM's kernel cannot notice this, because it
+    never sees the FP4 weight."""
     op = OPS["mm_fp8_fp4"]
     sample = get_sample(op, "nvfp4-128x4-to-bfloat16-exact", "cpu")
     given = arguments(op, sample) | {"backend": "recode"}
@@ -202,7 +203,7 @@ def test_recode_refuses_a_result_in_the_weight(launches):
 
 
 def test_result_must_not_overlap_rows(launches):
-    """Check the overlap on the first call and on later calls."""
+    """Check that the overlap is refused on the first call and on later calls."""
     op = OPS["moe_finalize"]
     rows, index = torch.randn(12, 64), torch.arange(8, dtype=torch.int32).view(4, 2)
     given = rows, index, torch.rand(4, 2)
@@ -215,7 +216,8 @@ def test_result_must_not_overlap_rows(launches):
 
 
 def test_launchers_are_kept_up_to_a_number(monkeypatch):
-    """Check that the oldest launcher is dropped, and that keeping a launcher again takes no second place."""
+    """Check that the oldest launcher is dropped at the limit, and that storing a launcher again does not count
+    twice."""
     monkeypatch.setattr(_call, "MOST_LAUNCHERS", 3)
     path = OPS["fp4_quantize"].path
     for i in (0, 1, 2, 2, 3, 4):
@@ -224,7 +226,7 @@ def test_launchers_are_kept_up_to_a_number(monkeypatch):
 
 
 def has_work(op, sample, want) -> bool:
-    """Return whether a call launches a kernel: not if its outputs or its input are empty."""
+    """Return True if a call launches a kernel. It does not if its outputs or its input are empty."""
     if op.name in ("moe_route", "moe_route_ids"):  # offsets and counts are never empty
         return True
     reads_others = op.name == "moe_finalize"  # a token without rows may have a residual
@@ -244,14 +246,15 @@ def test_without_gradients(op, name, launches):
 
 @each_error(case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu"))
 def test_error(op, name, on, launches):
-    """Check for the same errors as on the CPU, and for no launch, on a first call and with a launcher for the call."""
+    """Check that errors are the same as on a CPU, and that nothing is launched, on a first call and if a launcher for
+    the call exists."""
     error = get_error(op, name, on)
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
     outputs = outputs if error.out is None else error.out
     match = rf"(?s)cute::{op.name}\b.*{error.match}"
     for is_first in (True, False):
         if not is_first:
-            # Make a launcher for this very call if possible.
+            # Make a launcher for this call if possible.
             with torch.no_grad(), contextlib.suppress(ValueError, TypeError):
                 enter(op, error)
         launches.calls.clear()
@@ -271,14 +274,14 @@ IN_PLACE = ("row-strided", "row-strided-float32", "every-other-row", "offset-in-
 COPIED = ("row-stride-not-16-bytes", "column-offset", "column-step", "columns-first")
 
 
-# Weights are decoded once, and ids are small, so that these may be copied.
+# Ops that may copy strided tensors: weights are decoded once, and ids are small.
 COPYING = ("fp4_dequantize", "moe_route_ids")
 QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0].name not in COPYING]
 
 
 @each_sample(QUANTISING)
 def test_copies(op, name, launches):
-    """Check that strided rows and residuals are copied only if the kernel cannot read them."""
+    """Check that strided rows and residuals are copied only if the kernel cannot read them in place."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls
@@ -289,7 +292,7 @@ def test_copies(op, name, launches):
 
 @each_sample(sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack"))))
 def test_copies_of_residuals(op, name, launches):
-    """Check that a residual is updated in place if the kernel can do so."""
+    """Check that a residual is updated in place if the kernel can access it in place."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls
@@ -301,7 +304,8 @@ def test_copies_of_residuals(op, name, launches):
 @pytest.mark.parametrize("columns", [0, 8, 16, 80], ids=lambda columns: f"{columns}-columns-on")
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_residual_overlapping_the_input(op, rows, columns, launches):
-    """Check that the same view and disjoint columns are accepted, and that other overlaps are refused."""
+    """Check that a residual may be the same view as the input, or other columns of the same rows, and that other
+    overlaps are refused."""
     given = make_call(op, 5, 80, device="cpu")
     storage = torch.randn(10, 160, dtype=torch.bfloat16)
     given["input"] = storage[:5, :80]
@@ -321,14 +325,14 @@ def test_residual_overlapping_the_input(op, rows, columns, launches):
 @pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
 def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):
-    """Check rows that follow each other, and rows with other rows in between."""
+    """Check the same in more dimensions, for rows that are adjacent, and for rows with other rows between them."""
     given = make_call(op, 5, 64, device="cpu")
     for spare in (0, 2):
         rows = (*shape[:-1], shape[-1] + spare)
         strides = torch.empty(*rows, 192, device="meta").stride()
         buffer = torch.randn(math.prod(rows) + 1, 192, dtype=torch.bfloat16)
         given["input"] = buffer.as_strided((*shape, 64), strides)
-        given["residual"] = buffer.as_strided((*shape, 64), strides, columns)  # 160 reaches into the next row
+        given["residual"] = buffer.as_strided((*shape, 64), strides, columns)  # column 160 reaches into the next row
         if is_good:
             assert_same(run_entry(op, named(op, given)), run(op, named(op, given)))
             continue
@@ -338,21 +342,21 @@ def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_one_kernel_serves_every_number_of_rows(op, launches):
-    """Check that nothing is compiled after the first call, because M is in no key. (A single row that is gated or
-    quantised first uses a separate kernel.)"""
+    """Check that only the first call compiles, because no static key contains M. (A single row that is first gated or
+    quantised uses a separate kernel.)"""
     for rows in (5, 4, 3, 2, 1, 0):
         enter(op, named(op, make_call(op, rows, 80, device="cpu")))
     compiled = {"silu_mul_mm_fp4_weight_only": 2, "fp4quant_mm_fp4": 2, "silu_mul_fp4quant_mm_fp4": 2}
     assert len(launches.compiled) == compiled.get(op.name, 1)
-    # With two FP4 operands, both are decoded unless K is a multiple of 32, as after a gate. Quantising takes one more
-    # launch, except for few rows with wgmma. The offsets of zero rows are also an output.
+    # Expected launches. Two FP4 operands are decoded separately, unless K is a multiple of 32, as after a gate. A
+    # quantisation takes one more launch, except for few rows with wgmma. With no rows, the offsets are still an output.
     made = {"mm_fp4": 10, "fp4quant_mm_fp4": 15, "moe_route": 6, "moe_route_ids": 6}
     assert len(launches.calls) == made.get(op.name, 5)
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_launchers_are_not_confused(op, launches):
-    """Check that each sample finds its own launcher, with all other launchers present and in random order."""
+    """Check that each sample finds its own launcher if all other launchers exist, in random order."""
     samples = list(sample_inputs(op.name, "cpu"))
     for i in torch.randperm(len(samples)).tolist():
         assert_same(run_entry(op, samples[i]), run(op, samples[i]))
@@ -361,8 +365,8 @@ def test_launchers_are_not_confused(op, launches):
 
 @pytest.mark.parametrize("op", [case for case in op_cases() if isinstance(case.values[0].path, Gemm)])
 def test_a_call_finds_the_launcher_of_its_key(op, monkeypatch):
-    """Check that a GEMM's call, which computes its key inline, finds the launcher that is stored under ``key``, and
-    passes it the call's tensors."""
+    """Check that a GEMM call, which computes its static key inline, finds the launcher stored under ``key``, and passes
+    the call's tensors to it."""
     sample = named(op, make_call(op, 4, 80, device="cpu"))
     call = op.bind(*sample.args, **sample.kwargs)
     found, result = [], torch.zeros(1)
@@ -387,7 +391,7 @@ def test_a_call_finds_the_launcher_of_its_key(op, monkeypatch):
     ],
 )
 def test_a_format_by_another_name(op, launches):
-    """Check that naming the default format of a block size reuses the kernel: nothing is compiled."""
+    """Check that naming the default format of a block size compiles no other kernel."""
     sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
     want = enter(op, copy_updated(op, sample))
     named = {"scale_format": "e4m3"}
@@ -397,7 +401,7 @@ def test_a_format_by_another_name(op, launches):
 
 
 def test_stride_of_a_single_row_is_ignored(launches):
-    """Check that the stride of a dimension with one element is ignored."""
+    """Check that the stride of a dimension of size 1 is ignored."""
     op = OPS["add_rmsnorm_fp4quant"]
     memory, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
     row, other = memory.as_strided((1, 64), (999, 1)), memory.as_strided((1, 64), (64, 1))
@@ -413,7 +417,7 @@ NUMBERS = {
     "swiglu_beta": (1.0, (torch.nan, -torch.inf)),
     "swiglu_limit": (7.0, (0.0, -1.0, torch.nan, torch.inf)),
 }
-"""Numbers that are in no static key: a good value, and bad values."""
+"""Numbers that are in no static key: a valid value, and invalid values."""
 
 
 @pytest.mark.parametrize(
@@ -426,7 +430,7 @@ NUMBERS = {
     ],
 )
 def test_numbers_are_checked_on_later_calls(op, name, launches):
-    """Check that a launcher for such calls does not bypass the checks."""
+    """Check that invalid numbers are refused even if a launcher for such calls exists."""
     good, bad = NUMBERS[name]
     given = make_call(op, 5, 80, device="cpu") | {name: good}
     enter(op, named(op, given))

@@ -1,17 +1,17 @@
-"""Ops with their default layouts fit each other."""
+"""Ops called one after another with their default layouts."""
 
 import pytest
 import torch
 
 from torch_cute_ops import fp4_dequantize, fp4_quantize, mm_fp4, mm_fp4_weight_only
 
-# The two layouts have equal shapes in the first two sizes only: there, nothing but the default tells them apart.
+# In the first two sizes, 128x4 and linear scales have the same shape, so that only the defaults decide.
 SHAPES = [(128, 64), (384, 192), (256, 80), (136, 256), (40, 48), (8, 32)]
 by_shape = pytest.mark.parametrize(("n", "k"), SHAPES)
 
 
 def exact_matrix(rows, k, device):
-    """Return a matrix that FP4 stores exactly, whose block scales are different powers of two."""
+    """Return a matrix that FP4 represents exactly, whose block scales are different powers of two."""
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)
     values = magnitudes[torch.randint(8, (rows, k // 16, 16), device=device)]
     values *= torch.randint(0, 2, values.shape, device=device) * 2 - 1
@@ -25,7 +25,7 @@ def relative_error(got, want):
 
 @by_shape
 def test_exact(n, k, device):
-    """Check that sums of numbers with few bits equal the float64 sums."""
+    """Check that sums of numbers with few bits are exact."""
     w, a = exact_matrix(n, k, device), exact_matrix(5, k, device)
     x = torch.randint(-8, 9, (5, k), device=device).bfloat16()
     codes, scales = fp4_quantize(w)
@@ -37,7 +37,7 @@ def test_exact(n, k, device):
 
 @by_shape
 def test_error_of_random_weights(n, k, device):
-    """Check for NVFP4's error, 0.095 for normal weights. Reading scales in the wrong layout gives 0.35."""
+    """Check that the error is NVFP4's, 0.095 for normal weights. Scales read in the wrong layout would give 0.35."""
     w = torch.randn(max(n, 32), k, device=device).bfloat16()
     x = torch.randn(64, k, device=device).bfloat16()
     codes, scales = fp4_quantize(w)

@@ -1,4 +1,5 @@
-"""``fp4_quantize`` for every element and every scale of 16-bit inputs, and for edge values of fp32 inputs."""
+"""``fp4_quantize`` for every element and every scale that 16-bit inputs can have, and for edge values of fp32
+inputs."""
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch_cute_ops
 
 
 def in_blocks(values: torch.Tensor, first: float) -> torch.Tensor:
-    """Return blocks of 16 (as rows) whose first element is ``first``, followed by the values, padded with zeros."""
+    """Arrange values in blocks of 16 (as rows) whose first element is ``first``; pad the last block with zeros."""
     padded = torch.nn.functional.pad(values, (0, -len(values) % 15)).view(-1, 15)
     return torch.nn.functional.pad(padded, (1, 0), value=first)
 
@@ -36,7 +37,8 @@ def check(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32 edges"])
 def test_every_element(source, device):
-    """Check that codes are e2m1 of the values if the block scale saturates at 448: global scale 448, amax 6 or more."""
+    """Check that codes are the values in e2m1 if the block scale saturates at 448: the global scale is 448, and amax at
+    least 6."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     rows = in_blocks(values, 6.0).to(device)
     y, scale = check(given_for(rows, global_scale=torch.full((1,), 448.0, device=device)))
@@ -48,7 +50,7 @@ def test_every_element(source, device):
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32 edges"])
 def test_every_scale(source, block_size, device):
-    """Check each value as the amax of its block."""
+    """Check each value as the amax of a block."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     fractions = torch.linspace(-1, 1, block_size)
     fractions[0] = 1.0
@@ -58,7 +60,7 @@ def test_every_scale(source, block_size, device):
 
 @pytest.mark.parametrize("global_scale", [2.0**-60, 2.0**-3, 0.7, 1.0, 333.3, 2688.0, 2.0**60])
 def test_scales_around_every_boundary(global_scale, device):
-    """Check amax around every value and boundary of e4m3, reached through the global scale."""
+    """Check amax around every e4m3 number and every rounding boundary, reached by the global scale."""
     points = np.concatenate([spec.E4M3_POSITIVE, (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2])
     amax = neighbours(points * 6 / global_scale, ulps=4)
     rows = amax[:, None] * torch.rand(len(amax), 16)
@@ -69,7 +71,7 @@ def test_scales_around_every_boundary(global_scale, device):
 
 
 def test_mxfp4_scales_around_every_boundary(device):
-    """Check amax around 6 · 2^e and around powers of two, subnormal numbers included."""
+    """Check amax around 6 · 2^e and around powers of two, including subnormal numbers."""
     points = np.concatenate([1.5 * 2.0 ** np.arange(-149, 128), 2.0 ** np.arange(-149, 127)])
     amax = neighbours(points, ulps=3)
     rows = amax[:, None] * torch.rand(len(amax), 32)
@@ -82,7 +84,8 @@ def test_mxfp4_scales_around_every_boundary(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_not_finite_anywhere_in_a_block(bad, dtype, block_size, device):
-    """Put one such element at each place of a block: only this block gets the NaN scale and zero codes."""
+    """Put one NaN or infinity at each place of a block, and check that only this block gets the NaN scale and zero
+    codes."""
     width = 3 * block_size
     rows = torch.randn(width, width).to(dtype)
     clean = torch_cute_ops.fp4_quantize(rows.to(device), block_size=block_size)

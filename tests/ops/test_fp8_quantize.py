@@ -1,7 +1,7 @@
-"""FP8 quantisation, bit for bit, for every element of 16-bit inputs, edge values of fp32 inputs, and scales.
+"""FP8 quantisation, compared bitwise, for every element of 16-bit inputs, edge values of fp32 inputs, and scales.
 
-The tests call ``silu_mul_fp8quant``, because ``silu(32)`` is 32: the quantised values are exactly 32 times the second
-half.
+The tests call ``silu_mul_fp8quant`` with 32 as the gate. silu(32) is exactly 32, so the op quantises 32 times the
+second half.
 """
 
 import numpy as np
@@ -19,13 +19,13 @@ SOURCES = ("bfloat16", "float16", "float32 edges")
 
 
 def values_of(source: str) -> torch.Tensor:
-    """Return values whose product with the gate is finite."""
+    """Return values that stay finite when multiplied by the gate, 32."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     return values[(values.float() * GATE).isfinite()]
 
 
 def quantise(rows: torch.Tensor, granularity: str, scale: torch.Tensor | None = None, layout: str = "row"):
-    """Return ``(y, scale)`` of 32 times ``rows`` (M, K), after comparing them with the specification bit for bit."""
+    """Quantise 32 times ``rows`` (M, K), compare with the specification bitwise, and return ``(y, scale)``."""
     given = {
         "input": torch.cat((torch.full_like(rows, GATE), rows), -1),
         "scale": scale,
@@ -43,7 +43,7 @@ def padded(values: torch.Tensor, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_element(source, device):
-    """Check that codes are e4m3 of the values, with a static scale that cancels the gate."""
+    """Check that codes are the values in e4m3, with a static scale that cancels the gate."""
     rows = padded(values_of(source), 256).to(device)
     scale = torch.full((1,), GATE, device=device)
     y, stored = quantise(rows, "tensor", scale)
@@ -54,7 +54,7 @@ def test_every_element(source, device):
 @pytest.mark.parametrize(("granularity", "layout"), [("token", "row"), ("block128", "row"), ("block128", "column")])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_scale(source, granularity, layout, device):
-    """Check each value as the amax of its 128 elements, including subnormal and zero scales."""
+    """Check each value as the amax of its 128 elements, including amaxes whose scale is subnormal or zero."""
     values = values_of(source)
     fractions = torch.linspace(-1, 1, 128)
     rows = (values.float()[:, None] * fractions).to(values.dtype)
@@ -64,8 +64,8 @@ def test_every_scale(source, granularity, layout, device):
 
 @pytest.mark.parametrize("power", [-126, -100, -60, 0, 60, 100])
 def test_quotients_around_every_boundary(power, device):
-    """Check that the division is correctly rounded: values around products of each e4m3 value or boundary with a
-    scale."""
+    """Check that the division is rounded correctly, for values around the product of each e4m3 number or boundary with
+    a scale."""
     points = np.concatenate([spec.E4M3_POSITIVE, (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2])
     scale = (torch.rand(1) + 1) * 2.0**power
     near = neighbours(points * scale.item() / GATE, ulps=3)
@@ -76,7 +76,8 @@ def test_quotients_around_every_boundary(power, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("granularity", "blocks"), [("token", 1), ("block128", 3)])
 def test_not_finite_anywhere_in_a_block(bad, dtype, granularity, blocks, device):
-    """Put one such element at each place of a block: only this block gets a NaN scale and zero codes."""
+    """Put one NaN or infinity at each place of a block, and check that only this block gets a NaN scale and zero
+    codes."""
     width = 128 * blocks
     rows = torch.randn(width, width).to(dtype)
     clean, _ = quantise(rows.to(device), granularity)
@@ -90,7 +91,7 @@ def test_not_finite_anywhere_in_a_block(bad, dtype, granularity, blocks, device)
 
 
 def test_not_finite_under_a_given_scale(device):
-    """Check each element: infinities saturate, and NaN of either sign becomes 0x7F."""
+    """Check that with a given scale infinities saturate, and NaN of either sign becomes 0x7F."""
     rows = torch.randn(3, 100, device=device)
     clean, _ = quantise(rows, "tensor", torch.ones(1, device=device))
     rows[1, :5] = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, -0.0], device=device)
@@ -102,8 +103,8 @@ def test_not_finite_under_a_given_scale(device):
 
 @pytest.mark.parametrize("granularity", ["token", "block128"])
 def test_zeros(granularity, device):
-    """Check that zeros keep their sign next to other values. Alone, zeros and values too small for a scale get code 0
-    and scale 0."""
+    """Check that zeros next to other values keep their sign. A block of only zeros, or of values too small for a scale,
+    gets codes 0 and scale 0."""
     rows = torch.zeros(4, 128, device=device)
     rows[0, 5] = -1.0
     rows[0, 6:], rows[1] = -0.0, -0.0

@@ -1,6 +1,6 @@
-"""FP8 block scales: one shape, (M, ⌈K/128⌉), with the layout in the strides, in quantisers and GEMMs.
+"""FP8 block scales have one shape, (M, ⌈K/128⌉), and the strides show the layout: tests of quantisers and GEMMs.
 
-With M = K/128 the scales are square, so that only their strides tell the two layouts apart.
+If M = K/128 the scales are square, so that only their strides distinguish the two layouts.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ from torch_cute_ops.registry import OPS
 
 CPU = torch.device("cpu")
 SQUARES = ((16, 2048), (32, 4096), (40, 5120), (56, 7168), (64, 8192), (112, 14336))
-"""M and K with M = K/128."""
+"""Pairs of M and K with M = K/128."""
 N = 136
 FP8_OPS = ("mm_fp8_block", "mm_fp8_fp4", "grouped_mm_fp8", "grouped_mm_fp8_fp4")
 
 
 def call_of(op: str, m: int, k: int, device: torch.device, n: int = 8, *, is_masked: bool = False) -> Sample:
-    """Return a call with ``m`` rows and fp32 results; two experts own the rows of a grouped GEMM."""
+    """Return a call of a GEMM with ``m`` rows and fp32 results. In a grouped GEMM two experts own the rows."""
     if not op.startswith("grouped"):
         one = sample(op, m, n, k, device, out_dtype=torch.float32)
     elif is_masked:
@@ -39,7 +39,7 @@ def call_of(op: str, m: int, k: int, device: torch.device, n: int = 8, *, is_mas
 
 
 def padded(scale: torch.Tensor, padding: int) -> torch.Tensor:
-    """Return equal scales, column-major with NaN between the columns, as DeepGEMM and vLLM hold them."""
+    """Return the scales column-major with NaN between the columns, as DeepGEMM and vLLM pad them."""
     columns = scale.mT
     room = columns.new_full((*columns.shape[:-1], columns.shape[-1] + padding), torch.nan)
     room[..., : columns.shape[-1]] = columns
@@ -57,13 +57,13 @@ LAYOUTS = {
 
 
 def in_layout(one: Sample, layout: str) -> Sample:
-    """Return the call with ``a_scale`` in another layout."""
+    """Return the call with ``a_scale`` copied to another layout."""
     a, b, a_scale, *rest = one.args
     return replace(one, args=(a, b, LAYOUTS[layout](a_scale), *rest))
 
 
 def check(op: str, one: Sample, results: tuple[torch.Tensor, ...]) -> None:
-    """Compare results with sums in float64."""
+    """Compare a call's results with sums in float64."""
     spec = OPS[op]
     given = arguments(spec, one)
     outputs = results if spec.defined is None else spec.defined(results, **given)
@@ -73,7 +73,7 @@ def check(op: str, one: Sample, results: tuple[torch.Tensor, ...]) -> None:
 @pytest.mark.parametrize(("m", "k"), SQUARES)
 @pytest.mark.parametrize("op", FP8_OPS)
 def test_square_scales(op, m, k, device):
-    """Compare each layout of square scales with float64, in eager calls."""
+    """Compare eager calls with float64, for each layout of square scales."""
     torch.manual_seed(m)
     one = with_usable_backend(OPS[op], call_of(op, m, k, torch.device(device)), torch.device(device))
     for layout in LAYOUTS:
@@ -82,7 +82,8 @@ def test_square_scales(op, m, k, device):
 
 @pytest.mark.parametrize(("m", "k"), SQUARES)
 def test_square_scales_compiled(m, k, fresh_compiler, device):
-    """Compare with float64 each layout of square scales in one compiled program, and scales that the program makes."""
+    """Compare a compiled program with float64, for each layout of square scales, and for scales that the program
+    computes."""
     torch.manual_seed(k)
     where = torch.device(device)
     one = with_usable_backend(OPS["mm_fp8_block"], call_of("mm_fp8_block", m, k, where), where)
@@ -107,7 +108,8 @@ def test_square_scales_compiled(m, k, fresh_compiler, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_compilations_serve_every_number_of_rows(layout, fresh_compiler, device):
-    """Compile once for the first number of rows, once for one row and once for all others; compare with float64."""
+    """Check that three compilations suffice (the first number of rows, one row, all others), and compare results with
+    float64."""
     where, counter = torch.device(device), CompileCounterWithBackend("aot_eager")
     program = torch.compile(torch_cute_ops.mm_fp8_block, backend=counter, fullgraph=True)
     for m in (4, 1, 2, 16, 300, 17, 64):
@@ -118,7 +120,8 @@ def test_three_compilations_serve_every_number_of_rows(layout, fresh_compiler, d
 
 @pytest.mark.parametrize("op", ["grouped_mm_fp8", "grouped_mm_fp8_fp4"])
 def test_masked_scales(op, device):
-    """Compare with float64 each layout in the masked layout of rows, where a column may belong to one expert or all."""
+    """Compare with float64 each layout of scales in the masked layout of rows, in which a column may belong to one
+    expert or to all."""
     where = torch.device(device)
     for m, k in ((4, 512), (1, 512), (4, 128)):
         one = with_usable_backend(OPS[op], call_of(op, m, k, where, is_masked=True), where)
@@ -131,7 +134,7 @@ def test_masked_scales(op, device):
 
 @pytest.fixture
 def slow_calls(monkeypatch):
-    """Record of the calls that take the slow path."""
+    """Record the calls that take the slow path."""
     seen = []
     checked = CallPath.run_checked
 
@@ -145,7 +148,7 @@ def slow_calls(monkeypatch):
 
 @pytest.mark.parametrize("op", FP8_OPS)
 def test_layouts_on_the_fast_path(op, launches, slow_calls):
-    """Check that a GEMM reads column-major scales in place, and copies others without the slow path."""
+    """Check that on the fast path a GEMM reads column-major scales in place, and copies scales in other layouts."""
     for is_masked in (False, True) if op.startswith("grouped") else (False,):
         launches.forget()
         slow_calls.clear()
@@ -157,7 +160,8 @@ def test_layouts_on_the_fast_path(op, launches, slow_calls):
             launches.calls.clear()
             check(op, one, (OPS[op].cuda(*given.args, **given.kwargs),))
             _, passed = launches.calls[-1]
-            # An expert's columns end where the next expert's begin, so that a kernel cannot skip padding there.
+            # In the masked layout, an expert's columns end where the next expert's begin, so a kernel cannot skip
+            # padding.
             in_place = layout == "column" or (layout == "padded-column" and not is_masked)
             assert (passed[2].data_ptr() == given.args[2].data_ptr()) == in_place
         assert len(slow_calls) == 1
@@ -168,7 +172,7 @@ def test_layouts_on_the_fast_path(op, launches, slow_calls):
 
 
 def test_one_row_is_read_in_place(launches, slow_calls):
-    """Check that neither layout of one row's scales is copied."""
+    """Check that the scales of a single row are never copied."""
     one = call_of("mm_fp8_block", 1, 768, CPU, N)
     for layout in ("column", "row"):
         given = in_layout(one, layout)
@@ -179,7 +183,8 @@ def test_one_row_is_read_in_place(launches, slow_calls):
 
 @pytest.mark.parametrize("op", ["mm_fp8_block", "grouped_mm_fp8"])
 def test_transposed_weight_scales_raise(op, launches):
-    """Check that a transposed view is refused, also after a good call of the same shapes, and its copy is not."""
+    """Check that a transposed view of a weight's scales is refused, even after a valid call with the same shapes, and
+    that its contiguous copy is accepted."""
     one = call_of(op, 6, 256, CPU, 256)
     a, b, a_scale, b_scale, *rest = one.args
     OPS[op].cuda(*one.args, **one.kwargs)
@@ -198,7 +203,7 @@ def test_transposed_weight_scales_raise(op, launches):
 
 
 def quantising(device: torch.device) -> dict[str, tuple[Sample, torch.Size]]:
-    """Return a call of each quantiser, and the shape of its codes."""
+    """Return, for each op that quantises to FP8, a call and the shape of its codes."""
     x = torch.randn(2, 3, 640, device=device)
     weight = torch.rand(640, device=device)
     blocks = {"granularity": "block128"}
@@ -217,8 +222,8 @@ def quantising(device: torch.device) -> dict[str, tuple[Sample, torch.Size]]:
 @pytest.mark.parametrize("entry", ["real", "model"])
 @pytest.mark.parametrize("op", quantising(CPU))
 def test_outputs_take_the_layout_of_the_given_tensor(op, entry, request, device):
-    """Check values in each layout, that memory between rows and columns stays as it is, and that a second call and
-    ``out=`` give the same."""
+    """Check that scales are written in the layout of the given output tensor, that memory between its elements does not
+    change, and that a second call and ``out=`` give the same."""
     if entry == "model":
         request.getfixturevalue("launches")
         device = "cpu"
@@ -246,7 +251,7 @@ def test_outputs_take_the_layout_of_the_given_tensor(op, entry, request, device)
 
 
 def test_row_major_outputs_take_the_fast_path(launches, slow_calls):
-    """Check that later calls into row-major scales launch the kernel that writes rows, without copies."""
+    """Check that later calls with row-major output scales use the kernel that writes rows, without copies."""
     op, x = OPS["fp8_quantize"], torch.randn(4, 640)
     y, want = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="row")
     scale = torch.empty_like(want)

@@ -1,4 +1,5 @@
-"""Ops that add to a residual: equal to the addition followed by the op without it, in place, and in compiled stacks."""
+"""Ops that add to a residual: equal to an addition followed by the op without it, in place, and in compiled stacks of
+layers."""
 
 import re
 
@@ -41,11 +42,11 @@ ADDING_SAMPLES = [case for case in sample_cases() if case.values[0].updated]
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
-# Against the parts
+# Comparison with separate ops
 
 
 def separately(op, given):
-    """Return outputs and residual of ``residual += input`` and the op without the addition."""
+    """Compute ``residual += input`` and then the op without the addition; return its outputs and the residual."""
     others = {name: value for name, value in given.items() if name not in ("input", "residual")}
     total = given["residual"].clone()
     total += given["input"]
@@ -65,7 +66,7 @@ def test_sample_is_its_parts(op, name, device):
     assert_same(run(op, sample), separately(op, arguments(op, sample)))
 
 
-# Few combinations of static properties, so that most examples on a GPU find a compiled kernel.
+# Use few combinations of static properties, so that most examples on a GPU find a compiled kernel.
 COMBINATIONS = {
     "fp4": (
         (torch.bfloat16, torch.bfloat16, 96, {"scale_layout": "128x4"}, False),
@@ -89,7 +90,7 @@ COMBINATIONS = {
 
 @st.composite
 def calls(draw, op):
-    """Draw arguments by name, on the CPU: leading dimensions, values and memory layouts."""
+    """Draw arguments by name, on the CPU, with random leading dimensions, values and memory layouts."""
     family = next((each for each in COMBINATIONS if each in op.name), "rounded")
     dtype, weight_dtype, width, choices, has_factor = draw(st.sampled_from(COMBINATIONS[family]))
     if op.name.endswith("_both_layouts"):
@@ -116,13 +117,14 @@ def calls(draw, op):
 @settings(max_examples=60)
 @given_by(data=st.data())
 def test_call_is_its_parts(op, device, data):
-    """Check random shapes, dtypes, layouts, strides and special values."""
+    """Check that the op equals its separate steps, for random shapes, dtypes, layouts, strides and special values."""
     drawn = on_device(data.draw(calls(op)), device)
     assert_same(run(op, named(op, drawn)), separately(op, drawn))
 
 
 def on_device(drawn, device):
-    """Return the arguments on the device with the same strides. A residual that is the input stays the input."""
+    """Copy the arguments to a device, with the same strides. If the residual is the same tensor as the input, it stays
+    so."""
     moved = {}
     for name, value in drawn.items():
         if name == "residual" and value is drawn["input"]:
@@ -138,7 +140,7 @@ def on_device(drawn, device):
 
 @each_sample(case for case in form_cases() if case.id.startswith("add_rmsnorm_fp4quant-"))
 def test_more_outputs_are_only_more(op, name, device):
-    """Check that codes and scales do not change when the norm or a second layout is returned too."""
+    """Check that codes and scales do not change if the op also returns the norm or a second scale layout."""
     sample = get_sample(op, name, device)
     y, scale, residual = run(op, sample)
     with_norm = OPS["add_rmsnorm_fp4quant_with_norm"]
@@ -159,8 +161,8 @@ def test_more_outputs_are_only_more(op, name, device):
 @by_op
 @pytest.mark.parametrize("rows_of", ["contiguous", "rows apart", "columns apart", "off by one"])
 def test_version_of_the_residual_moves(op, rows_of, device):
-    """Check that each form of call increments the residual's version, even if the kernel updates a copy or no rows
-    exist."""
+    """Check that each form of a call increments the residual's version counter, even if the kernel updates a copy or
+    there are no rows."""
     for shape in ((5, 96), (2, 3, 96), (0, 96)):
         made = make_call(op, *shape, device=device)
         sample = named(op, {**made, "residual": placed(made["residual"], rows_of)})
@@ -182,7 +184,8 @@ def test_version_of_the_residual_moves(op, rows_of, device):
 
 
 def test_autograd_notices_a_residual_that_was_saved(device):
-    """Check that the backward of a product that saved the residual refuses to run after the op overwrote it."""
+    """Check that a backward that needs the old residual, which a product saved, refuses to run after the op overwrote
+    it."""
     made = make_call(OPS["add_rmsnorm_fp4quant"], 4, 64, device=device)
     factor = torch.ones(4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     product = factor * made["residual"]
@@ -197,8 +200,8 @@ LAYERS = 4
 
 
 def layers(op, x, residual, weights):
-    """Call layers that pass the residual on, as in a transformer, with operations between them for the compiler to
-    fuse."""
+    """Compute several layers that pass a residual on, as in a transformer, with operations in between that the compiler
+    may fuse."""
     results = []
     for weight in weights:
         y, *scales = as_tuple(op.function(x, residual, weight))
@@ -230,7 +233,7 @@ def needs_inductor(device):
 @by_op
 @pytest.mark.slow
 def test_inductor_updates_the_residual_in_place(op, device):
-    """Check that each call in the generated code takes the program's residual itself, without copies."""
+    """Check that in generated code each call updates the program's residual in place, without copies."""
     needs_inductor(device)
     x, residual, weights = stack_inputs(op, 5, device)
     eager, address, version = residual.clone(), residual.data_ptr(), residual._version
@@ -255,7 +258,8 @@ def test_inductor_updates_the_residual_in_place(op, device):
 @by_op
 @pytest.mark.slow
 def test_residual_inside_the_program(op, device):
-    """Check a residual that the program creates, so that it may be planned and captured; on a GPU, replay it too."""
+    """Check a residual that the program creates, whose memory Inductor may plan. On a GPU, also capture and replay the
+    program."""
     needs_inductor(device)
     x, residual, weights = stack_inputs(op, 5, device)
 
@@ -276,8 +280,8 @@ def test_residual_inside_the_program(op, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [case for case in ADDING if case.id in ("add_rmsnorm_fp4quant", "add_rmsnorm_fp8quant")])
 def test_stack_compiles_twice_at_most(op, device):
-    """Check for one graph for the first number of rows, and one for all other numbers; with tiles of scales, another
-    for one tile."""
+    """Check that a stack of layers compiles one graph for the first number of rows and one for all others, and with
+    tiled scales one more for a single tile."""
     needs_inductor(device)
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(lambda *args: layers(op, *args), backend=counter, fullgraph=True)
@@ -293,7 +297,7 @@ def test_stack_compiles_twice_at_most(op, device):
 @pytest.mark.gpu
 @by_op
 def test_captured_stack(op):
-    """Check that a graph of the layers carries its residual from replay to replay."""
+    """Check that a captured stack of layers passes its residual from replay to replay."""
     x, residual, weights = stack_inputs(op, 257, "cuda")
     start = residual.clone()
     layers(op, x, residual.clone(), weights)
@@ -309,7 +313,7 @@ def test_captured_stack(op):
 
 
 def test_data_dependent_number_of_rows():
-    """Check sizes known only at run time, with a residual that is a view of a larger tensor."""
+    """Check sizes that are known only at run time, with a residual that is a view of a larger tensor."""
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def program(x, chosen, weight):

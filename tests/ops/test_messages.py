@@ -1,4 +1,4 @@
-"""Arguments of wrong kinds: messages that say what to write instead, and kinds that are taken."""
+"""Arguments of wrong kinds: error messages that say what to write instead, and other kinds that are accepted."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ def product(a=X, **given):
 
 @pytest.mark.parametrize("alpha", [0.5, 2, np.float32(0.5), np.int64(2)])
 def test_a_number_for_a_tensor(alpha):
-    """The message contains the call to write, which then computes the result."""
+    """Check that the error for a number contains the tensor to write instead, and that this call then computes the
+    result."""
     with pytest.raises(TypeError) as raised:
         product(alpha=alpha)
     text = f"torch.tensor([{float(alpha)}], device=…)"
@@ -50,7 +51,7 @@ def quantising(x):
 
 @pytest.mark.parametrize("call", [product, from_fp4, from_fp8, quantising])
 def test_three_dimensions(call):
-    """GEMMs take matrices, and the message says how to make one."""
+    """Check that GEMMs accept only matrices, and that the error says how to make one."""
     with pytest.raises(ValueError, match=r"got a with shape \(2, 3, \d+\); expected \(M, .*; pass a.flatten\(0, -2\)$"):
         call(torch.randn(2, 3, K).bfloat16())
     with pytest.raises(ValueError, match=r"got a with shape \(128,\); expected \(M, K\)$"):
@@ -59,13 +60,13 @@ def test_three_dimensions(call):
 
 @pytest.mark.parametrize("bias", [None, torch.ones(N), torch.ones(N).bfloat16()], ids=["none", "fp32", "bf16"])
 def test_a_wrong_dtype_of_the_result(bias):
-    """The dtype is named, not the bias, whose possible dtypes follow from it."""
+    """Check that the error names the result's wrong dtype, and not the bias, whose allowed dtypes depend on it."""
     with pytest.raises(TypeError, match=r"out_dtype is torch.int8; expected bfloat16 or float16 or float32"):
         product(bias=bias, out_dtype=torch.int8)
 
 
 def test_numbers_of_numpy():
-    """The dispatcher takes them, so the Python functions take them too."""
+    """Check that numbers of NumPy are accepted, because the dispatcher accepts them."""
     logits = torch.randn(5, 8)
     for got, want in zip(
         torch_cute_ops.moe_route(logits, np.int64(2)), torch_cute_ops.moe_route(logits, 2), strict=True
@@ -109,7 +110,7 @@ def test_sizes_of_layers(cls):
 
 
 def test_rows_of_a_warmup(monkeypatch):
-    """One number is taken as well as several."""
+    """Check that ``warmup`` accepts a single number of rows as well as several."""
     counts = []
     monkeypatch.setattr(NVFP4Linear, "forward", lambda self, x: counts.append(len(x)))
     model = nn.Sequential(NVFP4Linear(256, 64))

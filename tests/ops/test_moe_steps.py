@@ -1,4 +1,5 @@
-"""Steps around the GEMMs of an expert layer, in sequence: each step takes the results of the step before."""
+"""Ops before and after the GEMMs of an expert layer, called one after another: each op gets the results of the op
+before."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def logits_of(kind, m, experts, device):
 
 
 def whole_rows(m, width, device):
-    """Return rows of small integers, with 448 in each block of 128, so that scales are 1 and codes are exact."""
+    """Return rows of small integers with a 448 in each block of 128, so that FP8 scales are 1 and codes are exact."""
     rows = torch.randint(-8, 9, (m, width), device=device).float()
     rows[:, ::128] = 448
     return rows.bfloat16()
@@ -40,7 +41,7 @@ def whole_rows(m, width, device):
 @pytest.mark.parametrize("kind", ["random", "one-expert", "first-experts"])
 @pytest.mark.parametrize("m", [0, 1, 50, 129])
 def test_there_and_back(kind, m, layout, device):
-    """Check that tokens permuted to the experts' order and back are the tokens, bit for bit, whatever padding
+    """Check that permuting tokens to the experts' order and back returns the tokens bit for bit, whatever the padding
     contains."""
     experts = 24
     _, ids, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(
@@ -50,12 +51,12 @@ def test_there_and_back(kind, m, layout, device):
     y, scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, TOPK, expanded)
     rows = torch.where(permuted[:, None] < 0, torch.nan, y.float() * scale.repeat_interleave(128, 1))
     quarter = torch.full((m, TOPK), 0.25, device=device)
-    # Each dropped pair removes a quarter.
+    # Each dropped pair removes one quarter of the result.
     kept = (expanded >= 0).float().mean(1, keepdim=True)
     assert torch.equal(torch_cute_ops.moe_finalize(rows, expanded, quarter), x.float() * kept)
     back = torch_cute_ops.moe_finalize(rows.bfloat16(), expanded, quarter, x)
     assert torch.equal(back, (x.float() * (1 + kept)).bfloat16())
-    # Each expert's rows are its tokens in their order.
+    # The rows of each expert are its tokens, in the order of the tokens.
     for expert in range(experts):
         begin, count = int(offsets[expert]), int(counts[expert])
         tokens = permuted[begin : begin + count] // TOPK
@@ -67,12 +68,12 @@ def test_there_and_back(kind, m, layout, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [0, 1, 50, 129, 600])
 def test_order_of_given_ids(m, layout, device):
-    """Check for the order of ``moe_route`` if ``moe_route`` chose the ids. Pairs without an expert do not change the
-    order of other pairs."""
+    """Check that, for the ids that ``moe_route`` chose, ``moe_route_ids`` gives the same order, and that pairs without
+    an expert do not change the order of other pairs."""
     logits = torch.randn(m, 24, device=device)
     _, ids, *order = torch_cute_ops.moe_route(logits, TOPK, **layout)
     assert_same(torch_cute_ops.moe_route_ids(ids, 24, **layout), order)
-    # The experts from 12 on are on another rank.
+    # Experts from 12 on are on another rank.
     lower = torch.where(ids < 12, ids, -1)
     rows, pairs, offsets, counts = torch_cute_ops.moe_route_ids(lower, 12, **layout)
     assert torch.equal(counts, order[3][:12]) and torch.equal(rows >= 0, (lower >= 0) & (order[0] >= 0))
@@ -84,7 +85,7 @@ def test_order_of_given_ids(m, layout, device):
 @pytest.mark.parametrize("m", [0, 1, 50, 129])
 @pytest.mark.parametrize("scoring", [{}, {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2}])
 def test_weights_as_a_matrix(m, scoring, device):
-    """Check for the weights of ``moe_route``, bit for bit, times each expert's factor."""
+    """Check that the matrix contains the weights of ``moe_route``, bit for bit, times each expert's factor."""
     logits, factor = torch.randn(m, 24, device=device), torch.randn(24, device=device)
     given = {**scoring, "scaling_factor": 2.5}
     weights, ids, *_ = torch_cute_ops.moe_route(logits, TOPK, **given)
@@ -96,7 +97,7 @@ def test_weights_as_a_matrix(m, scoring, device):
 
 @pytest.mark.parametrize("m", [0, 7, 130])
 def test_inverse(m, device):
-    """Check that the rows of pairs are derived from the pairs of rows if they are not passed."""
+    """Check that the rows of pairs are computed from the pairs of rows if they are not given."""
     route = torch_cute_ops.moe_route(torch.randn(m, 20, device=device), TOPK, max_rows=30)
     x = torch.randn(m, 256, device=device)
     given = {"input": x, "permuted_to_expanded": route[3], "topk": TOPK}
@@ -109,7 +110,7 @@ def test_inverse(m, device):
 
 
 def test_result_must_not_overlap_rows(device):
-    """Check that the result must not overlap rows that are still read, and that it may replace the residual."""
+    """Check that the result must not overlap rows that are still to be read, and that it may replace the residual."""
     rows, residual = torch.randn(12, 64, device=device), torch.randn(4, 64, device=device)
     index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
     given = rows, index, torch.rand(4, 2, device=device), residual
@@ -122,8 +123,8 @@ def test_result_must_not_overlap_rows(device):
 
 
 def test_indices_out_of_range_on_a_cpu():
-    """Check that indices out of range are refused by name, that the last index and -1 are accepted, and that nothing is
-    written."""
+    """Check that indices out of range are refused by name and nothing is written, and that the last index and -1 are
+    accepted."""
     rows, weights = torch.randn(12, 64), torch.ones(4, 2)
     pairs, places = torch.arange(8, dtype=torch.int32), torch.arange(8, dtype=torch.int32).view(4, 2)
 
@@ -169,7 +170,8 @@ COUNTS = {
 
 
 def calls_of_experts(device="cpu"):
-    """Return a call of each op with offsets and counts by name, for 8 rows or 4 rows of each of 2 experts."""
+    """Return a call of each op that takes offsets and counts, by name, for 8 rows or for 4 rows of each of 2
+    experts."""
     lead = {True: (8,), False: (2, 4)}
 
     def zeros(*shape, dtype=torch.uint8):
@@ -195,7 +197,8 @@ def calls_of_experts(device="cpu"):
 
 @pytest.mark.parametrize("op", calls_of_experts())
 def test_rows_of_experts_out_of_range_on_a_cpu(op):
-    """Check that offsets and counts that name rows of others are refused, and that the widest ones are accepted."""
+    """Check that offsets and counts that include other experts' rows are refused, and that the largest valid ones are
+    accepted."""
     call = calls_of_experts()[op]
 
     def numbers(values):
@@ -214,7 +217,7 @@ def test_rows_of_experts_out_of_range_on_a_cpu(op):
 
 
 def test_ids_out_of_range_on_a_cpu():
-    """Check that an id of an expert that does not exist is refused, and that -1 means no expert."""
+    """Check that the id of an expert that does not exist is refused, and that -1 means no expert."""
     for bad in (4, 2**31 - 1, -2, -(2**31)):
         text = f"cute::moe_route_ids: ids holds {bad}, out of range: there are 4 experts"
         with pytest.raises(ValueError, match=text):
@@ -225,7 +228,7 @@ def test_ids_out_of_range_on_a_cpu():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gate_of_both_layouts(layout, device):
-    """Check that experts' rows are gated as other rows are, and that the masked view equals the same rows."""
+    """Check that experts' rows are gated as any other rows, in the contiguous and in the masked layout."""
     _, _, _, permuted, offsets, counts = torch_cute_ops.moe_route(torch.randn(40, 12, device=device), 2, **layout)
     rows = torch.randn(len(permuted), 512, device=device).bfloat16()
     used = permuted >= 0
@@ -235,7 +238,7 @@ def test_gate_of_both_layouts(layout, device):
     as_bytes = lambda y, scale: (y.view(torch.uint8)[used], scale[used])  # noqa: E731
     assert_same(as_bytes(*got), as_bytes(*want))
     if layout == {"alignment": 1}:
-        # Without padding, offsets suffice.
+        # Offsets alone suffice if there is no padding.
         assert_same(as_bytes(*torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets)), as_bytes(*want))
     if "max_rows" in layout:
         y, scale = torch_cute_ops.moe_swiglu_fp8quant(poisoned.view(12, -1, 512), counts=counts)
@@ -244,7 +247,7 @@ def test_gate_of_both_layouts(layout, device):
 
 
 def test_choice_is_deepseeks(device):
-    """Compare with DeepSeek-V3's gate, computed by torch's own operations."""
+    """Compare with DeepSeek-V3's gate, computed with torch ops."""
     logits, bias = torch.randn(60, 64, device=device), torch.rand(64, device=device)
     weights, ids, *_ = torch_cute_ops.moe_route(logits, 6, bias, "sigmoid", 8, 3, True, 2.5)
     scores = logits.sigmoid()
@@ -260,8 +263,8 @@ def test_choice_is_deepseeks(device):
 @pytest.mark.parametrize("experts", [64, 768])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_softmax_with_a_bias_or_groups(renormalize, experts, device):
-    """Compare with the formulas of DeepSeek-V2 (the best expert counts for a group) and of vLLM's routing with a bias
-    (scores plus bias choose, and scores are the weights)."""
+    """Compare with the formulas of DeepSeek-V2 (a group counts by its best expert) and of vLLM's routing with a bias
+    (scores plus bias choose, scores are the weights)."""
     logits, bias = torch.randn(60, experts, device=device), torch.rand(experts, device=device)
     scores = logits.double().softmax(-1)
     best = scores.view(60, 8, -1).amax(-1).topk(3).indices
@@ -277,7 +280,7 @@ def test_softmax_with_a_bias_or_groups(renormalize, experts, device):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_rows_of_garbage_get_finite_weights(scoring, device):
-    """Check that ``finite`` changes no row of finite logits, and that weights of other rows are finite."""
+    """Check that ``finite`` does not change rows with finite logits, and makes the weights of all other rows finite."""
     logits = torch.randn(8, 40, device=device)
     garbage = logits.clone()
     garbage[1], garbage[3, ::2], garbage[5], garbage[7] = torch.nan, torch.inf, -torch.inf, torch.nan
@@ -297,8 +300,8 @@ def test_rows_of_garbage_get_finite_weights(scoring, device):
 @pytest.mark.parametrize("m", [1, 64, 65, 130, 300, 600, 5000, 20_011])
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_many_tokens(m, layout):
-    """Check sizes of DeepSeek-V3 (narrower rows for many tokens) against the references, with equal results in each
-    run."""
+    """Check the sizes of DeepSeek-V3 (with narrower rows for many tokens) against the references, and that results
+    repeat."""
     width = 7168 if m <= 600 else 1024
     logits = torch.randn(m, 256, device="cuda").bfloat16()
     given = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, **layout}
@@ -343,7 +346,7 @@ def test_many_tokens(m, layout):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "width"), [(1, 512), (40, 512), (130, 256), (300, 512), (300, 7168)])
 def test_steps_in_a_graph(m, width):
-    """Capture all steps in one graph and replay it with another routing."""
+    """Capture all ops of an expert layer in one graph, and replay it with another routing."""
 
     def steps(logits, x):
         weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(logits, TOPK)

@@ -1,4 +1,4 @@
-"""Indices, offsets and counts out of range on a GPU: no byte after or before an output is written.
+"""Indices, offsets and counts out of range on a GPU: no byte before or after an output may be written.
 
 Reads are checked by ``python tools/sanitize.py --tests tests/ops/test_wrong_indices_gpu.py --tools memcheck``.
 """
@@ -16,7 +16,7 @@ from torch_cute_ops.registry import OPS
 pytestmark = pytest.mark.gpu
 
 GUARD = 1 << 20
-"""Bytes of poison before and after an output."""
+"""Bytes of poison before and after each output."""
 LEAST, MOST = -(2**31), 2**31 - 1
 WRONG = {
     "negative": lambda each: each.fill_(-5),
@@ -32,7 +32,7 @@ CASES = [name for name, op in OPS.items() if any(each in op.signature.names for 
 
 
 def calls(op, device):
-    """Yield a few calls of an op, each with all its index tensors, by name; one call for each backend."""
+    """Yield a few calls of an op by name, each with all its index tensors, one call per backend."""
     samples = [each for each in sample_inputs(op.name, device) if each.args[0].numel() < 2**22]
     chosen, seen = [], set()
     for each in samples:
