@@ -1,4 +1,4 @@
-"""Bundles: kernels that run without the compiler, and refused bundles."""
+"""Bundles: kernels run without the compiler, and invalid bundles are refused."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ dtype = "bf16"
 op = "fp4_dequantize"
 hidden = 64
 """
-# Hides the DSL; only its runtime library remains.
+# Code that hides the DSL, except its runtime library.
 WITHOUT_DSL = """
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
@@ -48,7 +48,7 @@ import torch_cute_ops
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """Build a bundle for two architectures with the command, and copy the runtime library into it."""
+    """Build a bundle for two architectures with the command line, and copy the runtime library into it."""
     folder = tmp_path_factory.mktemp("bundle")
     (folder / "deployment.toml").write_text(FILE)
     arguments = ["--config", str(folder / "deployment.toml"), "--arch", "sm_90a", "--arch", "sm_100a"]
@@ -59,7 +59,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def copy(made, tmp_path):
-    """Copy the bundle without the runtime library, which is large and is found in the DSL's package."""
+    """Copy the bundle without the runtime library, which is large, and which is also found in the DSL's package."""
     return Path(shutil.copytree(made, tmp_path / "kernels", ignore=shutil.ignore_patterns(RUNTIME)))
 
 
@@ -86,7 +86,8 @@ except RuntimeError as error:
 
 
 def test_without_the_dsl(made):
-    """Functions of the bundle load and check their arguments. An error names a kernel that the bundle lacks."""
+    """Check that without the DSL functions of the bundle load and check their arguments, and that the error for a
+    missing kernel names it."""
     done = python(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
@@ -102,7 +103,7 @@ def test_without_dsl_and_bundle():
 
 
 def test_is_kept_without_the_dsl(made):
-    """Only the bundle's kernels count, because cache keys need the DSL."""
+    """Check that ``is_kept`` without the DSL knows only the bundle's kernels, because cache keys need the DSL."""
     code = """
 from torch_cute_ops.runtime.compiler import is_kept
 for hidden in (96, 128):
@@ -115,9 +116,10 @@ for hidden in (96, 128):
 
 @pytest.mark.timing
 def test_start_is_quick(made):
-    """Import, bundle and first kernel take less than 0.3 s of processor time on top of torch, in the best of five runs.
+    """Check that the import, the bundle and the first kernel take less than 0.3 s of processor time in addition to
+    importing torch, in the best of five runs.
 
-    On a busy processor everything takes longer, so a quarter of torch's own time is accepted too.
+    On a busy processor everything takes longer, so a quarter of the time of importing torch is accepted, too.
     """
     code = (
         "import time; start = time.process_time()\nimport torch\nbetween = time.process_time()\n"
@@ -135,7 +137,7 @@ def test_start_is_quick(made):
 
 
 def test_manifest(made):
-    """The manifest names the compiler, the digest of each file, and exactly the listed kernels."""
+    """Check that the manifest names the compiler, the digest of each file, and exactly the kernels of the bundle."""
     manifest = json.loads((made / MANIFEST).read_text())
     assert set(manifest["archs"]) == {"sm_90a", "sm_100a"}
     assert manifest["compiler"] == list(toolchain.compiler_versions())
@@ -164,7 +166,7 @@ def wanted():
 
 
 def change(*path, to):
-    """Return a function that sets a manifest field to ``to``, or deletes it if None."""
+    """Return a function that sets a field of the manifest to ``to``, or deletes the field if ``to`` is None."""
 
     def spoil(folder):
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -229,7 +231,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, copy, monkeypatch, capsys):
-    """At once and with the reason, at the first use and in ``info``."""
+    """Check that a bad bundle is refused with the reason at its first use, and in ``info``."""
     spoil, reason = REFUSED[name]
     spoil(copy)
     started = time.monotonic()
@@ -250,7 +252,7 @@ def test_refused(name, copy, monkeypatch, capsys):
 )
 @hypothesis.settings(max_examples=200)
 def test_any_manifest(made, tmp_path_factory, path, value):
-    """Any manifest gives a ``BundleError`` or a usable bundle."""
+    """Check that any manifest gives a ``BundleError`` or a usable bundle, and no other exception."""
     folder = tmp_path_factory.mktemp("bundle")
     manifest = json.loads((made / MANIFEST).read_text())
     inner = manifest
@@ -292,7 +294,7 @@ def test_a_damaged_library(copy, damage):
 
 
 def test_links_in_a_bundle(copy):
-    """Links to the bundle and within it are allowed: volumes of containers use them."""
+    """Check that links to the bundle and inside it are allowed, because volumes of containers consist of them."""
     copy.rename(copy.with_name("data"))
     copy.symlink_to("data")
     (copy / "sm_90a.so").rename(copy / "version-7.so")
@@ -301,7 +303,7 @@ def test_links_in_a_bundle(copy):
 
 
 def test_a_library_without_a_function(copy, tmp_path):
-    """The manifest lists a function that the library lacks."""
+    """Check the error if the manifest lists a function that the library lacks."""
     other = "ab" * 32
     manifest = json.loads((copy / MANIFEST).read_text())
     manifest["archs"]["sm_90a"]["kernels"][other] = f"k{other[:24]}"
@@ -317,7 +319,7 @@ def test_no_runtime_library(copy, monkeypatch):
 
 
 def test_another_runtime_library(copy, monkeypatch):
-    """A library with another digest is refused, unless the user names it."""
+    """Check that a runtime library with another digest is refused, unless the user configures it."""
     packaged = Bundle(copy).runtime()
     assert packaged != copy / RUNTIME
     (copy / RUNTIME).write_bytes(b"other")

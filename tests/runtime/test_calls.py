@@ -1,4 +1,4 @@
-"""Log of calls, and errors of launches."""
+"""Log of calls, and errors of failed launches."""
 
 import re
 
@@ -21,7 +21,8 @@ PROGRAM = (
 
 
 def test_calls_are_logged_before_they_run():
-    """At level debug, calls of the op and of the Python function are logged, with each tensor's properties."""
+    """Check that at level debug calls of the op and of the Python function are logged before they run, with the
+    properties of each tensor."""
     warns = PROGRAM + "import logging; logging.getLogger('torch_cute_ops').warning('seen')\n"
     levels = ({"TORCH_CUTE_OPS_LOG": level} for level in ("debug", "info", "loud"))
     debug, info, loud, unset = python_in_each(warns, *levels, {})
@@ -38,7 +39,7 @@ def test_calls_are_logged_before_they_run():
 
 
 def test_a_crash_leaves_a_trace():
-    """The last line of the log names the call that killed the process."""
+    """Check that after a crash the last line of the log names the call."""
     code = (
         "import os, torch\n"
         "from torch_cute_ops.runtime import calls\n"
@@ -51,12 +52,12 @@ def test_a_crash_leaves_a_trace():
 
 
 class CudaError(Exception):
-    """Exception like the DSL's, which is no ``RuntimeError``."""
+    """Exception that is no ``RuntimeError``, like the DSL's."""
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch):  # noqa: F811
-    """The first call and later calls raise an error that names the call."""
+    """Check that a failed launch raises an error that names the call, on the first call and on later calls."""
     sample = plain_sample(op, "cpu")
     failing = True
     compile_kernel = launches.compile_kernel
@@ -85,7 +86,8 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
 
 
 def test_only_plain_tensors_bypass_the_dispatcher(monkeypatch, launches):  # noqa: F811
-    """Fake tensors have address 0, where a kernel would write, and a tracer would miss the op."""
+    """Check that only plain tensors bypass the dispatcher: fake tensors have the address 0, where a kernel would write,
+    and a tracer would not see the op."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     rows, index, weights = torch.randn(4, 8), torch.arange(2, dtype=torch.int32).view(2, 1), torch.ones(2, 1)
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""``runtime/compiler.py``: the cache key is complete, and a kernel is compiled once."""
+"""``runtime/compiler.py``: the cache key contains everything, and a kernel is compiled once."""
 
 import dataclasses
 import importlib.metadata
@@ -43,7 +43,7 @@ def other(value):
 
 
 def leaves(value, path=()):
-    """Yield the paths to the fields of a dataclass and of its ``spec``."""
+    """Yield the path of each field of a dataclass and of its nested ``spec``."""
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         if dataclasses.is_dataclass(inner) and field.name == "spec":
@@ -53,7 +53,7 @@ def leaves(value, path=()):
 
 
 def changed(value, path):
-    """Return a copy with another value in the field at ``path``."""
+    """Return a copy of a dataclass with another value in the field at ``path``."""
     name, *rest = path
     inner = getattr(value, name)
     return dataclasses.replace(value, **{name: changed(inner, rest) if rest else other(inner)})
@@ -109,7 +109,7 @@ def test_key_contains_class_architecture_options_and_versions(monkeypatch):
 
 
 def test_real_kernels_differ_by_config_alone():
-    """Equal kernels share a key, and different configurations change it."""
+    """Check that equal kernels share a cache key, and that different configurations have different keys."""
     kernels = [row_quant.RowQuantKernel(CONFIGS["row_quant"]), fp4_dequant.FP4DequantKernel(CONFIGS["fp4_dequant"])]
     keys = [compiler.key_of(kernel, SM90) for kernel in kernels]
     again = [compiler.key_of(type(kernel)(kernel.config), SM90) for kernel in kernels]
@@ -123,7 +123,7 @@ def test_real_kernels_differ_by_config_alone():
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Replace the compiler by a slow stand-in that counts calls, and empty the cache."""
+    """Replace the compiler by a slow function that counts its calls, and empty the cache in memory."""
     state = SimpleNamespace(kernels=[], running=0, most_at_once=0, fail=False)
 
     def trace_and_compile(kernel, arch, options=""):
@@ -167,7 +167,7 @@ def test_threads_that_ask_for_one_kernel_compile_it_once(compilations):
 
 
 def test_one_compilation_at_a_time(compilations):
-    """The DSL's compiler keeps global state."""
+    """Check that only one thread compiles at a time, because the DSL's compiler keeps global state."""
     functions = in_threads([lambda i=i: compiler.compile_kernel(wanted(i % 4), SM90) for i in range(8)])
     assert compilations.most_at_once == 1
     assert len(compilations.kernels) == 4

@@ -1,4 +1,4 @@
-"""Reading of files of any origin, and atomic replacement."""
+"""Reading files that anyone may have written, and replacing files atomically."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def test_a_fifo_is_refused_at_once(tmp_path):
 
 
 def test_a_file_that_is_too_large(tmp_path):
-    """It is refused by its size, without reading it."""
+    """Check that a file that is too large is refused by its size, without being read."""
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 2**40)
     with pytest.raises(Unusable, match="1,099,511,627,776 bytes; the limit is 100"):
@@ -86,7 +86,7 @@ def test_json():
 
 
 def test_replace(tmp_path):
-    """Everybody can read the file, only its owner can write it, and no temporary file is left."""
+    """Check that everyone can read the file, that only its owner can write it, and that no temporary file is left."""
     path = tmp_path / "file"
     before = os.umask(0)
     try:
@@ -112,7 +112,7 @@ def test_replacing_the_target_of_a_link(tmp_path):
 
 
 def test_a_failed_replacement(tmp_path, monkeypatch):
-    """The old file stays, and no temporary file is left."""
+    """Check that after a failure the old file is unchanged, and that no temporary file is left."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -136,7 +136,8 @@ def test_stale_temporary_files_are_deleted(tmp_path):
 
 
 def test_make_folder(tmp_path):
-    """Missing parents are created too, writable only by the owner. Existing folders keep their mode."""
+    """Check that missing parents are created, too, writable only by the owner, and that existing folders keep their
+    mode."""
     tmp_path.chmod(0o777)
     before = os.umask(0)
     try:

@@ -1,4 +1,4 @@
-"""Callbacks on the first import of a module."""
+"""Functions that are called on the first import of a module."""
 
 import sys
 
@@ -27,7 +27,7 @@ def test_at_the_first_import(module):
     __import__(module)
     assert sorted(values) == [-1, 1]
     assert sys.meta_path == finders
-    # The module's real loader is restored, because loaders are shared between modules, as pytest's is.
+    # The module's original loader must be restored, because modules can share a loader, such as pytest's.
     imported = sys.modules[module]
     assert imported.__loader__ is imported.__spec__.loader
     assert type(imported.__loader__).__module__ != when_imported.__module__

@@ -1,4 +1,4 @@
-"""Locks between processes: they exclude other processes, end with their holder, and block nobody for long."""
+"""Locks between processes: they exclude other processes, end with their holder, and make nobody wait for long."""
 
 import errno
 import fcntl
@@ -65,7 +65,7 @@ def test_a_lock_ends_with_its_holder(path, holder):
 
 
 def test_waiting_is_bounded(path, holder, caplog):
-    """After the longest wait, a process goes on with a warning."""
+    """Check that after the longest wait a process continues, with a warning."""
     started, entered = time.monotonic(), False
     with one_process(path, 0.4):
         entered = True
@@ -75,7 +75,7 @@ def test_waiting_is_bounded(path, holder, caplog):
 
 
 def test_a_file_that_nobody_locks(path):
-    """A killed process may leave the file of its lock."""
+    """Check that the file of a lock that nobody holds, as a killed process leaves it, can be locked."""
     path.parent.mkdir()
     path.write_text("1\nanother-host\n")
     started = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_file_that_nobody_locks(path):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
 def test_without_locks(path, number, monkeypatch):
-    """If the file system does not support locks, all processes go on at once."""
+    """Check that all processes continue at once if the file system does not support locks."""
 
     def flock(*_):
         raise OSError(number, os.strerror(number))
@@ -108,7 +108,7 @@ OBSTACLES = {"a link": make_link, "a FIFO": os.mkfifo, "a folder": os.mkdir}
 
 @pytest.mark.parametrize("kind", OBSTACLES)
 def test_something_else_at_the_path(path, kind):
-    """It is not touched, and nobody waits for it."""
+    """Check that something else at the lock's path is not changed, and that nobody waits for it."""
     path.parent.mkdir()
     OBSTACLES[kind](path)
     before = path.lstat()

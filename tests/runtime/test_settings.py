@@ -1,4 +1,4 @@
-"""Settings: errors name the variable of a wrong value, and the cache folder follows the environment."""
+"""Settings: the error for a wrong value names its variable, and the cache folder follows from the environment."""
 
 import os
 import runpy
@@ -43,7 +43,7 @@ def test_a_wrong_value(read, name, text, words):
 
 
 def test_a_missing_home_folder(read, monkeypatch, tmp_path):
-    """A missing or unknown home folder is an error; no folder named ~ is ever used."""
+    """Check that a path in a missing or unknown home folder is an error, and that no folder named ~ is ever used."""
     monkeypatch.setattr(os.path, "expanduser", lambda path: str(tmp_path / "none") if path == "~nobody" else path)
     for text in ("~nobody/x", "~/x", "~"):
         with pytest.raises(ValueError, match="TORCH_CUTE_OPS_CACHE_DIR="):
@@ -76,7 +76,8 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_cache_folder(name, monkeypatch, caplog):
-    """Without a home folder nothing is kept, and one warning names the variable to set."""
+    """Check the cache folder for each environment. Without a home folder nothing is stored, and one warning names the
+    variable to set."""
     environment, folder = FOLDERS[name]
     for variable in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)

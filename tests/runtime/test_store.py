@@ -1,4 +1,4 @@
-"""Cache of compiled kernels on disk: valid, damaged and unreadable entries, and many processes at once."""
+"""Cache of compiled kernels on disk: valid, damaged and unreadable entries, and many processes at the same time."""
 
 import errno
 import functools
@@ -32,12 +32,12 @@ def digest(key):
 
 
 def content_of(key):
-    """Return a stand-in for an object file: some pages, and the name of its function."""
+    """Return the content of a simulated object file: some pages, and the name of its function."""
     return digest(key).encode() * 256 + b"__tvm_ffi_" + symbol_of(digest(key)).encode()
 
 
 def write(key, more=b""):
-    """Return a function that exports a kernel with this key."""
+    """Return a function that exports a simulated kernel with this key."""
 
     def export(path, symbol):
         assert symbol == symbol_of(digest(key))
@@ -80,7 +80,7 @@ def test_saving_twice_keeps_the_first(store):
 
 
 def test_only_the_owner_can_write_to_entries(store):
-    """Whatever the umask is. Everybody may read."""
+    """Check, for any umask, that only the owner can write to an entry, and that everyone can read it."""
     before = os.umask(0)
     try:
         store.save("1", write(1))
@@ -101,7 +101,7 @@ def flip(folder):
 
 
 def describe(folder, **fields):
-    """Change fields of the description; size and digest match the object file."""
+    """Change fields of an entry's description, with the size and digest of its object file."""
     content = (folder / OBJECT).read_bytes()
     true = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     description = json.loads((folder / DESCRIPTION).read_text())
@@ -109,7 +109,7 @@ def describe(folder, **fields):
 
 
 def copy_of_another(*names):
-    """Return a function that copies the named files of another kernel's entry into a folder."""
+    """Return a function that copies these files of another kernel's entry into an entry."""
 
     def damage(folder):
         store = Store(folder.parents[1], MEGABYTE)
@@ -130,7 +130,7 @@ def replace_by(make):
 
 def bind(path):
     with socket.socket(socket.AF_UNIX) as server:
-        here = os.open(path.parent, os.O_RDONLY)  # the path may be longer than a socket's name
+        here = os.open(path.parent, os.O_RDONLY)  # the path may be longer than the name of a socket can be
         server.bind(f"/proc/self/fd/{here}/{path.name}")
         os.close(here)
 
@@ -162,7 +162,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_deleted(store, damage, caplog):
-    """At once, with one warning. Afterwards the kernel can be saved again."""
+    """Check that a damaged entry is deleted at once, with one warning, and that the kernel can then be stored again."""
     name = digest(1)
     store.save("1", write(1))
     DAMAGES[damage](store.root / name)
@@ -201,7 +201,7 @@ TRANSIENT = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 @pytest.mark.parametrize("where", ["reading", "loading"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_unreadable_entry_stays(store, number, where, times, monkeypatch, caplog):
-    """After one failure, reading is repeated. After two, the kernel is compiled and the entry is kept."""
+    """Check that a read that fails once is repeated. If it fails twice, the kernel is compiled, and the entry stays."""
     for key in (1, 2):
         store.save(str(key), write(key))
     left = 0
@@ -224,7 +224,7 @@ def test_an_unreadable_entry_stays(store, number, where, times, monkeypatch, cap
         left = times
         found = store.load(digest(key), load)
         assert found == ((content_of(key), symbol_of(digest(key))) if times == 1 else None)
-    assert len(caplog.records) == times - 1  # one for each kind of error
+    assert len(caplog.records) == times - 1  # one warning for each kind of error
     assert all(os.strerror(number) in line.getMessage() for line in caplog.records)
     left = 0
 
@@ -233,7 +233,8 @@ def test_an_unreadable_entry_stays(store, number, where, times, monkeypatch, cap
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
 def test_a_failed_write_affects_one_kernel(store, caplog, number):
-    """Each kind of error is logged once. Later kernels are written, and stored kernels are read."""
+    """Check that each kind of error is logged once, that later kernels are stored, and that stored kernels can be
+    read."""
     store.save("1", write(1))
 
     def fail(path, symbol, number=number):
@@ -255,7 +256,7 @@ def test_a_failed_write_affects_one_kernel(store, caplog, number):
 
 
 def test_a_file_instead_of_the_folder(tmp_path, caplog):
-    """Kernels stay in memory, and no locks are taken."""
+    """Check that, if a file is in the folder's place, kernels stay in memory and no locks are taken."""
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file", MEGABYTE)
     assert store.load(digest(1), read) is None
@@ -271,7 +272,7 @@ def test_the_least_recently_used_go_first(tmp_path):
     for age in range(4):
         store.save(str(3 - age), write(3 - age))
         os.utime(store.root / digest(3 - age) / DESCRIPTION, (1000 - age, 1000 - age))
-    # Kernel 0 is the oldest; loading it makes it the most recently used.
+    # Kernel 0 is the oldest, but loading it makes it the most recently used.
     assert store.load(digest(0), read)
     for new in ("a", "b"):
         store.save(new, write(new))
@@ -287,7 +288,7 @@ def test_a_kernel_larger_than_the_limit_is_kept(tmp_path):
 
 
 def test_remains_of_killed_writers_are_swept(store):
-    """Old work folders, work folders dated far in the future, and old lock files."""
+    """Check that old work folders, work folders dated far in the future, and old lock files are deleted."""
     now = time.time()
     ages = {"1-old": 1000, "2-young": now, "3-future": now + 1e6, "4-ahead": now + 60}
     for name, date in ages.items():
@@ -331,7 +332,7 @@ def test_clear_returns_errors(store, monkeypatch):
 
 
 def compile_all(root, keys, log_path, barrier):
-    """Load each kernel, or compile and save it, as a process that needs these kernels does."""
+    """Load each kernel, or compile and store it, as a process that needs these kernels would."""
     store = Store(Path(root), MEGABYTE)
     barrier.wait()
     for key in keys:
@@ -371,7 +372,7 @@ def save_for_ever(root):
 
 @pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
 def test_killed_writers_leave_a_usable_cache(tmp_path, caplog):
-    """Several processes at a time are killed at random moments of writing, pruning and locking."""
+    """Check that the cache stays usable if processes are killed at random moments of writing, pruning and locking."""
     for _ in range(15):
         kill_at_random(save_for_ever, tmp_path, processes=3, longest=0.02)
     store = Store(tmp_path, MEGABYTE)
@@ -388,7 +389,7 @@ def test_killed_writers_leave_a_usable_cache(tmp_path, caplog):
 
 
 def test_key_ingredients(monkeypatch):
-    """Each field of the key changes the digest, and only the fields' values do."""
+    """Check that each field of the key changes the digest, and that nothing else does."""
     kernel = FakeKernel(row_quant.plan(PROBLEM, SM90))
     key = compiler.key_of(kernel, SM90)
     fields = {field: getattr(key, field) for field in key.__dataclass_fields__}
@@ -429,14 +430,15 @@ except Exception as error:
 
 @pytest.mark.slow
 def test_processes_share_real_kernels(tmp_path):
-    """When processes start at once, one compiles and the others load. Damaged kernels are compiled again."""
+    """Check that, of processes that start at once, one compiles and the others load, and that damaged kernels are
+    compiled again."""
     kept, in_the_way = tmp_path / "kept", tmp_path / "file"
     in_the_way.touch()
     folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))
-    # The processes are forked after `import torch`; each imports the package and compiles or loads by itself.
+    # The processes are forked after `import torch`. Each imports the package, and compiles or loads.
     *outputs, later = (done.stdout for done in python_in_groups(PROGRAM, [folder] * 3, [folder]))
     assert sorted(output.split()[1] for output in outputs) == ["compiled", "loaded", "loaded"], outputs
-    # Loaded functions check their arguments before they launch: a CPU tensor is refused.
+    # A loaded function checks its arguments before it launches: it refuses a CPU tensor.
     assert later.split()[1] == "loaded" and "refused ValueError" in later
     (entry,) = Store(kept, MEGABYTE).entries()
     truncate(entry[1])
@@ -460,6 +462,7 @@ def test_settings_of_the_store(monkeypatch, tmp_path):
 
 
 def test_a_key_prints_no_address():
-    """The digest is computed from the key's text, which must be the same in every process."""
+    """Check that a key's text, from which the digest is computed, contains no address, so that it is the same in every
+    process."""
     key = compiler.key_of(FakeKernel(row_quant.plan(PROBLEM, SM90)), SM90)
     assert " at 0x" not in repr(key) and repr(torch.bfloat16) in repr(key)

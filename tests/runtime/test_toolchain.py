@@ -1,4 +1,4 @@
-"""Detection of the DSL's loaded build, without guessing."""
+"""Detection of which build of the DSL is loaded."""
 
 import importlib.metadata
 import sys
@@ -13,7 +13,7 @@ from torch_cute_ops.runtime.toolchain import compiler_flavour
 
 @pytest.fixture
 def dsl(monkeypatch):
-    """Return a function that replaces the DSL by a stand-in with this version and these packages."""
+    """Return a function that replaces the DSL by a stub with this version and these packages."""
 
     def install(version, packages):
         module = ModuleType("cutlass")
@@ -65,7 +65,7 @@ def test_flavour(how, dsl, caplog):
 
 
 def test_installed_dsl():
-    """The installed DSL states its version, and the package of this build is installed."""
+    """Check that the installed DSL states its CUDA version, and that the package of this build is installed."""
     import cutlass
 
     compiler_flavour.cache_clear()
@@ -83,7 +83,8 @@ def test_builds_share_no_key(dsl):
 
 
 def test_an_unknown_build_uses_no_cache(dsl, monkeypatch, tmp_path, caplog):
-    """Kernels are neither looked up nor stored, and one warning covers all kernels."""
+    """Check that, if the build is unknown, kernels are neither looked up nor stored, and that one warning covers all
+    kernels."""
     dsl(None, ["cu12", "cu13"])
     monkeypatch.setattr(settings, "CACHE", True)
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)

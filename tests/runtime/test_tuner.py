@@ -1,4 +1,4 @@
-"""Tuner: shortlists and choices, with simulated clocks."""
+"""Tuner: candidates that are timed, and choices, with simulated clocks."""
 
 import threading
 
@@ -25,7 +25,8 @@ def test_nothing_is_tuned_outside_a_block():
 
 
 def test_a_key_is_tuned_once():
-    """A tuned key is not timed in a later block. A failed key is tried once in each block."""
+    """Check that a tuned key is not timed again in a later block, and that a key whose tuning failed is tried once in
+    each block."""
     clock = Clock({A: 3.0, B: 2.0, C: 5.0})
     for _ in range(2):
         with tuning.autotune():
@@ -41,7 +42,8 @@ def test_a_key_is_tuned_once():
 
 
 def test_hopeless_candidates_are_not_tried():
-    """Candidates above four times the best estimate are tried only if all better candidates are wrong."""
+    """Check that candidates with more than four times the best estimate are tried only if all better candidates are
+    wrong."""
     estimates = {A: 1.0, B: 4.0, C: 4.1, LAST: float("inf")}
     seconds = {A: 4.0, B: 3.0, C: 1.0, LAST: 1.0}
     clock = Clock(seconds, estimates=estimates)
@@ -59,7 +61,7 @@ def test_one_candidate_needs_no_choice():
 
 
 def test_a_wrong_candidate_is_excluded_and_reported(caplog):
-    """A fast candidate with a wrong result, or with an exception, is not used."""
+    """Check that a fast candidate whose result is wrong, or that raises, is not used, and is reported."""
     clock = Clock({A: 3.0, B: 0.1, C: 0.1}, wrong={B: "9 of 64 sums are off", C: RuntimeError("no\nkernel")})
     assert clock.tune() == A
     assert warnings_in(caplog) == [
@@ -69,7 +71,7 @@ def test_a_wrong_candidate_is_excluded_and_reported(caplog):
 
 
 def test_failed_tuning(caplog, file):
-    """Calls use the candidate with the best estimate, and nothing is written."""
+    """Check that, if tuning fails, calls use the candidate with the best estimate, and nothing is written."""
     assert Clock(RuntimeError("out of memory")).tune() == A
     assert warnings_in(caplog) == [
         "cute::some_op: tuning failed: RuntimeError: out of memory",
@@ -82,7 +84,7 @@ def test_failed_tuning(caplog, file):
 
 
 def test_nothing_is_tuned_in_a_capture(monkeypatch):
-    """The key is tuned after the capture, in the same block."""
+    """Check that a key is not tuned in a capture, but after it in the same block."""
     clock = Clock({A: 3.0, B: 2.0, C: 5.0})
     with tuning.autotune():
         with monkeypatch.context() as patch:
@@ -104,7 +106,8 @@ def test_other_threads_are_not_tuned():
 
 
 def test_the_generation_changes():
-    """The generation changes when a block begins and with every choice, so that callers look again."""
+    """Check that the generation changes with each block and each choice, so that callers look up their choices
+    again."""
     seen = [tuning.generation]
     with tuning.autotune():
         seen.append(tuning.generation)

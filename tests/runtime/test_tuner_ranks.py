@@ -1,4 +1,4 @@
-"""Agreement of the ranks of ``torch.distributed`` on tuned choices, with simulated clocks."""
+"""Ranks of ``torch.distributed`` that agree on tuned choices, with simulated clocks."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from torch_cute_ops.runtime.tuning_file import Tuned, TuningFile
 file = pytest.fixture(autouse=True)(empty_file)
 
 TIMEOUT = 20.0
-"""Timeout that no test may reach, seconds."""
+"""Time-out in seconds, which no test may reach."""
 
 
 def free_port():
@@ -29,7 +29,7 @@ def free_port():
 
 
 def run_ranks(world, function, folder, store="tcp"):
-    """Run ``function(rank)`` on each rank, and return its answer, duration and log."""
+    """Run ``function(rank)`` on each rank; return its result, duration and log."""
     method = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{folder}/store"
     mp.start_processes(rank_main, args=(world, function, folder, method), nprocs=world, start_method="fork")
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(world)]
@@ -48,7 +48,7 @@ def rank_main(rank, world, function, folder, method):
     seconds = time.monotonic() - started
     (folder / f"rank{rank}").write_text(json.dumps({"answer": answer, "seconds": seconds, "log": lines}))
     if method.startswith("tcp"):
-        # Rank 0 hosts the store, so it waits until all ranks are done.
+        # Rank 0 hosts the store, so it ends after all other ranks.
         while not all((folder / f"rank{other}").exists() for other in range(world)):
             time.sleep(0.01)
     dist.destroy_process_group()
@@ -59,11 +59,11 @@ def agreed(clock, **block):
 
 
 def by_sum(rank):
-    """B is fastest on rank 0, C on rank 1, A in the sum. B is wrong on rank 2."""
+    """A, B and C are candidates: B is fastest on rank 0, C on rank 1, A in total. On rank 2, B is wrong."""
     seconds = ({A: 3.0, B: 1.0, C: 9.0}, {A: 3.0, B: 9.0, C: 2.0}, {A: 3.0, B: 0.1, C: 9.0})[rank]
     first = Clock(seconds, wrong=[B] if rank == 2 else [])
     answers = [agreed(first), agreed(first), len(first.timed)]
-    # Rank 1 knows an earlier choice: all ranks take it, and rank 1 times nothing.
+    # Rank 1 knows an earlier choice. All ranks use it, and rank 1 times nothing.
     second = Clock(seconds, bucket=16)
     if rank == 1:
         TuningFile(settings.TUNING).add(second.problem.key, Tuned(C, 1.0))
@@ -82,7 +82,7 @@ def test_ranks_choose_by_the_sum_of_their_times(tmp_path, store):
 
 
 def one_fails(rank):
-    """Rank 1 raises; then all ranks raise; then an interrupt ends rank 1's call, and the others do not wait."""
+    """First rank 1 raises; then all ranks raise; then an interrupt ends rank 1's call. The other ranks do not wait."""
     seconds = {A: 3.0, B: 2.0, C: 9.0}
     error = RuntimeError("out of memory on this rank")
     answers = [agreed(Clock(error if rank == 1 else seconds))]
@@ -109,7 +109,7 @@ def test_a_failed_rank_delays_nobody(tmp_path):
 
 
 def last_is_late(rank):
-    """Rank 2 comes after the others decided without it, with different times."""
+    """Rank 2 arrives with different times after the other ranks decided without it."""
     if rank == 2:
         time.sleep(4.0)
     clock = Clock({A: 0.1, B: 9.0, C: 9.0} if rank == 2 else {A: 3.0, B: 2.0, C: 9.0})
@@ -117,7 +117,8 @@ def last_is_late(rank):
 
 
 def first_never_comes(rank):
-    """Rank 0 never calls; the others wait for it once in a block, twice the timeout, and agree without it."""
+    """Rank 0 never calls. The other ranks wait for it once in a block, for twice the time-out, and then agree without
+    it."""
     if rank == 0:
         return None
     seconds = {A: 3.0, B: 2.0, C: 9.0} if rank == 1 else {A: 3.0, B: 2.5, C: 1.0}
@@ -143,7 +144,8 @@ def test_waiting_for_the_first_rank_is_bounded(tmp_path):
 
 
 def test_ranks_that_decide_at_once_take_one_decision():
-    """Two ranks gave up on rank 0 and propose different decisions."""
+    """Check that two ranks that have given up on rank 0 at the same time, and propose different decisions, use the same
+    decision."""
     store, barrier, answers = dist.HashStore(), threading.Barrier(2), {}
 
     def decide(posts):

@@ -1,4 +1,4 @@
-"""File of tuned choices: contents, damaged files, failed writes and killed writers."""
+"""File of tuned choices: content, damaged files, failed writes, and writers that are killed."""
 
 import errno
 import json
@@ -56,9 +56,10 @@ def test_an_outdated_choice_is_tuned_again(file):
 
 
 def test_other_choices_stay(file):
-    """Choices for other versions and devices stay, including choices that another process wrote meanwhile."""
+    """Check that choices for other versions and devices stay, and so do choices that another process wrote
+    meanwhile."""
     others = [key_of(versions='{"torch":"1"}'), key_of(device="old GPU")]
-    tuner.lookup(key_of())  # reads the file
+    tuner.lookup(key_of())  # this reads the file
     for other in others:
         TuningFile(file).add(other, Tuned(C, None))
     Clock({A: 3.0, B: 2.0, C: 5.0}).tune()
@@ -97,7 +98,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_an_invalid_file(name, file, caplog):
-    """The file is ignored with one warning and not overwritten; choices stay in memory."""
+    """Check that an invalid file is ignored with one warning and not overwritten, and that choices stay in memory."""
     content = BAD_FILES[name].encode("utf-8", "surrogateescape")
     file.write_bytes(content)
     tuner.forget()
@@ -118,7 +119,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_other_kinds_of_files_are_refused(kind, file, caplog):
-    """They are refused at once and not changed."""
+    """Check that a FIFO, folder, device or huge file is refused at once and not changed."""
     UNREADABLE[kind](file)
     before, started = file.lstat(), time.monotonic()
     tuner.forget()
@@ -130,7 +131,8 @@ def test_other_kinds_of_files_are_refused(kind, file, caplog):
 
 
 def test_a_link_to_the_file_stays(file, monkeypatch):
-    """Choices are added to the link's target. The lock is next to the target, so that all links share it."""
+    """Check that choices are added to the target of a link, and that the lock is next to the target, so that all links
+    share it."""
     locked, real = [], locks.one_process
     monkeypatch.setattr(tuning_file, "one_process", lambda path, patience: locked.append(path) or real(path, patience))
     target = file.parent / "folder" / "choices.json"
@@ -147,7 +149,7 @@ def test_a_link_to_the_file_stays(file, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
 def test_a_failed_write_affects_one_choice(file, number, monkeypatch, caplog):
-    """Each kind of error is logged once, and later choices are written."""
+    """Check that each kind of error is logged once, and that later choices are written."""
     choices = TuningFile(file)
     choices.add(key_of(8), Tuned(A, 1.0))
     with monkeypatch.context() as patch:
@@ -167,7 +169,7 @@ def test_a_failed_write_affects_one_choice(file, number, monkeypatch, caplog):
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_unreadable_file_is_not_replaced(file, times, monkeypatch, caplog):
-    """A single failure of the disk has no effect. Repeated failures do not destroy existing choices."""
+    """Check that a single read error has no effect, and that repeated errors do not destroy existing choices."""
     TuningFile(file).add(key_of(8), Tuned(A, 1.0))
     real, left = files.read, times
 
@@ -191,7 +193,7 @@ def test_a_good_record_is_read(file):
 
 
 def test_an_unwritable_folder(tmp_path, monkeypatch, caplog):
-    """A file instead of the folder: choices stay in memory."""
+    """Check that choices stay in memory if a file is in the place of the folder."""
     (tmp_path / "in the way").write_text("")
     monkeypatch.setattr(settings, "TUNING", tmp_path / "in the way" / "tuning.json")
     for bucket in (8, 16):

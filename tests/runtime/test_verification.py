@@ -1,4 +1,5 @@
-"""Debug mode, ``TORCH_CUTE_OPS_CHECK=1``: values are checked, and rows of every op's results are compared."""
+"""Debug mode, ``TORCH_CUTE_OPS_CHECK=1``: values are checked, and rows of every result are compared with the
+reference."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ SAMPLES = 6
 
 
 def results(op, sample, verifier):
-    """Run the reference of a sample; return the call, copies of what it updates, and its outputs."""
+    """Run the reference of a sample; return the call, copies of its updated arguments, and the outputs."""
     call = op.bind(**arguments(op, sample))
     old = verifier.before(call)
     return call, old, as_tuple(overload(op)(**arguments(op, sample)))
 
 
 def corrupted(output: torch.Tensor) -> torch.Tensor:
-    """Return an output with other numbers in all rows, as of a wrong kernel."""
+    """Return an output with wrong numbers in all rows, as from a faulty kernel."""
     if output.dtype.itemsize == 1:
         return (output.view(torch.uint8) ^ 0x32).view(output.dtype)
     return output * 1.25 + 1 if output.is_floating_point() else output + 1
@@ -58,7 +59,8 @@ def is_refused(op, check) -> bool:
 
 @pytest.mark.parametrize("op", op_cases())
 def test_wrong_results_raise(op, device):
-    """Check samples of all kinds: the op's result is accepted, and each output is refused with other numbers."""
+    """Check, for samples of all kinds, that correct results are accepted, and that wrong numbers in any output are
+    refused."""
     verifier, refused = Verifier(op), set()
     for sample in some_samples(op, device):
         call, old, outputs = results(op, sample, verifier)
@@ -73,7 +75,7 @@ def test_wrong_results_raise(op, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", op_cases())
 def test_wrong_kernels_raise(op, monkeypatch):
-    """Check the path of calls in debug mode: kernels pass, and a launcher whose output is changed raises."""
+    """Check calls in debug mode: correct kernels pass, and a launcher whose output is changed raises."""
     path, refused = op.path, 0
     path.verifier = Verifier(op)
     with monkeypatch.context() as patch:
@@ -106,7 +108,7 @@ def test_a_capture_raises():
 
 
 def test_values_are_checked():
-    """Check indices on any device, and that global scales are finite and positive."""
+    """Check that indices are checked on any device, and that global scales must be finite and positive."""
     wrong = torch.tensor([torch.inf])
     quantise = OPS["fp4_quantize"]
     for value in (torch.inf, torch.nan, 0.0, -1.0):
@@ -145,7 +147,8 @@ def test_the_setting():
 
 
 def test_nothing_is_added_without_the_setting():
-    """Check that generated code calls the unchecked path, and that the module of the checks is not imported."""
+    """Check that without the setting generated code calls the unchecked path, and that the module of the checks is not
+    imported."""
     for op in OPS.values():
         op.generate()
         for function in (op.function, op.cuda, op.cuda_out, op.autograd, op.autograd_out):

@@ -1,4 +1,4 @@
-"""Worker processes: each task is answered, and no worker outlives its block or its parent."""
+"""Worker processes: each task gets a result, and no worker outlives the block or the parent process."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from torch_cute_ops.runtime.workers import Died, Workers
 
 
 def sleep(seconds):
-    """Sleep; a negative number kills the process instead."""
+    """Sleep for some seconds. A negative number kills the process instead."""
     if seconds < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(seconds)
@@ -32,7 +32,8 @@ class Leave(BaseException):
 
 
 def test_tasks_are_answered_until_the_block_is_left():
-    """A task whose process dies is answered with ``Died``. Leaving the block ends busy workers at once."""
+    """Check that a task whose process dies gets the result ``Died``, and that leaving the block ends busy workers at
+    once."""
     answers = {}
     with pytest.raises(Leave), Workers(sleep, 2) as workers:
         for task, result in workers.map([-1.0, -2.0, 0.01, 600.0, 601.0]):
@@ -59,7 +60,7 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_their_parent(tmp_path):
-    """The parent is killed, so it cannot end them."""
+    """Check that workers end even if their parent is killed, and so cannot end them."""
     program = tmp_path / "program.py"
     program.write_text(PARENT)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
@@ -72,7 +73,7 @@ def test_workers_end_with_their_parent(tmp_path):
 
 
 def blocked(_):
-    """Return the signals that this thread blocks."""
+    """Return the signals that are blocked in this thread."""
     return {int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
 
 
@@ -87,7 +88,8 @@ if __name__ == "__main__":
 
 
 def test_the_first_process_blocks_ctrl_c(tmp_path):
-    """A fresh interpreter, because multiprocessing starts its helper processes with the first worker."""
+    """Check that the first worker blocks Ctrl-C. The interpreter is fresh, because multiprocessing starts its helper
+    processes together with the first worker."""
     program = tmp_path / "program.py"
     program.write_text(BLOCKED)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
