@@ -1,6 +1,7 @@
-"""Sample inputs and error inputs of the ops, one module per op, in the manner of PyTorch's ``OpInfo``.
+"""Valid inputs (samples) and error inputs of the ops, one module per op, in the manner of PyTorch's ``OpInfo``.
 
-Each module defines ``sample_inputs(device)`` and ``error_inputs(device)``. Data comes from torch's default generators.
+Each module defines ``sample_inputs(device)`` and ``error_inputs(device)``. Their data comes from torch's default
+generators.
 """
 
 import importlib
@@ -14,12 +15,12 @@ __all__ = ["ErrorInput", "Sample", "error_inputs", "sample_inputs"]
 
 
 def sample_inputs(op: str, device: torch.device | str) -> Iterator[Sample]:
-    """Return arguments that the named op accepts, with fresh data."""
+    """Yield calls that the named op accepts, with new random data."""
     samples: Iterator[Sample] = importlib.import_module(f"samples.{op}").sample_inputs(torch.device(device))
     return samples
 
 
 def error_inputs(op: str, device: torch.device | str) -> Iterator[ErrorInput]:
-    """Return arguments that the named op refuses, each with the expected error."""
+    """Yield calls that the named op refuses, each with the expected error."""
     errors: Iterator[ErrorInput] = importlib.import_module(f"samples.{op}").error_inputs(torch.device(device))
     return errors

@@ -1,4 +1,4 @@
-"""Residuals for the ops that add rows to a residual, on top of the samples of ``_norm``."""
+"""Samples and error inputs of the ops that add rows to a residual: the inputs of ``_norm``, with residuals."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from samples._rows import DTYPES, Family, random_rows, short, special_rows, view
 
 
 def residual_for(rows: torch.Tensor) -> torch.Tensor:
-    """Return random rows with the shape and strides of ``rows``, or contiguous rows if a stride is 0."""
+    """Return a random residual with the shape and strides of ``rows``. If a stride is 0, the residual is contiguous."""
     data = random_rows(*rows.shape, dtype=rows.dtype, device=rows.device)
     if 0 in rows.stride() or not rows.numel():
         return data
@@ -22,7 +22,7 @@ def residual_for(rows: torch.Tensor) -> torch.Tensor:
 
 
 def add_norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield ``norm_samples`` with residuals, and residuals in different layouts and with special values."""
+    """Yield ``norm_samples`` with residuals, and residuals with other memory layouts and special values."""
     for name, (rows, *others), kwargs in map(_parts, norm_samples(family, device)):
         yield Sample(name, (rows, residual_for(rows), *others), kwargs)
 
@@ -42,7 +42,7 @@ def _parts(sample: Sample) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
 
 
 def _shared(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield rows and residuals in one storage, and rows whose strides differ from the residual's."""
+    """Yield rows and residuals that lie in one storage, or whose strides differ."""
     for name, rows in views(32, device):
         if name in ("row-strided", "column-offset", "column-step", "columns-first", "leading-transposed"):
             yield f"is-input-{name}", rows, rows
@@ -68,11 +68,11 @@ def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Ten
         special = special_rows(dtype, device)
         plain = random_rows(*special.shape, dtype=dtype, device=device)
         yield f"special-{short(dtype)}", plain, special.clone()
-        # Add each kind of row to each kind of row: infinities that cancel, sums that overflow, sums of subnormals.
+        # Add every special number to every other: infinities that cancel, sums that overflow, sums of subnormals.
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
         yield f"special-sums-{short(dtype)}", special[pairs[:, 0]], special[pairs[:, 1]]
         yield f"cancels-{short(dtype)}", plain, -plain
-        # Sums halfway between two numbers of the dtype, which round to the even number, and sums next to them.
+        # Sums halfway between two numbers of the dtype, which must round to the even one, and sums next to them.
         eps = torch.finfo(dtype).eps
         steps = torch.arange(1, 193, device=device).to(torch.float64) * eps / 2
         near = torch.stack((steps, steps * (1 + eps), steps * (1 - eps / 2))).to(dtype)
@@ -81,7 +81,7 @@ def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Ten
 
 
 def add_norm_errors(errors: Iterable[ErrorInput]) -> Iterator[ErrorInput]:
-    """Yield these bad inputs of an op that normalises rows, with a residual added to each."""
+    """Yield these error inputs of an op that normalises rows, each with a residual added."""
     for error in errors:
         rows, weight = error.args
         residual = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -89,14 +89,14 @@ def add_norm_errors(errors: Iterable[ErrorInput]) -> Iterator[ErrorInput]:
 
 
 def add_norm_error_inputs(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
-    """Yield all bad inputs of an op that adds rows to a residual and normalises the sum."""
+    """Yield all error inputs of an op that adds rows to a residual and normalises the sum."""
     yield from add_norm_errors(norm_errors(family, device))
     yield from residual_errors(device)
     yield from add_norm_errors(norm_out_errors(family, device, returns_norm=returns_norm))
 
 
 def residual_errors(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield calls with bad residuals."""
+    """Yield calls with wrong residuals."""
     rows, weight = random_rows(4, 128, device=device), random_weight(128, torch.bfloat16, device)
 
     def bad(name: str, error: type[Exception], match: str, residual: torch.Tensor) -> ErrorInput:

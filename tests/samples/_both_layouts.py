@@ -1,4 +1,4 @@
-"""Samples and bad inputs shared by the ops that write FP4 scales in two layouts."""
+"""Samples and error inputs of the ops that write FP4 scales in two layouts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from samples._rows import random_rows
 
 
 def both_layouts_samples(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of ``add_rmsnorm_fp4quant``, without the layout."""
+    """Yield the samples of ``add_rmsnorm_fp4quant`` without the argument for the layout."""
     for sample in add_norm_samples(FP4, device):
         if sample.name == "positional":
             yield replace(sample, args=sample.args[:-1])
@@ -23,7 +23,8 @@ def both_layouts_samples(device: torch.device) -> Iterator[Sample]:
 
 
 def both_layouts_errors(device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of ``add_rmsnorm_fp4quant``, without the layout, and calls with bad outputs."""
+    """Yield the error inputs of ``add_rmsnorm_fp4quant`` without the argument for the layout, and calls with wrong
+    outputs."""
     for error in (*add_norm_errors(norm_errors(FP4, device)), *residual_errors(device)):
         if not error.name.startswith("layout-"):
             yield replace(error, kwargs=_without_layout(error.kwargs))

@@ -1,4 +1,4 @@
-"""Samples of ``alpha`` and ``bias``, shared by the GEMMs."""
+"""Samples and error inputs of the GEMMs' arguments ``alpha`` and ``bias``."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,14 +13,14 @@ Epilogue = dict[str, Any]
 
 
 def _columns(n: int, experts: int | None) -> tuple[int, ...]:
-    """Return the shape of a value for each column, or for each column of each expert."""
+    """Return the shape of a tensor with one element per column, or one per column of each expert."""
     return (n,) if experts is None else (experts, n)
 
 
 def epilogues(
     n: int, out_dtype: torch.dtype, device: torch.device, experts: int | None = None
 ) -> Iterator[tuple[str, Epilogue]]:
-    """Yield ``alpha`` and ``bias`` in each of their shapes and dtypes, by name."""
+    """Yield ``alpha`` and ``bias`` in each shape and dtype that GEMMs accept, with a name."""
     shape = _columns(n, experts)
     alpha, bias = torch.rand(shape, device=device) + 0.5, torch.randn(shape, device=device) * 8
     yield "alpha-column", {"alpha": alpha}
@@ -35,14 +35,14 @@ def epilogues(
 
 
 def exact_epilogue(n: int, device: torch.device, experts: int | None = None) -> Epilogue:
-    """Return powers of two as ``alpha`` and small integers as ``bias``: exact sums stay exact."""
+    """Return an ``alpha`` of powers of two and a ``bias`` of small integers, with which exact sums stay exact."""
     shape = _columns(n, experts)
     alpha = torch.randint(-2, 3, shape, device=device).float().exp2()
     return {"alpha": alpha, "bias": torch.randint(-9, 10, shape, device=device).float()}
 
 
 def special_epilogues(n: int, device: torch.device, experts: int | None = None) -> Iterator[tuple[str, Epilogue]]:
-    """Yield special values (zeros, NaN, infinities, large numbers) and unusual strides."""
+    """Yield special values (zeros, NaN, infinities, large numbers) and unusual strides, with a name."""
     shape = _columns(n, experts)
     values = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 3e38, 1.0], device=device)
     special = values.repeat(-(-n // len(values)))[:n].expand(shape).contiguous()
@@ -58,7 +58,7 @@ def special_epilogues(n: int, device: torch.device, experts: int | None = None) 
 
 
 def epilogue_errors(n: int, device: torch.device, experts: int | None = None) -> Iterator[ErrorInput]:
-    """Yield bad values of ``alpha`` and ``bias``, without other arguments, for a bfloat16 result."""
+    """Yield wrong values of ``alpha`` and ``bias``, without other arguments, for a bfloat16 result."""
     shape = _columns(n, experts)
     for error in scalar_errors("alpha", torch.zeros(1, device=device)):
         yield ErrorInput(error.name, (), error.kwargs, error.error, error.match)

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the ops that quantise rows to FP4."""
+"""Samples and error inputs of the ops that quantise rows to FP4."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +14,12 @@ FORMATS = (NVFP4, MXFP4)
 
 
 def random_global_scale(device: torch.device) -> torch.Tensor:
-    """Return one fp32 element of moderate magnitude that uses all bits of its significand."""
+    """Return a random fp32 global scale of moderate magnitude whose significand uses all bits."""
     return torch.rand(1, device=device) * 400 + 10
 
 
 def named(fmt: FP4Format, layout: str) -> dict[str, Any]:
-    """Return the arguments that choose ``fmt`` and ``layout``."""
+    """Return the arguments that select the format ``fmt`` and the scale layout ``layout``."""
     return {"block_size": fmt.block_size, "scale_layout": layout}
 
 
@@ -45,8 +45,8 @@ _VIEWED = {
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
-    """Yield each format, layout and dtype, with numbers of rows and blocks for which the tiles contain padding in both
-    directions."""
+    """Yield rows for each format, layout and dtype. Their numbers of rows and blocks leave padding in both directions
+    of tiles."""
     tile_rows = {"linear": 5, "128x4": 130, "8x4": 19}
     for fmt in FORMATS:
         for layout in SCALE_LAYOUTS:

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the FP4 GEMMs."""
+"""Samples and error inputs of the FP4 GEMMs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, Scale
 from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
 
 SCALE_BYTES = {"e4m3": (0x20, 0x50), "ue8m0": (120, 132)}
-"""Ranges of scale bytes: e4m3 from 2^-3 to 2^3, ue8m0 from 2^-7 to 2^4."""
+"""Range of random scale bytes for each scale format: e4m3 from 2^-3 to 2^3, ue8m0 from 2^-7 to 2^4."""
 POWERS = {"e4m3": (0x28, 0x41, 8), "ue8m0": (125, 129, 1)}
-"""Scale bytes that are powers of two, from 1/4 to 2: sums are then exact."""
+"""Range of scale bytes that are powers of two from 1/4 to 2, with which sums are exact."""
 
 
 def random_matrix(
@@ -36,32 +36,32 @@ def random_matrix(
     device: torch.device,
     scales: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random codes and scales of a (rows, K) matrix. Scale bytes come from ``range(*scales)``; padding is
+    """Return random codes and scales of a (rows, K) matrix. Scale bytes are drawn from ``range(*scales)``; padding is
     NaN."""
     low, high, step = (*(scales or SCALE_BYTES[fmt.scale_format]), 1)[:3]
     linear = torch.randint(0, (high - low - 1) // step + 1, (rows, k // fmt.block_size), device=device) * step + low
     placed = from_linear(linear.to(torch.uint8) + 1, SCALE_LAYOUTS[layout])
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
-    # ``from_linear`` fills padding with zeros. Replace them with NaN, which shows if the op reads padding.
+    # Replace the zeros with which ``from_linear`` fills padding by NaN, which shows if the op reads padding.
     nan = 0x7F if fmt == NVFP4 else 0xFF
     return codes, torch.where(placed == 0, nan, placed - 1).to(torch.uint8).view(fmt.scale_dtype)
 
 
 @dataclass(frozen=True)
 class FP4Samples:
-    """Samples shared by the ops that multiply an FP4 weight.
+    """Base class of the samples of ops that multiply an FP4 weight.
 
     Attributes:
-        has_a_scale: True if ``a`` is in FP4 and has scales.
+        has_a_scale: True if ``a`` is FP4, with scales.
     """
 
     has_a_scale: bool
     sizes: ClassVar[tuple[int, int, int]]
-    """M, N, K of samples that test values."""
+    """M, N and K of samples that test values."""
     gpu_backend: ClassVar[str] = "routed"
-    """Backend that does not support the CPU."""
+    """A backend that does not support a CPU."""
     weight: ClassVar[str] = "w"
-    """Name of the weight."""
+    """Name of the weight argument."""
 
     def sample(
         self,
@@ -78,8 +78,8 @@ class FP4Samples:
         scales: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Sample:
-        """Return a call. ``dtype`` is the dtype of a 16-bit ``a``. A weight with experts is split into experts of 64
-        columns unless ``experts`` is given."""
+        """Return a call. ``dtype`` is the dtype of a 16-bit ``a``. If the op has experts, each owns 64 columns of the
+        weight unless ``experts`` is given."""
         experts = experts or n // 64
         b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
         kwargs = {**self.defaults(m, k, experts, fmt, device), "block_size": fmt.block_size, **kwargs}
@@ -91,11 +91,11 @@ class FP4Samples:
     def matrix(
         self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weight for ``n`` columns of the result, and its scales."""
+        """Return a weight for ``n`` columns of the result, and its scales."""
         raise NotImplementedError
 
     def a_width(self, k: int) -> int:
-        """Return the row length of a 16-bit ``a``, for sums over ``k`` elements."""
+        """Return the number of elements in a row of a 16-bit ``a``, if the GEMM sums over ``k`` elements."""
         return k
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
@@ -113,16 +113,16 @@ class FP4Samples:
         return dict(zip(self.names, sample.args, strict=True))
 
     def changed(self, sample: Sample, name: str | None = None, /, **given: Any) -> Sample:
-        """Return ``sample`` with some operands replaced, and with another name if one is given."""
+        """Return a copy of ``sample`` with some operands replaced, and a new name if one is given."""
         return replace(sample, name=name or sample.name, args=tuple((self.by_name(sample) | given).values()))
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Scale layouts that the op takes."""
+        """Scale layouts that the op accepts."""
         return tuple(SCALE_LAYOUTS) if self.has_a_scale else ("linear", "128x4")
 
     def common_values(self, device: torch.device) -> Iterator[Sample]:
-        """Yield scales with exact sums and with NaN, formats and backends by name, and a static weight."""
+        """Yield scales with exact sums, scales that are NaN, formats and backends by name, and a static weight."""
         for fmt in FORMATS:
             values = (*self.sizes, fmt, "linear", device)
             yield self.sample(f"{fmt.name}-exact", *values, scales=POWERS[fmt.scale_format])
@@ -142,8 +142,8 @@ class FP4Samples:
         yield self.sample("static-weight", *values, static_weight=True)
 
     def _foreign_tiles(self, layout: str, device: torch.device) -> Iterator[Sample]:
-        """Yield calls with tiles in the shapes of other libraries, flat and as a padded matrix; and with gaps between
-        rows of tiles."""
+        """Yield calls whose tiled scales have other libraries' shapes, flat or a padded matrix, or gaps between rows of
+        tiles."""
         sample = self.sample("", *self.sizes, NVFP4, layout, device, scale_layout=layout)
         for name in self.names[2:]:
             scale = self.by_name(sample)[name]
@@ -159,8 +159,8 @@ class FP4Samples:
     def common_errors(
         self, tensors: dict[str, torch.Tensor], bad: Callable[..., ErrorInput], device: torch.device
     ) -> Iterator[ErrorInput]:
-        """Yield bad dtypes of operands, and bad scales, layouts, formats and backends, for otherwise good ``tensors``
-        in NVFP4 with linear scales. ``bad`` comes from ``error_maker``."""
+        """Yield wrong dtypes, scales, layouts, formats and backends, for otherwise valid ``tensors`` in NVFP4 with
+        linear scales. ``bad`` is a function made by ``error_maker``."""
         a, weight = tensors["a"], tensors[self.weight]
         for dtype in (torch.int8, torch.float32, torch.float64):
             yield bad(f"a-{short(dtype)}", TypeError, f"got a with dtype {short(dtype)}; expected", a=a.to(dtype))
@@ -199,17 +199,17 @@ class FP4Samples:
 
 @dataclass(frozen=True)
 class GemmSamples(FP4Samples):
-    """Samples of one op."""
+    """Samples and error inputs of one FP4 GEMM."""
 
     sizes = (9, 24, 128)
     gpu_backend = "cublas"
     weight = "b"
     prefetches: ClassVar[bool] = True
-    """Flag of an op that takes ``prefetch``."""
+    """True if the op has the argument ``prefetch``."""
     smallest_k: ClassVar[int] = 64
     """K of samples that do not test values."""
     extreme_scales: ClassVar[tuple[int, int]] = (60, 190)
-    """Range of MXFP4 scale bytes for which sums stay finite."""
+    """Range of MXFP4 scale bytes with which sums stay finite."""
 
     def matrix(
         self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
@@ -298,13 +298,13 @@ class GemmSamples(FP4Samples):
         yield replace(sample, args=(*sample.args, *self._positional(sample, device), *rest), kwargs={})
 
     def _prefetches(self, device: torch.device) -> Iterator[Sample]:
-        """Yield calls with ``prefetch``, with one row and with several rows."""
+        """Yield calls with ``prefetch``, for one row and for several rows."""
         for m in (1, *self.sizes[:1]):
             for name, given in prefetches(device):
                 yield self.sample(f"{name}-{m}", m, *self.sizes[1:], NVFP4, "128x4", device, prefetch=given)
 
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return the arguments between the operands and ``out_dtype``."""
+        """Return the positional arguments between the operands and ``out_dtype``."""
         return torch.rand(1, device=device), torch.rand(self.sizes[1], device=device)
 
     def _views(self, device: torch.device) -> Iterator[Sample]:
@@ -343,7 +343,7 @@ class GemmSamples(FP4Samples):
         yield "2d", torch.rand((1, 1), device=device)
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        """Yield the bad inputs of the op."""
+        """Yield the error inputs of the op."""
         m, n, k = 4, 24, self.smallest_k
         good = self.sample("good", m, n, k, NVFP4, "linear", device)
         kwargs, b_name = good.kwargs, self.weight
@@ -373,5 +373,5 @@ class GemmSamples(FP4Samples):
             yield from prefetch_errors(bad, device)
 
     def _epilogue_errors(self, m: int, n: int, device: torch.device) -> Iterator[ErrorInput]:
-        """Yield bad values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, without other arguments."""
+        """Yield wrong values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, without other arguments."""
         return epilogue_errors(n, device)

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the ops that quantise rows to FP8."""
+"""Samples and error inputs of the ops that quantise rows to FP8."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,12 +29,12 @@ CHOICES = tuple(
 
 
 def random_scale(device: torch.device) -> torch.Tensor:
-    """Return one fp32 element of moderate magnitude that uses all bits of its significand."""
+    """Return a random fp32 scale of moderate magnitude whose significand uses all bits."""
     return torch.rand(1, device=device) * 0.05 + 0.001
 
 
 def named(fmt: FP8Format, layout: str, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that choose ``fmt`` and ``layout``, with a static scale if the format takes one."""
+    """Return the arguments that select ``fmt`` and ``layout``, with a static scale if the format needs one."""
     scale = {"scale": random_scale(device)} if fmt.is_static else {}
     return {"granularity": fmt.granularity, "scale_layout": layout, **scale}
 
@@ -49,7 +49,7 @@ def _rows(device: torch.device, halves: bool = False) -> Iterator[Rows]:
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
-    """Yield each granularity, layout and dtype."""
+    """Yield rows for each granularity, layout and dtype."""
     for fmt, layout in CHOICES:
         for dtype in DTYPES:
             rows = random_rows(19, 5 * (fmt.block_size or 16) * parts, dtype=dtype, device=device)
@@ -76,7 +76,7 @@ def _shapes(parts: int, device: torch.device) -> Iterator[Rows]:
             yield sample(f"{prefix}-width-100-3d", fmt, layout, 2, 3, 100)
             yield sample(f"{prefix}-width-25000", fmt, layout, 2, 25000)
         if fmt.block_size:
-            # The last block of a row has 64 elements.
+            # the last block of a row is 64 elements
             yield sample(f"{prefix}-half-a-block-3d", fmt, layout, 2, 5, 320)
             yield sample(f"{prefix}-half-a-block-many-rows", fmt, layout, 2503, 192)
             yield sample(f"{prefix}-half-a-block-several-ctas-a-row", fmt, layout, 2, 193 * 128 + 64)
@@ -97,8 +97,8 @@ def _values(parts: int, device: torch.device) -> Iterator[Rows]:
         zeros = torch.zeros(3, 256 * parts, dtype=torch.bfloat16, device=device)
         yield Rows(f"zeros-{fmt.granularity}-{layout}", zeros, named(fmt, layout, device))
     for power in (-100, -60, 60, 100):
-        # Without a norm, the static scale saturates these rows or makes them zero. A norm brings rows of any magnitude
-        # to about 1.
+        # Without a norm, the static scale makes these rows saturate or become zero. A norm brings all rows to a
+        # magnitude of about 1.
         scale = (torch.rand(1, device=device) + 1) * 2.0**power
         rows = torch.randn(3, 100 * parts, device=device)
         yield Rows(f"scale-2^{power}", rows, {"granularity": "tensor", "scale": scale})
@@ -135,7 +135,7 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     yield bad("scale-none", ValueError, "scale is None; granularity='tensor' takes", granularity="tensor")
     for granularity in ("token", "block128"):
         text = f"scale is given; granularity='{granularity}' computes its own"
-        # The rows fit the granularity, so that the tested argument is the only wrong one.
+        # Make the rows fit the granularity, so that only the tested argument is wrong.
         rows = good.repeat(1, 4)
         yield bad(f"scale-given-{granularity}", ValueError, text, rows, granularity=granularity, scale=one)
     yield from scalar_errors("scale", good, {"granularity": FP8_TENSOR.granularity})

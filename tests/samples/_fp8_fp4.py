@@ -1,4 +1,4 @@
-"""Samples shared by the GEMMs of FP8 activations and FP4 weights."""
+"""Samples and error inputs of the GEMMs of FP8 activations and FP4 weights."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torch_cute_ops.formats.scale_layout import from_linear
 SCALE_NAN = {NVFP4: 0x7F, MXFP4: 0xFF}
 LAYOUTS = ("128x4", "linear")
 POWERS = {NVFP4: (0x30, 0x41, 8), MXFP4: (126, 129, 1)}
-"""Range of scale bytes that stand for 1/2, 1 and 2."""
+"""Range of the scale bytes for 1/2, 1 and 2, for each format."""
 
 
 def with_fp4_weight(
@@ -28,15 +28,15 @@ def with_fp4_weight(
     scales: tuple[int, ...] | None = None,
     scale_rows: Callable[[torch.Tensor], None] | None = None,
 ) -> Sample:
-    """Return a call of ``mm_fp8_block`` or ``grouped_mm_fp8`` with an FP4 weight instead of the FP8 weight. An expert
-    whose scales are all NaN gets NaN scales here too.
+    """Return a call of ``mm_fp8_block`` or ``grouped_mm_fp8`` whose FP8 weight is replaced by an FP4 weight. If all
+    scales of an expert are NaN, so are its new scales.
 
     Args:
-        sample: call to start from.
+        sample: call whose weight is replaced.
         fmt, layout: format of the weight, and layout of its scales.
-        exact: True to give each row a single scale, a power of two. With integers as activations, all sums are then
-            exact.
-        scales: range of the scale bytes, as for ``random_matrix``.
+        exact: True to give each weight row a single scale that is a power of two. With integers as activations, all
+            sums are then exact.
+        scales: range of the scale bytes, as in ``random_matrix``.
         scale_rows: function that changes the scale bytes (rows, K/block) in place.
     """
     a, fp8, a_scale, fp8_scale, *rest = sample.args
@@ -55,7 +55,7 @@ def with_fp4_weight(
     if layout == "linear":
         placed = scale.view(*lead, k // fmt.block_size)
     else:
-        # ``from_linear`` fills padding with zeros. Replace them with NaN, which shows if the op reads padding.
+        # Replace the zeros with which ``from_linear`` fills padding by NaN, which shows if the op reads padding.
         is_real = from_linear(torch.ones_like(bytes_), SCALE_LAYOUTS[layout]) == 1
         tiled = from_linear(bytes_, SCALE_LAYOUTS[layout])
         placed = torch.where(is_real, tiled, SCALE_NAN[fmt]).to(torch.uint8).view(fmt.scale_dtype)
@@ -64,15 +64,15 @@ def with_fp4_weight(
 
 
 def formats_and_layouts() -> Iterator[tuple[FP4Format, str, str]]:
-    """Yield each format with each scale layout, and a name for the pair."""
+    """Yield (format, scale layout, name) for each pair of a format and a scale layout."""
     for fmt in FORMATS:
         for layout in LAYOUTS:
             yield fmt, layout, f"{fmt.name}-{layout}"
 
 
 def scale_values(make: Callable[..., Sample]) -> Iterator[Sample]:
-    """Yield calls whose scales are hard to re-encode. ``make`` builds a sample from a name, a format, a layout and
-    further arguments of ``with_fp4_weight``."""
+    """Yield calls whose scales are hard to re-encode in FP8. ``make`` builds a sample from a name, a format, a layout
+    and additional arguments of ``with_fp4_weight``."""
 
     def zeros(scale: torch.Tensor) -> None:
         scale[1::3, ::2] = 0
@@ -80,8 +80,8 @@ def scale_values(make: Callable[..., Sample]) -> Iterator[Sample]:
 
     for fmt in FORMATS:
         bits = f"{fmt.name}-scales"
-        # Scales within 128 elements differ by factors of up to 2^17 in NVFP4, and 2^40 in MXFP4, so that elements with
-        # small scales are rounded.
+        # Within 128 elements, scales differ by factors of up to 2^17 in NVFP4 and 2^40 in MXFP4, so that re-encoding
+        # rounds elements with small scales.
         yield make(f"{bits}-apart", fmt, "128x4", scales=(1, 0x7F) if fmt == NVFP4 else (100, 140))
         yield make(f"{bits}-nan", fmt, "linear", scale_rows=_nans(fmt))
     yield make("nvfp4-scales-zero", NVFP4, "128x4", scale_rows=zeros)
@@ -100,8 +100,8 @@ def _nans(fmt: FP4Format) -> Callable[[torch.Tensor], None]:
 
 
 def weight_errors(good: Sample, bad: Callable[..., ErrorInput], names: tuple[str, ...]) -> Iterator[ErrorInput]:
-    """Yield bad dtypes, shapes and formats of the weight and its scales. ``bad`` is described in
-    ``_fp8_gemm.tensor_errors``."""
+    """Yield wrong dtypes, shapes and formats of the weight and its scales. ``_fp8_gemm.tensor_errors`` describes
+    ``bad``."""
     by_name: dict[str, Any] = dict(zip(names, good.args, strict=False))
     b, scale = by_name["b"], by_name["b_scale"]
     for wrong in (torch.int8, torch.float8_e4m3fn):

@@ -1,4 +1,4 @@
-"""Samples shared by the GEMMs of FP8 matrices with block scales."""
+"""Samples and error inputs of the GEMMs of FP8 matrices with block scales."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,13 +16,13 @@ NAN = 0x7F
 
 
 def codes(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return random codes of numbers of either sign, up to 15."""
+    """Return random e4m3 codes of numbers up to 15 with either sign."""
     magnitude = torch.randint(0, 0x58, shape, device=device)
     return (magnitude + 128 * torch.randint(0, 2, shape, device=device)).to(torch.uint8).view(FP8)
 
 
 def integers(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return random integers from -3 to 3, whose sums of products are exact."""
+    """Return random e4m3 codes of integers from -3 to 3, with which sums of products are exact."""
     return torch.randint(-3, 4, shape, device=device).float().to(FP8)
 
 
@@ -37,7 +37,7 @@ def powers(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def matrix(rows: int, k: int, device: torch.device, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a (rows, K) matrix, and its column-major scales (rows, ⌈K/128⌉)."""
+    """Return a random (rows, K) matrix and its column-major scales (rows, ⌈K/128⌉)."""
     numbers, factors = (integers, powers) if exact else (codes, scales)
     return numbers(rows, k, device=device), factors(-(-k // BLOCK), rows, device=device).t()
 
@@ -45,7 +45,7 @@ def matrix(rows: int, k: int, device: torch.device, exact: bool = False) -> tupl
 def weight(
     *shape: int, device: torch.device, exact: bool = False, experts: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight of ``shape`` (N, K) and its scales (⌈N/128⌉, ⌈K/128⌉), or stacked experts."""
+    """Return a random weight of ``shape`` (N, K) and its scales (⌈N/128⌉, ⌈K/128⌉), or stacked weights of experts."""
     n, k = shape
     lead = () if experts is None else (experts,)
     numbers, factors = (integers, powers) if exact else (codes, scales)
@@ -59,13 +59,13 @@ def option_errors(
     gpu_backend: str = "mma_sync",
     experts: int | None = None,
 ) -> Iterator[ErrorInput]:
-    """Yield bad dtypes of a result with ``n`` columns, bad values of ``alpha`` and ``bias`` (per expert if ``experts``
-    is given), and bad backends: an unknown name and, on a CPU, ``gpu_backend``. ``bad`` is described in
-    ``tensor_errors``; its fourth argument takes further arguments of the call."""
+    """Yield wrong dtypes for a result with ``n`` columns, wrong values of ``alpha`` and ``bias`` (per expert if
+    ``experts`` is given), and wrong backends: an unknown name and, on a CPU, ``gpu_backend``. ``tensor_errors``
+    describes ``bad``; its fourth argument takes additional arguments of the call."""
     for dtype in (torch.float64, torch.uint8, FP8):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
     for error in epilogue_errors(n, device, experts):
-        if error.name != f"alpha-shape-[{experts}]":  # with experts, this shape is valid: one factor per expert
+        if error.name != f"alpha-shape-[{experts}]":  # with experts this shape is valid, one factor per expert
             yield bad(error.name, error.error, error.match, error.kwargs)
     text = "backend='deepgemm' is unknown; use 'auto', "
     yield bad("backend-unknown", ValueError, text, {"backend": "deepgemm"})
@@ -77,8 +77,8 @@ def option_errors(
 def tensor_errors(
     tensors: dict[str, torch.Tensor | None], bad: Callable[..., ErrorInput], device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Yield bad dtypes, devices, shapes and gradients of the tensors of a call. ``bad`` builds an entry from a name, an
-    error, a message and the replaced arguments."""
+    """Yield wrong dtypes, devices and shapes of a call's tensors, and tensors that require grad. ``bad`` makes an error
+    input from a name, an error, a message and the replaced arguments."""
     dtypes = {"a": FP8, "b": FP8, "offsets": torch.int32, "counts": torch.int32}
     for name, tensor in tensors.items():
         if tensor is None:

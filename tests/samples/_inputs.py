@@ -1,4 +1,4 @@
-"""Good and bad inputs of an op, in the manner of PyTorch's ``OpInfo``."""
+"""Data classes of valid calls and error inputs, in the manner of PyTorch's ``OpInfo``."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments that an op accepts.
+    """A call that an op accepts.
 
     Attributes:
-        name: feature that the sample tests; unique among the op's samples.
+        name: name of the feature that the sample tests; unique among the op's samples.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -23,16 +23,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class ErrorInput:
-    """Arguments that an op refuses, and the expected error.
+    """A call that an op refuses, and the expected error.
 
     Attributes:
-        name: fault of the arguments; unique among the op's error inputs.
+        name: name of what is wrong; unique among the op's error inputs.
         args: positional arguments.
         kwargs: keyword arguments.
         error: type of the exception.
-        match: regular expression that its message matches somewhere.
-        out: output tensors, if these are the fault. Only forms of the op that take outputs then refuse the call.
-        is_address: True if the fault is an address, which fake tensors do not have.
+        match: regular expression that must match somewhere in the exception's message.
+        out: output tensors, if these are wrong. Only forms of the op that take outputs then refuse the call.
+        is_address: True if only an address is wrong. Fake tensors have no addresses.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Routings of tokens to experts, for the samples of the ops that make or read the experts' row buffer."""
+"""Routings of tokens to experts, for samples of the ops that compute or use the order of experts' rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ class Routing:
 
     @property
     def padding(self) -> torch.Tensor:
-        """Mask of rows that belong to no pair."""
+        """Mask of the rows that belong to no pair."""
         return self.permuted_to_expanded < 0
 
 
 def random_ids(m: int, topk: int, experts: int, kind: str = "random") -> torch.Tensor:
-    """Return the experts (M, topk) of each token, on the CPU: ``"random"``, ``"one"`` (all tokens on the first ``topk``
-    experts), or ``"half"`` (experts of the last half)."""
+    """Return random experts (M, topk) of each token, on the CPU. ``"one"`` routes all tokens to the first ``topk``
+    experts; ``"half"`` uses only the last half of the experts."""
     chances = torch.rand(m, experts)
     if kind == "one":
         chances[:, :topk] += 1.0
@@ -52,7 +52,7 @@ def random_ids(m: int, topk: int, experts: int, kind: str = "random") -> torch.T
 def routing(
     ids: torch.Tensor, experts: int, device: torch.device, alignment: int = 128, max_rows: int | None = None
 ) -> Routing:
-    """Return the routing of these ids: contiguous, or masked with ``max_rows``."""
+    """Return the routing with these ids: contiguous, or masked if ``max_rows`` is given."""
     return Routing(*(tensor.to(device) for tensor in places_of(ids, experts, alignment, max_rows)))
 
 
@@ -65,7 +65,7 @@ def random_routing(
     alignment: int = 16,
     max_rows: int | None = None,
 ) -> Routing:
-    """Return a routing of random tokens, from ``random_ids`` and ``routing``."""
+    """Return the routing of random ids."""
     return routing(random_ids(m, topk, experts, kind), experts, device, alignment, max_rows)
 
 
@@ -89,16 +89,16 @@ ROUTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no-tokens", {"m": 0, "topk": 2, "experts": 4}),
     ("no-tokens-masked", {"m": 0, "topk": 2, "experts": 4, "max_rows": 8}),
 )
-"""Names of routings, and their arguments of ``random_routing``."""
+"""Named routings: the arguments of ``random_routing``."""
 
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy one element past a multiple of 16 bytes."""
+    """Return a copy that starts one element after a multiple of 16 bytes."""
     return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
 
 
 def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return rows in the experts' order, with NaN in padding."""
+    """Return random rows in the experts' order, with NaN in padding."""
     rows = random_rows(routed.rows, width, dtype=dtype, device=device)
     return rows.masked_fill_(routed.padding[:, None], torch.nan)
 
@@ -106,18 +106,17 @@ def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch
 def output_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, width: int, device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Yield bad outputs of an op that returns codes (rows, width) and their column-major scales."""
+    """Yield calls with wrong outputs, of an op that returns codes (rows, width) and column-major scales."""
     good = {
         "y": torch.zeros(rows, width, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
         "scale": torch.zeros(width // 128, rows, device=device).t(),
     }
-    # Scales are stored one at a time, so that they may start at any address.
+    # Scales are stored one element at a time, so they may start at any address.
     return (e for e in out_errors(args, kwargs, good, device) if e.name != "out-scale-unaligned")
 
 
 def integer_errors(name: str, good: torch.Tensor, args: tuple[Any, ...], place: int | str) -> Iterator[ErrorInput]:
-    """Yield bad values of the integer tensor ``name``, which is ``args[place]`` or a keyword: a wrong dtype, a wrong
-    device."""
+    """Yield wrong dtypes and devices of the integer tensor ``name``, which is ``args[place]`` or a keyword argument."""
 
     def bad(what: str, error: type[Exception], match: str, value: torch.Tensor) -> ErrorInput:
         given, named = list(args), {}

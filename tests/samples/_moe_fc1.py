@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the expert GEMMs with a gate."""
+"""Samples and error inputs of the expert GEMMs with a gate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
 
 ALPHA = {"e4m3": 2.0**-7, "ue8m0": 2.0**-4}
-"""Factors that make the sums of random operands a few units large."""
+"""Factors with which the sums of random operands have a magnitude of a few units."""
 
 
 @dataclass(frozen=True)
 class GatedSamples(FP4Samples):
-    """Samples of one op. If ``a`` is in FP4, so is the result."""
+    """Samples and error inputs of one expert GEMM with a gate. If ``a`` is FP4, so is the result."""
 
     sizes = (9, 3 * 64, 128)
     """M, E·I and H of samples that test values, with three experts."""
@@ -37,7 +37,7 @@ class GatedSamples(FP4Samples):
         return codes.view(experts, rows, -1).mT, scale.view(fp4_shapes((experts, rows, k), fmt, layout)[1])
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
-        """Return ``routing`` to two experts per token, and an ``alpha`` for each expert."""
+        """Return a ``routing`` of each token to two experts, and one ``alpha`` per expert."""
         usual = ALPHA[fmt.scale_format] if self.has_a_scale else 2.0**-4
         alpha = (torch.rand(experts, device=device) + 0.5) * usual
         return {"routing": top_alpha(m, experts, device), "alpha": alpha}
@@ -176,8 +176,8 @@ class GatedSamples(FP4Samples):
     def poisoned(
         self, name: str, m: int, n: int, k: int, fmt: FP4Format, layout: str, device: torch.device, **kwargs: Any
     ) -> Sample:
-        """Return a call with NaN in unused operands: the weight scales of the first expert, to which no token is
-        routed, and the rows of tokens without experts. Half of the zeros in ``routing`` are negative."""
+        """Return a call with NaN in operands that must not be read: the weight scales of the first expert, to which no
+        token is routed, and the rows of tokens without experts. Half of the zeros in ``routing`` are negative."""
         experts = n // 64
         routing = top_alpha(m, experts, device)
         routing[:, 0] = 0
@@ -199,7 +199,7 @@ class GatedSamples(FP4Samples):
     # Bad inputs
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
-        """Yield the bad inputs of the op."""
+        """Yield the error inputs of the op."""
         m, experts, k = 4, 2, 64
         good = self.sample("good", m, experts * 64, k, NVFP4, "linear", device)
         tensors, kwargs = self.by_name(good), good.kwargs
@@ -230,7 +230,7 @@ class GatedSamples(FP4Samples):
         yield from out_errors(good.args, kwargs, self._outputs(m, experts * 64, device), device)
 
     def _outputs(self, m: int, n: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return outputs with linear scales, by name."""
+        """Return outputs with linear scales, keyed by name."""
         if not self.has_a_scale:
             return {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
         y, scale = (torch.zeros(m, size, dtype=torch.uint8, device=device) for size in (n // 2, n // 16))

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the GEMMs that are summed over experts."""
+"""Samples and error inputs of the GEMMs that sum over experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,19 +16,18 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_l
 
 
 def dense_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor:
-    """Return weights that route every token to every expert."""
+    """Return routing weights with which every token uses every expert."""
     return torch.rand(m, experts, device=device) + 0.1
 
 
 def top_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:
-    """Return weights that route each token to ``top`` experts. The weights are positive, and a token's weights sum to
-    1."""
+    """Return positive routing weights that route each token to ``top`` experts and sum to 1 for each token."""
     best = torch.randn(m, experts, device=device).topk(min(top, experts), dim=1)
     return torch.zeros(m, experts, device=device).scatter(1, best.indices, best.values.softmax(1))
 
 
 def one_expert_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor:
-    """Return weights that route every token to the last expert only."""
+    """Return routing weights that route every token only to the last expert."""
     alpha = torch.zeros(m, experts, device=device)
     alpha[:, -1] = torch.rand(m, device=device) + 0.5
     return alpha
@@ -36,7 +35,7 @@ def one_expert_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor
 
 @dataclass(frozen=True)
 class ExpertGemmSamples(GemmSamples):
-    """Samples of one op."""
+    """Samples and error inputs of one GEMM that sums over experts."""
 
     sizes = (9, 24, 256)
     gpu_backend = "routed"
@@ -46,7 +45,7 @@ class ExpertGemmSamples(GemmSamples):
     extreme_scales = (80, 170)  # used together with factors from 2^-47 to 2^42
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
-        """Return ``alpha`` for experts of 64 elements, two per token."""
+        """Return ``alpha`` for experts of 64 elements, two of which each token uses."""
         return {"alpha": top_alpha(m, k // 64, device)}
 
     def _grid(self, device: torch.device) -> Iterator[Sample]:
@@ -141,8 +140,9 @@ class ExpertGemmSamples(GemmSamples):
     def poisoned(
         self, name: str, m: int, n: int, k: int, fmt: FP4Format, layout: str, device: torch.device, **kwargs: Any
     ) -> Sample:
-        """Return a call with NaN in unused operands: ``a``, or its scales, wherever ``alpha`` is zero, and the weight
-        scales of the first expert, to which no token is routed. A third of the zeros in ``alpha`` are negative."""
+        """Return a call with NaN in operands that must not be read: ``a`` or its scales wherever ``alpha`` is zero, and
+        the weight scales of the first expert, to which no token is routed. A third of the zeros in ``alpha`` are
+        negative."""
         experts = k // 64
         alpha = top_alpha(m, experts, device)
         alpha[:, 0] = 0
@@ -204,7 +204,7 @@ class ExpertGemmSamples(GemmSamples):
 
 
 def with_nan_scales(scale: torch.Tensor, where: torch.Tensor, k: int, fmt: FP4Format, layout: str) -> torch.Tensor:
-    """Return ``scale`` with NaN for the experts and rows that ``where`` (rows, E) selects."""
+    """Return ``scale`` with NaN for the (row, expert) pairs that the mask ``where`` (rows, E) selects."""
     rows, experts = where.shape
     blocks = k // fmt.block_size
     linear = to_linear(scale, SCALE_LAYOUTS[layout], rows, blocks).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Weights and eps, for the samples of the ops that normalise rows."""
+"""Samples and error inputs of the ops that normalise rows: rows, weights and eps."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +12,14 @@ from samples._rows import DTYPES, Family, random_rows, short
 
 
 def random_weight(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a norm's weight: around 1, some elements negative, some zero."""
+    """Return a random weight of a norm: elements around 1, some negative and some zero."""
     weight = torch.randn(width, device=device) * 0.5 + 1
     weight[30::31] = 0
     return weight.to(dtype)
 
 
 def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield the family's rows with weights, alternately in the input dtype and in float32, and special weights and
+    """Yield the family's rows with weights, alternately in the input's dtype and in float32, and special weights and
     eps."""
     for i, (name, rows, kwargs) in enumerate(family.rows(device)):
         dtype = torch.float32 if i % 2 else rows.dtype
@@ -35,7 +35,7 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             yield sample(f"{short(dtype)}-weight-{short(weight_dtype)}", random_weight(96, weight_dtype, device), rows)
     yield sample("weight-strided", random_weight(192, torch.bfloat16, device)[::2])
     yield sample("weight-offset", random_weight(97, torch.float32, device)[1:])
-    # Use float32: with equal weights, ratios of numbers with few bits often lie halfway between two codes.
+    # float32, because with equal weights ratios of numbers with few bits often lie halfway between two codes
     rows = random_rows(5, 96, dtype=torch.float32, device=device)
     yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96), rows)
     weight = random_weight(96, torch.float32, device)
@@ -55,7 +55,7 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
 
 
 def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Yield bad rows, weights and other arguments, except outputs."""
+    """Yield wrong rows, weights and other arguments, but no wrong outputs."""
     rows, weight = random_rows(4, 128, device=device), random_weight(128, torch.bfloat16, device)
     for error in family.errors(rows):
         (bad_rows,) = error.args
@@ -82,7 +82,7 @@ def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
 
 
 def norm_out_errors(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
-    """Yield bad outputs."""
+    """Yield calls with wrong outputs."""
     kwargs, good = family.outputs(device)
     if returns_norm:
         good["norm"] = torch.zeros(4, 512, dtype=torch.bfloat16, device=device)

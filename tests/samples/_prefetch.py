@@ -1,4 +1,4 @@
-"""Samples of ``prefetch``, shared by the GEMMs that take it."""
+"""Samples and error inputs of the argument ``prefetch`` of GEMMs."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,12 +8,12 @@ from samples._inputs import ErrorInput
 
 
 def prefetched(device: torch.device) -> torch.Tensor:
-    """Return a weight's rows, for calls to prefetch into L2."""
+    """Return a matrix, such as the next weight, for calls to prefetch into L2."""
     return torch.randint(0, 256, (40, 48), dtype=torch.uint8, device=device)
 
 
 def prefetches(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield matrices of several dtypes: larger than one request, empty, and misaligned; each with a name."""
+    """Yield (name, matrix) for matrices of several dtypes: larger than one request, empty, and misaligned."""
     rows = prefetched(device)
     wide = torch.zeros(3, 4112, dtype=torch.uint8, device=device)
     yield "prefetch-uint8", rows
@@ -24,8 +24,8 @@ def prefetches(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def prefetch_errors(bad: Callable[..., ErrorInput], device: torch.device) -> Iterator[ErrorInput]:
-    """Yield bad dtypes, shapes, strides and devices. ``bad`` builds an entry from a name, an error, a message and
-    further arguments."""
+    """Yield wrong dtypes, shapes, strides and devices. ``bad`` makes an error input from a name, an error, a message
+    and additional arguments."""
     given = prefetched(device)
     for name, kind, text, wrong in (
         ("float32", TypeError, "got prefetch with dtype torch.float32; expected one of a byte", given.float()),

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the FP4 GEMMs with a prologue: a gate, a quantisation, or both."""
+"""Samples and error inputs of the FP4 GEMMs with a prologue: a gate, a quantisation, or both."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4
 
 @dataclass(frozen=True)
 class PrologueGemmSamples(GemmSamples):
-    """Samples of one op.
+    """Samples and error inputs of one FP4 GEMM with a prologue.
 
     Attributes:
         prologue_gate: True for an op whose ``a`` contains gate and up.
@@ -31,7 +31,7 @@ class PrologueGemmSamples(GemmSamples):
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
         """Yield the samples of every FP4 GEMM, gates with special values, global scales, and values outside the range
-        of blocks."""
+        of FP4 blocks."""
         yield from super().samples(device)
         if self.prologue_gate:
             yield from self._gates(device)
@@ -43,7 +43,7 @@ class PrologueGemmSamples(GemmSamples):
         for dtype in (torch.bfloat16, torch.float16):
             sample = self.sample("", m, n, k, NVFP4, "128x4", device, dtype=dtype, out_dtype=torch.float32)
             up = sample.args[0].chunk(2, 1)[1]
-            # Gates range from the overflow of exp(-gate), over the minimum of silu, to silu(gate) = gate.
+            # From gates at which exp(-gate) overflows, over the minimum of silu, to gates with silu(gate) = gate.
             slope = torch.linspace(-110, 20, up.numel(), device=device).view_as(up)
             special = torch.ones_like(up)
             special[:3, 5] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=device)
@@ -61,7 +61,7 @@ class PrologueGemmSamples(GemmSamples):
                     name = f"global-scale-{value}-{rows}-{short(dtype)}"
                     sizes = rows, n, k + 16 * (rows > 1)
                     yield self.sample(name, *sizes, NVFP4, "linear", device, dtype=dtype, global_scale=scale, **given)
-            # Infinity and NaN; blocks of zeros, and of numbers too small for a scale; a block that saturates
+            # Infinity and NaN; a block of zeros; a block of numbers too small for a scale; a block that saturates.
             for fmt in FORMATS:
                 sample = self.sample(f"{fmt.name}-unusual-{rows}", rows, n, k, fmt, "128x4", device, **given)
                 a = sample.args[0].clone()

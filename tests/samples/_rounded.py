@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the ops that write rows in the input dtype."""
+"""Samples and error inputs of the ops that round rows to the input's dtype instead of quantising them."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Logits, scoring and orders of rows, for the samples of the ops that route tokens."""
+"""Samples and error inputs of the ops that route tokens: logits, scoring, and orders of rows."""
 
 import math
 from collections.abc import Iterator
@@ -10,26 +10,27 @@ from samples._inputs import ErrorInput, Sample
 from samples._rows import DTYPES, short
 
 DEEPSEEK: dict[str, Any] = {"topk": 8, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
-"""Scoring of DeepSeek-V3, together with 256 experts and a bias."""
+"""DeepSeek-V3's way to choose experts. DeepSeek-V3 has 256 experts and a bias."""
 GROUPS = ((1, 20, 1), (2, 20, 1), (3, 36, 2), (5, 20, 2), (8, 160, 3), (32, 32, 9), (32, 512, 4), (17, 510, 3))
-"""(groups, experts, groups per token)"""
+"""(number of groups, number of experts, groups from which a token's experts come)"""
 
 
 def choice_call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with M tokens (all dimensions except the last) and ``experts_for(width)`` experts."""
+    """Return a call with M tokens (the product of all dimensions except the last) and ``experts_for(width)``
+    experts."""
     logits = torch.randn(math.prod(shape[:-1]), experts_for(shape[-1]), device=device)
     return Sample("call", (logits, 7), {})
 
 
 def experts_for(width: int) -> int:
-    """Return the number of experts that calls of a width use. It differs from every number of tokens in the tests."""
+    """Return the number of experts for calls of this width. It differs from every number of tokens in the tests."""
     return 17 + width // 16 % 487
 
 
 def choice_sample(
     name: str, m: int, experts: int, topk: int, device: torch.device, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> Sample:
-    """Return a call with random logits, and with a bias if ``bias`` is true."""
+    """Return a call with random logits, and with a random bias if ``bias`` is True."""
     logits = torch.randn(m, experts, device=device).to(dtype)
     if kwargs.pop("bias", False):
         kwargs["bias"] = torch.randn(experts, device=device) * 0.1
@@ -37,7 +38,7 @@ def choice_sample(
 
 
 def choice_samples(device: torch.device) -> Iterator[Sample]:
-    """Yield logits, and arguments that choose experts by them."""
+    """Yield logits with the arguments that choose experts from them."""
 
     def sample(name: str, m: int, experts: int, topk: int, *dtype: torch.dtype, **kwargs: Any) -> Sample:
         return choice_sample(name, m, experts, topk, device, *dtype, **kwargs)
@@ -84,7 +85,7 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
                 yield sample(name, 23, experts, 4, torch.float32, **given)
     yield sample("softmax-bias", 33, 64, 4, torch.bfloat16, bias=True)
     yield sample("softmax-bias-of-1024", 9, 1024, 23, torch.bfloat16, bias=True, renormalize=False)
-    # The bias chooses experts whose softmax rounds to zero.
+    # The bias selects experts whose softmax rounds to zero.
     steep = torch.arange(24, device=device).float() * -40
     yield Sample("softmax-bias-of-zeros", (steep.expand(3, 24).contiguous(), 5), {"bias": -steep})
     yield sample("not-renormalised", 30, 64, 4, renormalize=False)
@@ -126,7 +127,7 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
 
 
 def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield bad logits, and bad arguments that choose experts."""
+    """Yield wrong logits, and wrong arguments that choose experts."""
     logits, bias = torch.randn(4, 16, device=device), torch.zeros(16, device=device)
 
     def bad(name: str, match: str, *args: Any, error: type[Exception] = ValueError, **kwargs: Any) -> ErrorInput:
@@ -173,7 +174,7 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
-    """Yield bad arguments that order rows, with the other arguments ``args``, for four tokens with two of 16 experts
+    """Yield wrong arguments that order rows, after the other arguments ``args``, for four tokens with two of 16 experts
     each."""
 
     def bad(name: str, match: str, **kwargs: Any) -> ErrorInput:
@@ -189,16 +190,16 @@ def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
 
 
 def integer_outputs(device: torch.device, **shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Return integer outputs of these shapes."""
+    """Return int32 outputs of these shapes, by name."""
     return {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
 
 
 ORDER = {"expanded_to_permuted": (4, 2), "permuted_to_expanded": (64,), "offsets": (17,), "counts": (16,)}
-"""Shapes of the row order of four tokens, two of 16 experts each, in multiples of 8 rows."""
+"""Shapes of the row order for four tokens with two of 16 experts each, aligned to 8 rows."""
 
 
 def bad_outputs(good: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ErrorInput]:
-    """Yield bad outputs instead of these ``good`` ones, in int32 or float32."""
+    """Yield calls in which one of these ``good`` outputs, int32 or float32, is replaced by a wrong output."""
     for name, tensor in good.items():
 
         def bad(what: str, error: type[Exception], match: str, value: torch.Tensor, name: str = name) -> ErrorInput:

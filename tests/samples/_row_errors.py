@@ -1,4 +1,4 @@
-"""Bad rows, scalars and outputs, shared by the bad inputs of most ops."""
+"""Error inputs that most ops share: wrong rows, scalars and outputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from samples._rows import Family, random_rows, short
 
 
 def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., ErrorInput]:
-    """Return a function that builds bad inputs from a good call. It takes a name, an error, a message, keyword
+    """Return a function that makes error inputs from a valid call. It takes a name, an error, a message, keyword
     arguments that extend or replace ``kwargs``, and by name the tensors that replace entries of ``tensors``."""
 
     def bad(
@@ -23,7 +23,7 @@ def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[...
 
 
 def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:
-    """Yield rows of a wrong dtype, without a dimension, of zero length, and rows that require grad."""
+    """Yield rows of a wrong dtype, without a dimension, or of zero length, and rows that require grad."""
     for dtype in (torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool):
         text = f"got input with dtype {short(dtype)}; expected bfloat16"
         yield ErrorInput(f"input-{short(dtype)}", (good.to(dtype),), {}, TypeError, text)
@@ -36,7 +36,7 @@ def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:
 def scalar_errors(
     name: str, good: torch.Tensor, kwargs: dict[str, Any] | None = None, args: tuple[Any, ...] = ()
 ) -> Iterator[ErrorInput]:
-    """Yield bad values of the argument ``name``, an fp32 tensor of one element, together with ``args`` and
+    """Yield wrong values of the argument ``name``, an fp32 tensor of one element, together with ``args`` and
     ``kwargs``."""
     device = good.device
     one = torch.ones(1, device=device)
@@ -60,9 +60,9 @@ def scalar_errors(
 def out_errors(
     args: tuple[Any, ...], kwargs: dict[str, Any], good: dict[str, torch.Tensor], device: torch.device
 ) -> Iterator[ErrorInput]:
-    """Yield bad outputs of an op that returns these ``good`` outputs, by name, for ``args`` and ``kwargs``.
+    """Yield calls with ``args`` and ``kwargs`` in which one of the ``good`` outputs is replaced by a wrong output.
 
-    float32 scales are FP8 block scales, which may be in either layout.
+    float32 outputs are FP8 block scales, for which either layout is valid.
     """
     block_scales = [name for name, each in good.items() if name.startswith("scale") and each.dtype == torch.float32]
 
@@ -123,7 +123,7 @@ def out_errors(
 
 
 def rows_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Yield bad inputs of an op that quantises rows without other inputs."""
+    """Yield error inputs of an op that quantises rows and takes no other inputs."""
     yield from family.errors(random_rows(4, 128, device=device))
     kwargs, good = family.outputs(device)
     yield from out_errors((random_rows(4, 512, device=device),), kwargs, good, device)

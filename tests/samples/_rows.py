@@ -1,4 +1,4 @@
-"""Rows to quantise, for the samples and bad inputs of all ops that quantise rows to any format."""
+"""Rows to quantise, for samples and error inputs of all ops that quantise rows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Rows(NamedTuple):
-    """Rows, and the arguments that select their quantisation."""
+    """Rows, and the arguments that say how to quantise them."""
 
     name: str
     input: torch.Tensor
@@ -20,30 +20,30 @@ class Rows(NamedTuple):
 
 
 class RowsOf(Protocol):
-    """Function that yields rows on a device; with ``halves``, rows of gate and up, twice as long as the quantised
-    rows."""
+    """Function that yields rows on a device. With ``halves`` the rows contain gate and up, so they are twice as
+    long."""
 
     def __call__(self, device: torch.device, halves: bool = False) -> Iterator[Rows]: ...
 
 
 class ErrorsOf(Protocol):
-    """Function that yields bad inputs of an op whose first argument is rows, made from good (4, 128) rows."""
+    """Function that yields error inputs of an op whose first argument is rows, given valid rows (4, 128)."""
 
     def __call__(self, good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]: ...
 
 
 @dataclass(frozen=True)
 class Family:
-    """Samples shared by ops that produce one family of formats.
+    """Samples that ops share if they quantise to the same family of formats, FP4 or FP8.
 
     Attributes:
-        rows: function that yields rows and the arguments to quantise them.
-        errors: function that yields bad rows, formats, layouts and factors.
-        plain: arguments of samples that test other arguments; they also fit rows of 96 elements.
+        rows: function that yields rows with the arguments that say how to quantise them.
+        errors: function that yields wrong rows, formats, layouts and factors.
+        plain: arguments for samples that test something else than the format. They also fit rows of 96 elements.
         small: same as ``plain``, for the format with the smallest scales.
-        positional: factor (global or static scale), if ops take one, and the arguments that choose a format and layout
-            for it.
-        outputs: arguments for 2-D outputs, and these outputs by name for (4, 512) values.
+        positional: positional arguments: the factor (global or static scale), if ops take one, and then a format and
+            layout that use the factor.
+        outputs: arguments with which outputs are matrices, and these outputs by name for (4, 512) values.
     """
 
     rows: RowsOf
@@ -55,19 +55,20 @@ class Family:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return the dtype's name."""
+    """Return the dtype's name without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, device: torch.device) -> torch.Tensor:
-    """Return normally distributed values with outlier channels. The magnitudes of rows differ by powers of two."""
+    """Return normally distributed values in which some columns are outliers. The magnitudes of rows differ by powers of
+    two."""
     rows = torch.randn(shape, device=device)
     rows[..., ::37] *= 16
     return (rows * 2.0 ** torch.randint(-5, 6, (*shape[:-1], 1), device=device)).to(dtype)
 
 
 def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> torch.Tensor:
-    """Return rows of 6 blocks with special values."""
+    """Return rows of 6 blocks that contain special values."""
     info = torch.finfo(dtype)
     width = 6 * block
     rows = torch.randn(14, width, device=device).to(dtype)
@@ -81,8 +82,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[5, 0::2] = info.max
     rows[5, 1::2] = info.min
     rows[6, block : 2 * block] = -0.0
-    # With amax 6 the scale is 1. The row contains every rounding boundary of e2m1, where ties go to the even code, and
-    # both zeros.
+    # With an amax of 6 the scale is 1. This row contains both zeros and every rounding boundary of e2m1, where ties go
+    # to the even code.
     ties = torch.tensor(
         [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0], device=device
     )
@@ -91,8 +92,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
     rows[10] = 2.0**15
     rows[11, 7] = info.max
-    # A block with a much smaller magnitude than its row: its products with a weight have bits that a 16-bit norm would
-    # lose.
+    # One block is much smaller than the rest of its row: its products with a weight have bits that rounding the norm to
+    # 16 bits would lose.
     rows[12, block : 2 * block] *= info.smallest_normal
     rows[13] *= info.smallest_normal**0.25
     rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5
@@ -100,7 +101,7 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
 
 
 def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield rows of 2 or 3 times ``unit`` elements in every memory layout."""
+    """Yield (name, rows): rows of 2 or 3 times ``unit`` elements in every memory layout."""
 
     def base(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return random_rows(*shape, dtype=dtype, device=device)
@@ -122,17 +123,17 @@ def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]
 
 
 ODD_WIDTHS = (1, 2, 7, 17, 100, 1152, 2880, 4616)
-"""Widths that are not multiples of 16, nor of a thread's or warp's share."""
+"""Widths that are not multiples of 16, and not multiples of what a thread or a warp processes."""
 
 
 def odd_views(parts: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield rows of ``parts`` times 100 elements inside longer rows. A kernel copies and pads them."""
+    """Yield (name, rows): rows of ``parts`` times 100 elements inside longer rows, which a kernel must copy and pad."""
     for name, start in (("row-strided", 0), ("column-offset", 1)):
         yield f"width-100-{name}", random_rows(5, 128 * parts, device=device)[:, start : start + 100 * parts]
 
 
 def rows_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield samples of an op that quantises rows without other inputs."""
+    """Yield samples of an op that quantises rows and takes no other inputs."""
     for name, rows, kwargs in family.rows(device):
         yield Sample(name, (rows,), kwargs)
     factor, choices = family.positional(device)

@@ -1,4 +1,4 @@
-"""Samples that the ops with SwiGLU add to the rows of a family."""
+"""Samples and error inputs of the ops with SwiGLU, in addition to the rows of a family."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +21,11 @@ GATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("limit-large", {"swiglu_limit": 1e30}),
     ("defaults-named", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None}),
 )
-"""Parameters of the gate."""
+"""Parameters of gates that the samples use."""
 
 
 def swiglu_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
-    """Yield bad parameters of the gate, together with these arguments."""
+    """Yield wrong parameters of the gate, after these positional arguments."""
     for name, values in {
         "swiglu_alpha": (torch.nan, torch.inf),
         "swiglu_beta": (torch.nan, -torch.inf),
@@ -37,7 +37,7 @@ def swiglu_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
 
 
 def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield the family's rows, and halves with special values."""
+    """Yield the family's rows, and rows whose halves contain special values."""
     for name, rows, kwargs in family.rows(device, halves=True):
         yield Sample(name, (rows,), kwargs)
     factor, choices = family.positional(device)
@@ -52,13 +52,13 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
         special = special_rows(dtype, device)
         plain = torch.randn(special.shape, device=device).to(dtype)
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
-        # Gates range from the overflow of exp(-a), over the minimum of silu, to nearly silu(a) = a.
+        # From gates at which exp(-a) overflows, over the minimum of silu, to gates with silu(a) close to a.
         slope = torch.linspace(-110, 20, plain.numel(), device=device).view_as(plain).to(dtype)
         halves = {
             "gate": (special, plain, family.plain),
             "up": (plain, special, family.plain),
             "pairs": (special[pairs[:, 0]], special[pairs[:, 1]], family.small),
-            # For these values, silu(a) rounds to a.
+            # silu(a) rounds to a.
             "identity": (torch.full_like(plain, 32.0), plain, family.plain),
             "slope": (slope, plain, family.plain),
             "slope-small": (slope, plain, family.small),
@@ -71,7 +71,7 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
 
 
 def silu_mul_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Yield bad inputs of an op of this family."""
+    """Yield error inputs of an op of this family."""
     yield from family.errors(random_rows(4, 128, device=device), halves=True)
     yield from swiglu_errors((random_rows(4, 128, device=device),))
     kwargs, good = family.outputs(device)

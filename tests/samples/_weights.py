@@ -1,4 +1,4 @@
-"""Weights and block scales with unusual strides, good and bad."""
+"""Weights and block scales with unusual strides, valid and invalid."""
 
 from collections.abc import Iterator
 
@@ -8,39 +8,39 @@ from samples._inputs import ErrorInput, Sample
 
 
 def with_padding(weight: torch.Tensor) -> torch.Tensor:
-    """Return the transposed view of a row-major copy of ``weight`` (..., K, N), with padding after each row."""
+    """Return the transposed view of a row-major copy of ``weight`` (..., K, N) whose rows are padded."""
     rows = weight.view(torch.uint8).mT
     return torch.cat((rows, ~rows), -1)[..., : rows.shape[-1]].mT.view(weight.dtype)
 
 
 def unaligned(weight: torch.Tensor) -> torch.Tensor:
-    """Return a padded copy of ``weight`` whose rows begin after the first byte."""
+    """Return a padded copy of ``weight`` whose rows start one byte later."""
     rows = weight.view(torch.uint8).mT
     return torch.cat((~rows, rows, ~rows), -1)[..., rows.shape[-1] : 2 * rows.shape[-1]].mT.view(weight.dtype)
 
 
 def one_column(weight: torch.Tensor) -> torch.Tensor:
-    """Return the first column of ``weight`` (..., K, N), expanded to N columns, so that ``stride(-1)`` is 0."""
+    """Return the first column of ``weight`` (..., K, N) expanded to N columns, so that ``stride(-1)`` is 0."""
     return weight[..., :1].expand_as(weight)
 
 
 def one_expert(weight: torch.Tensor) -> torch.Tensor:
-    """Return the first expert of ``weight`` (E, K, N), expanded to E experts, so that ``stride(0)`` is 0."""
+    """Return the first expert of ``weight`` (E, K, N) expanded to E experts, so that ``stride(0)`` is 0."""
     return weight[:1].expand_as(weight)
 
 
 def every_other_expert(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` (E, K, N) as every other expert of a larger stack."""
+    """Return ``weight`` (E, K, N) stored as every other expert of a larger stack."""
     rows = weight.view(torch.uint8).mT
     return torch.stack((rows, ~rows), 1).flatten(0, 1)[::2].mT.view(weight.dtype)
 
 
 def stride_errors(good: Sample, name: str) -> Iterator[ErrorInput]:
-    """Yield calls whose weight is no transposed view of a row-major weight.
+    """Yield calls whose weight is not the transposed view of a row-major weight.
 
     Args:
-        good: good call, whose weight is the second argument.
-        name: the op's name of the weight.
+        good: valid call whose second argument is the weight.
+        name: name of the weight argument.
     """
     text = (
         rf"got {name} with shape .* and strides .*; expected .*, with stride\(-2\) == 1: pass {name}\.mT if {name} is "
@@ -60,10 +60,10 @@ def stride_errors(good: Sample, name: str) -> Iterator[ErrorInput]:
 
 
 def scale_stride_errors(good: Sample, *places: int) -> Iterator[ErrorInput]:
-    """Yield calls whose FP4 block scales have the right values and shape, and the strides of a transposed view.
+    """Yield calls in which FP4 block scales have the right values and shape, but the strides of a transposed view.
 
     Args:
-        good: good call in NVFP4.
+        good: valid call in NVFP4.
         places: indices of the scales among the arguments.
     """
     text = r"got \w*scale with shape .* and strides .*, a transposed view; expected block scales by row"

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``add_rmsnorm_fp4quant_with_norm_both_layouts``."""
+"""Samples (valid calls) and error inputs of ``add_rmsnorm_fp4quant_with_norm_both_layouts``."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ from samples._inputs import ErrorInput, Sample
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     return both_layouts_samples(device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     return both_layouts_errors(device, returns_norm=True)

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``fp4_dequantize``."""
+"""Samples (valid calls) and error inputs of ``fp4_dequantize``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,8 @@ from torch_cute_ops.formats.shapes import fp4_shapes
 
 
 def random_blocks(*shape: int, fmt: FP4Format, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random codes and scales of a tensor of ``shape`` (..., K). Linear scales contain no NaN; padding does."""
+    """Return random codes and scales of a tensor of ``shape`` (..., K). Scales contain no NaN, but their padding
+    does."""
     y, scale = fp4_shapes(torch.Size(shape), fmt, SCALE_LAYOUTS[layout])
     codes = torch.randint(0, 256, y, dtype=torch.uint8, device=device)
     scales = torch.randint(0, 256, scale, dtype=torch.uint8, device=device)
@@ -26,7 +27,7 @@ def random_blocks(*shape: int, fmt: FP4Format, layout: str, device: torch.device
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     yield from _grid(device)
     yield from _shapes(device)
     yield from _views(device)
@@ -65,7 +66,7 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
     yield sample("4d-tiled", NVFP4, "128x4", 2, 2, 67, 64)
     yield sample("4d", NVFP4, "linear", 2, 2, 8, 64)
     yield sample("5d-tiled", NVFP4, "8x4", 2, 1, 3, 4, 64)
-    # If the shape of the scales fits two layouts, the call must name the layout.
+    # Name the layout where the shape of the scales fits two layouts.
     yield sample("linear-like-8x4", NVFP4, "linear", 3, 1, 8, 64, scale_layout="linear")
     yield sample("8x4-like-linear", NVFP4, "8x4", 3, 1, 8, 64, scale_layout="8x4")
     yield sample("linear-like-128x4", MXFP4, "linear", 2, 1, 32, 4, 128, scale_layout="linear")
@@ -126,7 +127,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     y, scale = random_blocks(4, 64, fmt=NVFP4, layout="linear", device=device)
     meta = torch.device("meta")
     for error in FP4.errors(torch.zeros(4, 128, dtype=torch.bfloat16, device=device)):

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``fp4_quantize``."""
+"""Samples (valid calls) and error inputs of ``fp4_quantize``."""
 
 from collections.abc import Iterator
 
@@ -11,10 +11,10 @@ from samples._rows import rows_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     return rows_samples(FP4, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     return rows_errors(FP4, device)

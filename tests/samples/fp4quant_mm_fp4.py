@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``fp4quant_mm_fp4``."""
+"""Samples (valid calls) and error inputs of ``fp4quant_mm_fp4``."""
 
 from samples._prologue_gemm import PrologueGemmSamples
 

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``grouped_mm_fp8``."""
+"""Samples (valid calls) and error inputs of ``grouped_mm_fp8``."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ from samples._rows import DTYPES, short
 from samples._weights import every_other_expert, stride_errors, with_padding
 
 ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
-"""Dimension of the rows in ``call``'s tensors, by argument."""
+"""Dimension of each tensor of a ``call`` that is the number of rows."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with this number of rows and columns: five experts, three of them without rows, and K = 512, four
-    blocks. No test uses the same number of rows as one of these sizes, because PyTorch treats equal sizes as one
-    symbol."""
+    """Return a call with this number of rows and columns. It has five experts, three of them without rows, and K = 512,
+    which is four blocks. No test uses one of these sizes as its number of rows, because PyTorch treats equal sizes as
+    one symbol."""
     *lead, width = shape
     rows = math.prod(lead)
     return contiguous("", [rows // 2, 0, rows - rows // 2, 0, 0], width, 512, device, alignment=1)
@@ -41,7 +41,7 @@ def contiguous(
     **kwargs: Any,
 ) -> Sample:
     """Return a call in the contiguous layout. Each expert begins at a multiple of ``alignment``, ``spare`` rows follow
-    the last expert, and rows of padding are NaN. Without ``counted``, an expert owns all rows up to the next expert."""
+    the last expert, and rows of padding are NaN. If not ``counted``, an expert owns all rows up to the next expert."""
     begins = [0]
     for count in counts:
         begins.append(-(-(begins[-1] + count) // alignment) * alignment)
@@ -70,7 +70,7 @@ def masked(
     exact: bool = False,
     **kwargs: Any,
 ) -> Sample:
-    """Return a call in the masked layout, with ``rows`` rows reserved per expert; unused rows are NaN."""
+    """Return a call in the masked layout, with ``rows`` rows reserved per expert. Unused rows are NaN."""
     experts = len(counts)
     given = torch.tensor(counts, dtype=torch.int32, device=device)
     a, a_scale = matrix(experts * rows, k, device, exact)
@@ -83,20 +83,20 @@ def masked(
 
 
 def _poison(a: torch.Tensor, a_scale: torch.Tensor, exists: torch.Tensor) -> None:
-    """Write NaN to rows that do not exist."""
+    """Write NaN to the rows and scales of padding, where ``exists`` is False."""
     a.view(torch.uint8).masked_fill_(~exists[:, None], NAN)
     a_scale.masked_fill_(~exists[:, None], torch.nan)
 
 
 def _poison_unused(b_scale: torch.Tensor, counts: Sequence[int]) -> None:
-    """Write NaN to the scales of experts without rows."""
+    """Write NaN to the weight scales of experts without rows."""
     for expert, count in enumerate(counts):
         if count == 0:
             b_scale[expert] = torch.nan
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     device = torch.device(device)
     for out_dtype in DTYPES:
         dtype = short(out_dtype)
@@ -163,13 +163,13 @@ def _epilogues(device: torch.device) -> Iterator[Sample]:
 def with_token_scales(
     one: Sample, *, exact: bool = False, one_a_scale: bool = False, one_b_scale: bool = False
 ) -> Sample:
-    """Return the call with per-token and per-channel scales instead of block scales. Scales of rows without an expert,
-    and of experts without rows, stay NaN.
+    """Return the call with per-token and per-channel scales instead of block scales. Scales that were NaN, of padding
+    rows and of experts without rows, stay NaN.
 
     Args:
-        one: a call with block scales.
-        exact: True for powers of two.
-        one_a_scale, one_b_scale: True for one scale for all rows, and one scale per expert.
+        one: call with block scales.
+        exact: True for scales that are powers of two.
+        one_a_scale: True for one scale for all rows. one_b_scale: True for one scale per expert.
     """
     a, b, a_scale, b_scale, *rest = one.args
     factors = powers if exact else scales
@@ -183,7 +183,7 @@ def with_token_scales(
 
 
 def _tokens(device: torch.device) -> Iterator[Sample]:
-    """Yield calls with per-token and per-channel scales, or one scale for all rows or per expert."""
+    """Yield calls with per-token and per-channel scales, or with one scale for all rows or per expert."""
     for i, out_dtype in enumerate(DTYPES):
         dtype, one = short(out_dtype), {"one_a_scale": i == 1, "one_b_scale": i == 2}
         given: dict[str, Any] = {"out_dtype": out_dtype, "fast_accum": i == 2}
@@ -248,7 +248,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
     n, k = 136, 256
     good = contiguous("good", [4, 3], n, k, device)

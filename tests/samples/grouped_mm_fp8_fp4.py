@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``grouped_mm_fp8_fp4``."""
+"""Samples (valid calls) and error inputs of ``grouped_mm_fp8_fp4``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,19 +27,19 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def contiguous(name: str, fmt: FP4Format, layout: str, *sizes: Any, exact: bool = False, **kwargs: Any) -> Sample:
-    """Return a call in the contiguous layout; ``sizes`` as for ``grouped_mm_fp8``."""
+    """Return a call in the contiguous layout. ``sizes`` are as in ``contiguous`` of ``grouped_mm_fp8``."""
     weight = {key: kwargs.pop(key) for key in ("scales", "scale_rows") if key in kwargs}
     one = grouped_mm_fp8.contiguous(name, *sizes, exact=exact, **kwargs)
     return with_fp4_weight(one, fmt, layout, exact=exact, **weight)
 
 
 def masked(name: str, fmt: FP4Format, layout: str, *sizes: Any, exact: bool = False, **kwargs: Any) -> Sample:
-    """Return a call in the masked layout."""
+    """Return a call in the masked layout. ``sizes`` are as in ``masked`` of ``grouped_mm_fp8``."""
     return with_fp4_weight(grouped_mm_fp8.masked(name, *sizes, exact=exact, **kwargs), fmt, layout, exact=exact)
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     device = torch.device(device)
     for fmt, layout, name in formats_and_layouts():
         for out_dtype in DTYPES:
@@ -117,7 +117,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
     n, k = 136, 256
     good = contiguous("good", NVFP4, "128x4", [4, 3], n, k, device)

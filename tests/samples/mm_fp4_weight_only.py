@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``mm_fp4_weight_only``."""
+"""Samples (valid calls) and error inputs of ``mm_fp4_weight_only``."""
 
 from samples._fp4_gemm import GemmSamples
 

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``mm_fp8``."""
+"""Samples (valid calls) and error inputs of ``mm_fp8``."""
 
 import math
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def sample(
     one_b_scale: bool = False,
     **kwargs: Any,
 ) -> Sample:
-    """Return a call; with ``exact``, all its sums are exact.
+    """Return a random call. With ``exact``, all its sums are exact.
 
     Args:
         one_a_scale, one_b_scale: True for one scale per tensor, False for one scale per row of ``a`` or per column.
@@ -51,7 +51,7 @@ def sample(
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     device = torch.device(device)
     for out_dtype in DTYPES:
         name, given = short(out_dtype), {"out_dtype": out_dtype}
@@ -155,7 +155,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, device)

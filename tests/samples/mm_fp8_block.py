@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``mm_fp8_block``."""
+"""Samples (valid calls) and error inputs of ``mm_fp8_block``."""
 
 import math
 from collections.abc import Iterator
@@ -37,25 +37,25 @@ SIZES = {
 }
 """M, N and K of samples that do not test sizes."""
 ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
-"""Dimension of the rows in ``call``'s tensors, by argument."""
+"""Dimension of each tensor of a ``call`` that is the number of rows."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with this number of rows and columns, and K = 512, four blocks. No test uses the same number of
-    rows as one of these sizes, because PyTorch treats equal sizes as one symbol."""
+    """Return a call with this number of rows and columns, and K = 512, which is four blocks. No test uses one of these
+    sizes as its number of rows, because PyTorch treats equal sizes as one symbol."""
     *lead, width = shape
     return sample("", math.prod(lead), width, 512, device)
 
 
 def sample(name: str, m: int, n: int, k: int, device: torch.device, *, exact: bool = False, **kwargs: Any) -> Sample:
-    """Return a call; with ``exact``, all its sums are exact."""
+    """Return a random call. With ``exact``, all its sums are exact."""
     a, a_scale = matrix(m, k, device, exact)
     b, b_scale = weight(n, k, device=device, exact=exact)
     return Sample(name, (a, b.t(), a_scale, b_scale), kwargs)
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     device = torch.device(device)
     for out_dtype in DTYPES:
         yield sample(
@@ -153,7 +153,7 @@ def _ones(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, device)

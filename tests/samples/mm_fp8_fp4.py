@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``mm_fp8_fp4``."""
+"""Samples (valid calls) and error inputs of ``mm_fp8_fp4``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,13 +40,14 @@ def sample(
     weight: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Sample:
-    """Return a call; with ``exact``, all its sums are exact. ``weight`` are arguments of ``with_fp4_weight``."""
+    """Return a random call. With ``exact``, all its sums are exact. ``weight`` contains arguments of
+    ``with_fp4_weight``."""
     one = mm_fp8_block.sample(name, m, n, k, device, exact=exact, **kwargs)
     return with_fp4_weight(one, fmt, layout, exact=exact, **(weight or {}))
 
 
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     device = torch.device(device)
     for i, (fmt, layout, name) in enumerate(formats_and_layouts()):
         for out_dtype in DTYPES:
@@ -111,7 +112,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, NVFP4, "128x4", device)

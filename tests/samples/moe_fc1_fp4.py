@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_fc1_fp4``."""
+"""Samples (valid calls) and error inputs of ``moe_fc1_fp4``."""
 
 from samples._moe_fc1 import GatedSamples
 

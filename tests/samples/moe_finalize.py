@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_finalize``."""
+"""Samples (valid calls) and error inputs of ``moe_finalize``."""
 
 import itertools
 import math
@@ -21,10 +21,10 @@ from samples._rows import DTYPES, random_rows, short, special_rows, views
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with M tokens (all dimensions except the last) and rows of the last size, rounded up. Every third
-    pair is dropped.
+    """Return a call with M tokens (the product of all dimensions except the last) and rows of the last size, rounded
+    up. Every third pair is dropped.
 
-    The buffer has M rows, so that calls differ in M only. No test uses eleven tokens, because PyTorch treats equal
+    The buffer also has M rows, so that calls differ only in M. No test uses eleven tokens, because PyTorch treats equal
     sizes as one symbol.
     """
     m, width = math.prod(shape[:-1]), shape[-1]
@@ -35,15 +35,15 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """Return ``width``, rounded up to a valid row length."""
+    """Return ``width`` rounded up to a valid row length."""
     return -(-width // 8) * 8
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
 
     def weights_of(routed: Routing) -> torch.Tensor:
-        # Dropped pairs do not contribute, even if their weight is NaN.
+        # Dropped pairs must add nothing, even if their weight is NaN.
         index = routed.expanded_to_permuted
         return torch.rand(index.shape, device=device).masked_fill_(index < 0, torch.nan)
 
@@ -81,7 +81,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     yield Sample("index-transposed", (rows, index.t().contiguous().t(), weights))
     yield Sample("weights-expanded", (rows, index, weights[:, :1].expand(9, 3)))
     yield Sample("index-column-step", (rows, index.repeat_interleave(2, 1)[:, ::2], weights.repeat(1, 2)[:, ::2]))
-    if device.type == "cuda":  # refused on a CPU
+    if device.type == "cuda":  # a CPU would refuse these indices
         yield Sample("negative-indices", (rows, torch.where(index < 0, -(2**31), index).to(torch.int32), weights))
     for topk in (3, 4):
         some, factors = torch.randint(-1, 4, (9, topk), dtype=torch.int32, device=device), torch.rand(9, topk)
@@ -99,7 +99,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     rows, residual = random_rows(6, 64, device=device), random_rows(4, 64, device=device)
     index, weights = torch.zeros(4, 2, dtype=torch.int32, device=device), torch.rand(4, 2, device=device)
     good = (rows, index, weights, residual)

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_permute_fp8quant``."""
+"""Samples (valid calls) and error inputs of ``moe_permute_fp8quant``."""
 
 import math
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ from samples._row_errors import input_errors
 from samples._rows import DTYPES, random_rows, short, special_rows, views
 
 TOPK = 11
-"""Experts per token in a ``call``."""
+"""Number of experts per token in a ``call``."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with M tokens (all dimensions except the last) and rows of length ``input_width``.
+    """Return a call with M tokens (the product of all dimensions except the last) and rows of length ``input_width``.
 
-    The experts' buffer has the same number of rows for every M of the tests that count compilations, so that calls
-    differ in M only. No test uses eleven tokens, because PyTorch treats equal sizes as one symbol.
+    The experts' buffer has the same number of rows for every M in the tests that count compilations, so that calls
+    differ only in M. No test uses eleven tokens, because PyTorch treats equal sizes as one symbol.
     """
     m = math.prod(shape[:-1])
     slots = max(TOPK * m, 7000)
@@ -37,13 +37,13 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """Return ``width``, rounded up to a valid row length that no test uses as its number of tokens, because PyTorch
+    """Return ``width`` rounded up to a valid row length that no test uses as its number of tokens, because PyTorch
     treats equal sizes as one symbol."""
     return max(2, -(-width // 128)) * 128
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
 
     def sample(name: str, width: int, dtype: torch.dtype, has_inverse: bool, **sizes: Any) -> Sample:
         routed = random_routing(device=device, **sizes)
@@ -78,7 +78,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     yield Sample("permuted-strided", (rows, permuted.repeat_interleave(2)[::2], 2))
     yield Sample("dropped", (rows, torch.full_like(permuted, -1), 2, torch.full_like(inverse, -1)))
     yield Sample("no-rows", (rows, permuted[:0], 2, torch.full_like(inverse, -1)))
-    if device.type == "cuda":  # refused on a CPU
+    if device.type == "cuda":  # a CPU would refuse these indices
         yield Sample("other-negative-indices", (rows, torch.where(permuted < 0, -(2**31), permuted).to(torch.int32), 2))
     for dtype in DTYPES:
         rows = special_rows(dtype, device, 128)
@@ -88,7 +88,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     rows, pairs = random_rows(4, 256, device=device), torch.arange(8, dtype=torch.int32, device=device)
     good = (rows, pairs, 2, pairs.view(4, 2))
 

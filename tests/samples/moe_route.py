@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_route``."""
+"""Samples (valid calls) and error inputs of ``moe_route``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ call, input_width = choice_call, experts_for
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     for sample in choice_samples(device):
         yield sample
         if sample.name.startswith("deepseek"):
@@ -36,7 +36,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     logits, bias = torch.randn(20, 128, device=device), torch.randn(256, device=device)[::2]
     yield Sample("positional", (logits, 4, bias, "sigmoid", 4, 2, False, 1.5, 16, 20))
     yield Sample("positional-contiguous", (logits, 4, bias, "sigmoid", 4, 2, False, 1.5, 16, None))
-    # One expert takes all tokens; each token's other experts have equal scores.
+    # One expert gets all tokens. Each token's other experts have equal scores.
     hot = torch.zeros(90, 48, device=device)
     hot[:, 11] = 1.0
     yield Sample("all-on-one-expert", (hot, 1))
@@ -44,7 +44,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     logits = torch.randn(4, 16, device=device)
     yield from choice_errors(device)
     yield from order_errors(device, logits, 2)

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_route_dense``."""
+"""Samples (valid calls) and error inputs of ``moe_route_dense``."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ call, input_width = choice_call, experts_for
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op, with and without factors of the experts."""
+    """Yield calls that the op accepts, with and without factors of the experts."""
     for i, sample in enumerate(choice_samples(device)):
         yield sample
         if i % 2:
@@ -30,7 +30,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     logits, factor = torch.randn(4, 16, device=device), torch.ones(16, device=device)
     yield from choice_errors(device)
 

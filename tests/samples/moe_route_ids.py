@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_route_ids``."""
+"""Samples (valid calls) and error inputs of ``moe_route_ids``."""
 
 import math
 from collections.abc import Iterator
@@ -11,18 +11,19 @@ from samples._routing import ORDER, bad_outputs, integer_outputs, order_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with M tokens (all dimensions except the last) and ``input_width`` experts per token."""
+    """Return a call with M tokens (the product of all dimensions except the last) and ``input_width`` experts per
+    token."""
     ids = torch.randint(0, 40, (math.prod(shape[:-1]), input_width(shape[-1])), dtype=torch.int32)
     return Sample("call", (ids.to(device), 40), {})
 
 
 def input_width(width: int) -> int:
-    """Return a number of experts per token for a width."""
+    """Return the number of experts per token for calls of this width."""
     return 1 + width // 16 % 16
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
 
     def chosen(m: int, topk: int, experts: int, kind: str = "random") -> torch.Tensor:
         return random_ids(m, topk, experts, kind).to(torch.int32).to(device)
@@ -34,7 +35,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         yield Sample(name, (chosen(**rest), sizes["experts"]), order)
     yield Sample("positional", (chosen(9, 3, 20), 20, 16, 5))
     for m in (1, 64, 65, 200, 3001):
-        # Any id: no expert, and an expert named twice. An id below -1 is refused on a CPU.
+        # Random ids, which include missing experts and experts named twice. A CPU would refuse ids below -1.
         ids = torch.randint(-3 if device.type == "cuda" else -1, 20, (m, 4), dtype=torch.int32).to(device)
         for order in ({}, {"alignment": 1}, {"max_rows": 7}):
             yield Sample("-".join(("any-id", str(m), *map(str, order))), (ids, 20), order)
@@ -53,7 +54,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     ids = torch.zeros(4, 2, dtype=torch.int32, device=device)
 
     def bad(name: str, match: str, *args: object) -> ErrorInput:

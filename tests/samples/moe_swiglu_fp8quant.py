@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``moe_swiglu_fp8quant``."""
+"""Samples (valid calls) and error inputs of ``moe_swiglu_fp8quant``."""
 
 import math
 from collections.abc import Iterator
@@ -22,9 +22,10 @@ from samples._silu_mul import GATES, GPT_OSS, swiglu_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with ten experts and a row for each of all dimensions except the last, of length ``input_width``.
+    """Return a call with ten experts, and rows of length ``input_width``. The number of rows is the product of all
+    dimensions except the last.
 
-    No test uses ten or eleven rows (the numbers of experts and offsets), because PyTorch treats equal sizes as one
+    No test uses ten or eleven rows, the numbers of experts and of offsets, because PyTorch treats equal sizes as one
     symbol.
     """
     rows, width = math.prod(shape[:-1]), input_width(shape[-1])
@@ -35,12 +36,12 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def input_width(width: int) -> int:
-    """Return twice ``width``, rounded up to a valid row length."""
+    """Return ``2 * width`` rounded up to a valid row length."""
     return -(-width // 128) * 256
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op; rows of padding are NaN."""
+    """Yield calls that the op accepts. Rows of padding are NaN."""
 
     def sample(name: str, width: int, dtype: torch.dtype, has_counts: bool = True, **sizes: Any) -> Sample:
         routed = random_routing(device=device, **sizes)
@@ -50,7 +51,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         if has_counts:
             return Sample(name, (poisoned_rows(routed, 2 * width, dtype, device), routed.offsets, routed.counts))
         rows = random_rows(routed.rows, 2 * width, dtype=dtype, device=device)
-        # Rows after the last expert's rows.
+        # Mask of the rows after the last expert's rows.
         behind = torch.arange(routed.rows, device=device)[:, None] >= routed.offsets[-1]
         return Sample(name, (rows.masked_fill_(behind, torch.nan), routed.offsets))
 
@@ -97,7 +98,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     routed = Routing(*(torch.zeros(1, dtype=torch.int32, device=device),) * 2, *_two_experts(device))
     good = (random_rows(8, 512, device=device), routed.offsets, routed.counts)
     masked = random_rows(2, 4, 256, device=device)
@@ -134,6 +135,6 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def _two_experts(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return offsets and counts of two experts with four rows each. One expert uses three of them."""
+    """Return offsets and counts of two experts with four rows each. One of the experts uses only three rows."""
     offsets, counts = torch.tensor([0, 4, 8], dtype=torch.int32), torch.tensor([4, 3], dtype=torch.int32)
     return offsets.to(device), counts.to(device)

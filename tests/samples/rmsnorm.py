@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``rmsnorm``."""
+"""Samples (valid calls) and error inputs of ``rmsnorm``."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from samples._rounded import ROUNDED
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     return norm_samples(ROUNDED, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     yield from norm_errors(ROUNDED, device)
     yield from norm_out_errors(ROUNDED, device)

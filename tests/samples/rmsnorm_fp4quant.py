@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``rmsnorm_fp4quant``."""
+"""Samples (valid calls) and error inputs of ``rmsnorm_fp4quant``."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from samples._norm import norm_errors, norm_out_errors, norm_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     return norm_samples(FP4, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     yield from norm_errors(FP4, device)
     yield from norm_out_errors(FP4, device)

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``silu_mul_fp4quant_mm_fp4``."""
+"""Samples (valid calls) and error inputs of ``silu_mul_fp4quant_mm_fp4``."""
 
 from samples._prologue_gemm import PrologueGemmSamples
 

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``silu_mul_fp8quant``."""
+"""Samples (valid calls) and error inputs of ``silu_mul_fp8quant``."""
 
 from collections.abc import Iterator
 
@@ -10,10 +10,10 @@ from samples._silu_mul import silu_mul_errors, silu_mul_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
-    """Yield the samples of the op."""
+    """Yield calls that the op accepts, each named after what it tests."""
     return silu_mul_samples(FP8, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield the bad inputs of the op."""
+    """Yield calls that the op refuses, each with the expected error."""
     return silu_mul_errors(FP8, device)

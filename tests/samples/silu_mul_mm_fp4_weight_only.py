@@ -1,4 +1,4 @@
-"""Samples and bad inputs of ``silu_mul_mm_fp4_weight_only``."""
+"""Samples (valid calls) and error inputs of ``silu_mul_mm_fp4_weight_only``."""
 
 from samples._prologue_gemm import PrologueGemmSamples
 
