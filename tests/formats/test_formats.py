@@ -302,8 +302,8 @@ def test_global_scale(dtype, shape):
 
 @pytest.mark.parametrize("amax", [math.inf, math.nan, -1.0])
 def test_global_scale_of_no_magnitude(amax):
-    """Check that the global scale is 1 if amax is 0, with a warning if the value can be read without waiting for a
-    device."""
+    """Check that the global scale is 1 if amax is infinite, NaN or negative, with a warning if the value can be read
+    without waiting for a device."""
     given_amax = torch.tensor(amax)
     with pytest.warns(UserWarning, match=f"amax is {amax}; expected a finite number.* The global scale is 1"):
         assert nvfp4_global_scale(given_amax).item() == 1.0

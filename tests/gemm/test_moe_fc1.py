@@ -155,7 +155,7 @@ def test_exact_results_of_skewed_routings(op, m, half, device):
 
 @by_op
 def test_exact_results_of_512_experts_with_tokens(op, device):
-    """Check the largest number of experts, 512, all of which get tokens. A token is routed to 16 experts."""
+    """Check the largest number of experts, 512, when all of them get tokens. A token is routed to 16 experts."""
     given, value = linear_call(op, "up", NVFP4, "128x4", device, (41, 512, 64, 32), every_alpha)
     routed = given["routing"] != 0
     assert routed.any(0).all() and (routed.sum(1) == 16).any()

@@ -204,7 +204,7 @@ def test_exact_sums_of_skewed_routings(op, m, device):
 
 @by_op
 def test_exact_sums_of_512_experts_with_tokens(op, device):
-    """Check the largest number of experts, 512, all of which get tokens. Each token is routed to 16 experts."""
+    """Check the largest number of experts, 512, when all of them get tokens. Each token is routed to 16 experts."""
     alpha = powers(every_alpha(41, 512, torch.device(device)))
     assert (alpha != 0).any(0).all() and ((alpha != 0).sum(1) == 16).all()
     given = integer_call(op, 41, 8, 512, 64, NVFP4, "128x4", device, alpha=alpha)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of kernels, and the tests that need not run again (``support.unchanged``)."""
+"""Fixtures of kernel tests, and skipping of tests that passed with the same code (``support.unchanged``)."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,15 @@ from ptx_emulator import adapter
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_kernels() -> Iterator[None]:
-    """Drop what a file's tests have compiled and shared: it would grow to 2 GB and two million objects."""
+    """Drop the kernels that the tests of a file have compiled and shared. Kept, they would grow to 2 GB and two million
+    objects."""
     yield
     adapter.forget()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test if its kernels, its code and the toolchain are those with which it passed."""
+    """Skip a test if it passed with the same kernels, test code and toolchain."""
     if not unchanged.is_covered(item):
         return
     digest = unchanged.digest_of(item)

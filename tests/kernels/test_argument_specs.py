@@ -1,4 +1,4 @@
-"""Arguments of kernels, as they are described to the compiler."""
+"""Descriptions of kernel arguments that the compiler gets."""
 
 import itertools
 
@@ -9,11 +9,11 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 def test_no_wide_stride_follows_a_narrow_stride() -> None:
-    """Check the order of strides in each tensor argument.
+    """Check that no 64-bit stride of a tensor argument follows a 32-bit stride.
 
-    If a 64-bit stride follows a 32-bit stride, nvidia-cutlass-dsl 4.8.1 passes wrong strides to the kernel. Its caller
-    writes a flat struct (pointer, extents, strides). The callee reads nested structs, which have other padding if the
-    number of extents is odd. The emulator does not run the caller, so only a GPU shows the fault.
+    In this order, nvidia-cutlass-dsl 4.8.1 passes wrong strides to the kernel. Its host code writes a flat struct
+    (pointer, extents, strides). The kernel reads nested structs, whose padding differs if the number of extents is odd.
+    The emulator does not run the host code, so only a GPU would show the fault.
     """
     cases = (case for cases in GEMM_CASES for case in cases(every=False))
     checked = 0

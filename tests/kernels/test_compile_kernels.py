@@ -1,8 +1,8 @@
 """Kernels compile for every supported architecture, without spilled registers. No GPU is needed.
 
-A part of the grid is compiled, in which every two choices meet, and a part of the GEMM kernels. ``--every-kernel``
-compiles all kernels, in half an hour. If the emulator's tests compile a kernel with the same role, they check its
-resources, and this file skips it.
+By default, some of the GEMM kernels are compiled, and a selection of the grid of row kernels that contains every pair
+of choices. ``--every-kernel`` compiles all kernels, in half an hour. If a test in the emulator compiles a kernel with
+the same role, that test checks its resources, and this file skips it.
 """
 
 import multiprocessing
@@ -41,7 +41,7 @@ from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 FP4 = (*EXPERTS, *TCGEN05, *TCGEN05_EXPERTS, *(one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS)))
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS)}
-"""Roles of kernels whose resources the emulator's tests check."""
+"""Roles of kernels whose resources are checked by tests that run them in the emulator."""
 
 
 def other_cases(every):
@@ -67,10 +67,10 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """Yield a function from a selected case to its ``Resources``.
+    """Yield a function that returns the ``Resources`` of a selected case.
 
-    The cases are compiled in one process for each processor. A worker of pytest-xdist is such a process already: it has
-    a part of the tests, though it collects all tests, and compiles its own cases.
+    Without pytest-xdist, all selected cases are compiled in parallel, in one process per processor. A worker of
+    pytest-xdist collects all tests but runs only some, so it compiles each case when its test runs.
     """
     if hasattr(request.config, "workerinput"):
         yield lambda case: kernel_grid.in_process(kernel_grid.resources_of, case)
@@ -90,7 +90,7 @@ def test_compiles_without_spills(case: KernelCase, compiled):
 
 
 def test_covering_cases_cover():
-    """Check that any two choices of the grid that are possible together meet in some case."""
+    """Check that every possible pair of choices occurs in some case of the selection."""
 
     def pairs(cases):
         return set().union(*(case.pairs for case in cases))
@@ -112,7 +112,7 @@ def test_ids_are_unique():
 
 
 def test_remarks_are_understood():
-    """Check that ptxas's remarks on a spill are parsed."""
+    """Check that ptxas's output about a spill is parsed."""
     text = (
         "remark[ptxas info]: ptxas output: ptxas info    : 0 bytes gmem\n"
         "ptxas         .     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n"
@@ -132,7 +132,7 @@ def test_remarks_are_understood():
 
 @pytest.mark.filterwarnings("ignore:This static loop")
 def test_a_spill_is_found():
-    """Check that a spill is found in a kernel with more values than registers."""
+    """Check that a spill is found in a kernel that needs more values at once than a thread has registers."""
     from support.spilling_kernel import SpillingKernel
 
     _, (resources,) = compile_for(SpillingKernel(), ARCHS["sm_90a"])

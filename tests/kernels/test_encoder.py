@@ -1,6 +1,6 @@
-"""The device's FP4 conversions, compared with the definition: their source runs on NumPy arrays.
+"""The device code of FP4 conversions, compared with the definition: its source runs on NumPy arrays.
 
-``test_fp4_quantize.py`` runs them on a GPU, with the same values, through the op.
+``test_fp4_quantize.py`` runs the same conversions on a GPU, through the op, with the same values.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from torch_cute_ops.kernels.fp4_dequant import kernel as dequant_kernel
 
 @pytest.fixture(params=[-1, 0, 1], ids=lambda error: f"rcp{error:+d}ulp")
 def device_code(request, monkeypatch):
-    """Return the module with the conversions, which compute on arrays."""
+    """Return the module with the conversions, whose functions compute on arrays here."""
     on_arrays(monkeypatch, fp4, Ptx(request.param))
     return fp4
 
@@ -57,7 +57,8 @@ def test_every_16_bit_value(encode, dtype):
 
 
 def test_fp32_neighbours(encode):
-    """Numbers within 2 ulp of e2m1's boundaries and values, powers of two, zero and the largest number are encoded."""
+    """Check numbers within 2 ulp of e2m1's numbers and rounding boundaries, powers of two, zero, and the largest
+    number."""
     values = fp32_edges().numpy()
     boundaries = np.array(spec.E2M1_BOUNDARIES, np.float32)
     for shifted in (boundaries, np.nextafter(boundaries, np.float32(9)), np.nextafter(boundaries, np.float32(0))):
@@ -66,20 +67,21 @@ def test_fp32_neighbours(encode):
 
 
 def test_fp32_far_around_each_boundary(encode):
-    """Numbers within 5,000 ulp of each boundary, and of each point where the encoder's steps change, are encoded."""
+    """Check numbers within 5,000 ulp of each rounding boundary, and of each point at which the encoder's steps
+    change."""
     for centre in (*spec.E2M1_BOUNDARIES, 0.5, 1.0, 2.0, 4.0, 6.0, 6.5, 7.0, 8.0, 10.0 / 7, 1 / 0.7 / 4):
         assert_encodes(encode, neighbours(np.array([centre]), ulps=5000).numpy())
 
 
 def test_random_fp32(encode):
-    """Random finite bit patterns, and many numbers in e2m1's range, are encoded."""
+    """Check random finite bit patterns, and many numbers in e2m1's range."""
     bits = torch.randint(0, 2**32, (1 << 20,), dtype=torch.int64).to(torch.uint32).view(torch.float32).numpy()
     assert_encodes(encode, bits[np.isfinite(bits)])
     assert_encodes(encode, (torch.rand(1 << 20) * 16 - 8).numpy())
 
 
 def test_places(encode):
-    """Each of the eight elements is encoded in its nibble."""
+    """Check that each of the eight elements is encoded in its nibble."""
     for place, code in itertools.product(range(8), range(16)):
         values = np.zeros(8)
         values[place] = spec.e2m1_value(np.array(code))
@@ -92,7 +94,7 @@ def test_places(encode):
 
 
 def test_nvfp4_scale(device_code):
-    """Byte and factor are right for amax around every boundary, and for infinity and NaN."""
+    """Check the scale byte and the encode factor for amaxes around every boundary, and for infinity and NaN."""
     amax = np.abs(
         np.concatenate([neighbours(spec.E4M3_POSITIVE * 6, 4).numpy(), fp32_edges().numpy(), [np.inf, np.nan]])
     )
@@ -108,12 +110,13 @@ def test_nvfp4_scale(device_code):
 
 
 def test_nvfp4_factor_is_correctly_rounded(device_code):
-    """The factor is ``g / scale`` for every scale and many g, for any rounding of the hardware's reciprocal."""
+    """Check that the encode factor is exactly ``g / scale``, rounded once, for every scale and many g, however the
+    hardware rounds its reciprocal."""
     scales = spec.E4M3_POSITIVE[1:].astype(np.float32)
     g = (torch.rand(20_000) + 1).numpy() * np.exp2(torch.randint(-60, 60, (20_000,)).numpy()).astype(np.float32)
     g = np.concatenate([g, neighbours(np.exp2(np.arange(-60, 61.0)), 8).abs().numpy(), np.float32([2688, 448, 6])])
     for scale in scales:
-        # With g, this amax has the scale. The factor depends only on the scale.
+        # With g, this amax leads to this scale. The factor depends only on the scale.
         with np.errstate(over="ignore"):
             amax = float32(scale * 6.0 / g.astype(np.float64))
         byte, factor = device_code.nvfp4_scale(amax, g)
@@ -140,7 +143,7 @@ def test_mxfp4_scale(device_code):
     ("fmt", "global_scale"), [(NVFP4, None), (NVFP4, 0.7), (NVFP4, 2.0**-60), (NVFP4, 2.0**60), (MXFP4, None)]
 )
 def test_decode(fmt, global_scale, monkeypatch):
-    """The dequantising kernel's source decodes every code with every scale byte."""
+    """Check that the source of the dequantising kernel decodes every code with every scale byte."""
     on_arrays(monkeypatch, dequant_kernel, Ptx())
     config = fp4_dequant.plan(torch.float32, 64, fmt, SCALE_LAYOUTS["linear"], global_scale is not None)
     kernel = fp4_dequant.FP4DequantKernel(config)
@@ -156,12 +159,13 @@ def test_decode(fmt, global_scale, monkeypatch):
     assert np.array_equal(np.signbit(values[number]), np.signbit(want[number]))
 
 
-# The models
+# The models of instructions
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 def test_fma_is_exact():
-    """The model of ``fma`` agrees with rationals, for operands like the encoder's and for random ones."""
+    """Check the model of ``fma`` against exact rational numbers, for operands like the encoder's and for random
+    operands."""
     generator = np.random.default_rng(torch.randint(0, 2**31, ()).item())
     v = generator.integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
     v = v[np.isfinite(v)]

@@ -1,4 +1,4 @@
-"""Kernels of FP4 GEMMs over experts, run thread by thread in the PTX emulator and compared with the CPU reference."""
+"""Kernels of FP4 GEMMs over experts, executed in the PTX emulator and compared with the CPU reference."""
 
 import re
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Experts(NamedTuple):
-    """Kernels of an FP4 GEMM over experts, and a launch of them. ``num_ctas`` is a number of CTAs, or of SMs."""
+    """Launch of the kernels of an FP4 GEMM over experts. ``num_ctas`` is a number of CTAs, or of SMs."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -51,7 +51,7 @@ class Experts(NamedTuple):
 
 
 def routed(routing: str, m: int, experts: int) -> torch.Tensor:
-    """Return factors that are powers of two, or zero of either sign."""
+    """Return factors (M, E) that are powers of two, or zero of either sign."""
     alpha = torch.randint(-2, 3, (m, experts)).float().exp2() * torch.randint(0, 2, (m, experts)).sub(0.5).sign()
     if routing == "dense":
         return alpha
@@ -86,14 +86,15 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
-    # More experts than usual lists have room for
+    # More experts than the usual lists have room for
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8, max_experts=1024), 3, 8, 520, 64, "few", 1, 3),
-    # With biases: m tiles of warps, warps that share the k of an m tile, and CTAs that share an n tile
+    # With biases: m tiles that one warp computes, m tiles whose k several warps divide, and n tiles that several CTAs
+    # divide
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
-    # Every second expert begins in the middle of a scale tile. M tiles of warps and of warpgroups; k tiles of 256
-    # elements and of 128, an expert's last one partial.
+    # Every second expert begins in the middle of a scale tile. M tiles of warps and of warpgroups, and k tiles of 256
+    # and of 128 elements; the last k tile of an expert is partial.
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
@@ -109,21 +110,22 @@ EXPERTS = [
 
 
 def kernel_for(one: Experts) -> Any:
-    """Return the kernel to launch."""
+    """Return the kernel of the GEMM."""
     return one.case.kernel_for(one.width) if isinstance(one.case, ExpertsCase) else one.case.kernel
 
 
 def poison_scales(scale: torch.Tensor, fmt: FP4Format, layout: str, counts: torch.Tensor, width: int) -> None:
-    """Set the scales of an operand to NaN for experts that a row does not need; ``counts``: (rows, experts) bool."""
+    """Set an operand's scales to NaN for the experts that a row does not need. ``counts`` (rows, experts) is True for
+    needed experts."""
     blocks = (~counts).repeat_interleave(width // fmt.block_size, 1).to(torch.uint8)
     scale.view(torch.uint8)[from_linear(blocks, SCALE_LAYOUTS[layout]).bool()] = 0xFF if fmt == MXFP4 else 0x7F
 
 
 def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernels; return their output and the reference's result.
+    """Run the kernels; return their result and the reference's result.
 
-    Operands that a factor of zero excludes are NaN: activations, and weights and biases of experts without a token. The
-    previous kernel writes the operands at the last moment, and the first kernel writes its lists at the last moment.
+    Operands that a factor of zero excludes are NaN: activations, and the weights and biases of experts without a token.
+    The operands are written at the last moment by a simulated previous kernel, and the lists by the first kernel.
     """
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
@@ -158,7 +160,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, num_ctas), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
-    # docs/limits.md explains the exception for m tiles that warps multiply by themselves.
+    # docs/limits.md explains why m tiles that single warps multiply are an exception.
     strict = by_warpgroups or case.tile_m > WARP_MMA_TILE_M
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
@@ -168,13 +170,13 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_gemm_over_experts(one: Experts) -> None:
-    """Check equal bits for exact sums. Operands that a factor of zero excludes do not matter."""
+    """Check for bitwise equal results, with exact sums, and NaN in operands that a factor of zero excludes."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
 
 
-# A kernel whose CTAs read ahead of the lists and share n tiles, a kernel whose CTAs do neither, and a GEMM by
-# warpgroups that reads ahead of its factors; then other sizes.
+# A kernel whose CTAs read ahead of the lists and share n tiles; a kernel whose CTAs do neither; a GEMM by warpgroups
+# that reads ahead of its factors; then other sizes.
 AWAITED = [EXPERTS[10], EXPERTS[7], EXPERTS[-4]]
 MORE_AWAITED = [EXPERTS[i] for i in (0, 1, 3, 19, 21, -3, -2)]
 
@@ -186,8 +188,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
-    """Check each wait: in the first kernel, and in the GEMM in producer and consumer warps, or in all threads at
-    once."""
+    """Check each wait for a previous kernel: in the first kernel, and in the GEMM's producer and consumer warps, or in
+    all threads."""
     kernel, arch = kernel_for(awaited), awaited.case.arch
     waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[arch]).ptx)))
     assert len(waits) == (3 if isinstance(awaited.case, WgmmaCase) or kernel.config.scans else 2)
@@ -199,7 +201,7 @@ def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_compiles_without_spills(one: Experts) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(one.case, kernel_for(one))
 
 
@@ -208,9 +210,9 @@ def test_nothing_is_launched_on_overlap(case: ExpertsCase | WgmmaCase) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# Each of four pipelines takes more k tiles than stages. Waits: for an empty stage (two, one for each k tile of an m
-# tile), for a full stage, and for the previous m tile's accumulators. A warp synchronises after finding m tiles, after
-# reading a k tile, after reading an m tile, and after adding to the accumulators.
+# Each of four pipelines gets more k tiles than stages. The kernel waits for an empty stage (in two places, one for each
+# k tile of an m tile), for a full stage, and for the previous m tile's accumulators. A warp synchronises after finding
+# m tiles, after reading a k tile, after reading an m tile, and after adding to the accumulators.
 M_TILES = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
 FACTORS = Experts(
     WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), expert_k=256), 13, 136, 8, 256, "dense", 0, 1
@@ -236,8 +238,8 @@ FACTORS = Experts(
     ],
 )
 def test_synchronisation_of_a_gemm_over_experts_is_needed(one: Experts, edit: Any) -> None:
-    """Check that without a wait, fence or barrier the emulator finds a race, or the result is wrong, in some order
-    of events."""
+    """Check that without this wait, fence or barrier the emulator finds a race or a wrong result in some order of
+    events."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_experts, one, 6, edit)
 

@@ -1,4 +1,4 @@
-"""Kernels of the gated FP4 GEMM over experts, run thread by thread in the PTX emulator."""
+"""Kernels of the gated FP4 GEMM over experts, executed in the PTX emulator."""
 
 import re
 from dataclasses import replace
@@ -27,11 +27,11 @@ fp4_dequantize = OPS["fp4_dequantize"].reference
 
 LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["8x4"]
 HALF = (0.0, 0.75, 20.0)
-"""Parameters of a gate whose sigmoid is 1/2, so that results are exact. Some values reach its clamps."""
+"""Parameters with which the gate's sigmoid is 1/2, so that results are exact. Some values reach the clamps."""
 
 
 class Gated(NamedTuple):
-    """Launch of a case's kernels. ``columns`` is the number of columns of an expert."""
+    """Launch of a case's kernels. ``columns`` is the number of result columns of an expert."""
 
     case: GatedExpertsCase
     m: int
@@ -49,7 +49,8 @@ class Gated(NamedTuple):
 
 
 def routed(routing: str, m: int, experts: int) -> torch.Tensor:
-    """Return the routing of pairs: any number except zero computes a pair. NaN, and zero of either sign, occur."""
+    """Return a routing (M, E): every number except zero routes a token to an expert. NaN and zeros of either sign
+    occur."""
     if routing == "none":
         return torch.zeros(m, experts)
     weights = torch.randn(m, experts)
@@ -79,7 +80,8 @@ class Operands(NamedTuple):
 
 
 def operands(one: Gated, is_exact: bool = True) -> Operands:
-    """Return random operands, with exact sums if ``is_exact``. Terms of experts without tokens are NaN."""
+    """Return random operands, with exact sums if ``is_exact``. The bias, factor and scale of experts without tokens are
+    NaN."""
     torch.manual_seed(one.k + one.m)
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     m, k, experts, columns = one.m, one.k, one.experts, one.columns
@@ -105,10 +107,9 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
 
 
 def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the kernels on poisoned outputs; return the outputs.
+    """Run the kernels on poisoned outputs, and return the outputs.
 
-    The previous kernel writes the operands at the last moment, and the first kernel writes its lists at the last
-    moment.
+    The operands are written at the last moment by a simulated previous kernel, and the lists by the first kernel.
     """
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     kernel, width = case.kernel_for(one.k), one.experts * one.columns
@@ -142,7 +143,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         num_ctas=one.num_ctas,
     )
     arguments, before = written_late(arguments, Operands._fields)
-    # docs/limits.md explains the exception for m tiles that warps multiply by themselves.
+    # docs/limits.md explains why m tiles that single warps multiply are an exception.
     strict = not kernel.config.by_warp
     run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=strict, edit=edit, written_before=before)
     return y, y_scale
@@ -153,7 +154,8 @@ def decoded(codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: st
 
 
 def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the expected outputs: unrouted tokens keep their poison, and padding of scales is zero."""
+    """Return the expected outputs. Elements of tokens that are not routed keep their poison; padding of scales is
+    zero."""
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     experts, columns = one.experts, one.columns
     numbers = given.a.double()
@@ -184,7 +186,7 @@ def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def check(one: Gated, edit: Any = None) -> None:
-    """Check the outputs for equal bits."""
+    """Check that the outputs are bitwise equal to the expected outputs."""
     given = operands(one)
     got, want = results(one, given, edit), expected(one, given)
     for ours, theirs in zip(got, want, strict=True):
@@ -237,7 +239,7 @@ GATED = [
         gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
-    # All warps take the same k tiles
+    # All warps multiply the same k tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", True)),
         *(10, 1568, 3, 128, "few", 2, 7),
@@ -246,7 +248,8 @@ GATED = [
         gated(BF16, MXFP4, "128x4", None, 256, 24, 32, epilogue=(BF16, None, None, FP32, None, True)),
         *(26, 1312, 2, 256, "one", 1, 8),
     ),
-    # Split-K: more CTAs than parts; work tiles that two CTAs share, some with siblings for their scale tiles
+    # Split-K: more CTAs than divisions of K; work tiles that two CTAs share, some next to work tiles with the same
+    # scale tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None, True), split_k=2),
         *(2, 1056, 2, 64, "one", 6, 9),
@@ -268,22 +271,22 @@ GATED = [
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
 def test_gated_gemm(one: Gated) -> None:
-    """Check equal bits. Everything before the rounding is exact, or rounded as in the reference."""
+    """Check for bitwise equal results: everything before the rounding is exact, or rounded as in the reference."""
     check(one)
 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
 def test_compiles_without_spills(one: Gated) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(one.case, one.case.kernel_for(one.k))
 
 
-# CTAs that read ahead of the lists, and others; then split-K, and other sizes
+# CTAs that read ahead of the lists, and CTAs that do not; then split-K, and other sizes
 AWAITED = [GATED[0], GATED[3]]
 MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 
 
-# tile_n, tile_m and split_k of kernels by warpgroups; and the result
+# (tile_n, tile_m, split_k, format or dtype of the result) of kernels by warpgroups
 WORK_TILES = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
 MORE_WORK_TILES = [
     (128, 24, 4, (NVFP4, TILED)),
@@ -304,7 +307,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
-    """Check each wait: in the kernel that lists tokens, in producer warps, and in consumer warps."""
+    """Check each wait for a previous kernel: in the kernel that lists tokens, in producer warps, and in consumer
+    warps."""
     kernel = awaited.case.kernel_for(awaited.k)
     waits = re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[awaited.case.arch]).ptx)
     assert len(waits) == (3 if kernel.config.scans else 2)
@@ -313,16 +317,16 @@ def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
             check(awaited, changed(KERNEL_WAIT, number))
 
 
-# Each of two pipelines takes one k tile of a work tile for each stage. A producer signals a k tile's activations when
-# it starts the next k tile, or when no stage is empty. Waits: for an empty stage (the first only asks), for a full
-# stage, and for the previous warp's accumulator. A warp synchronises after finding m tiles, after copying activations
-# (in three places), after reading a k tile, after reading the last k tile (the end of its MMAs orders this too), and
-# after adding its accumulator.
+# Each of two pipelines gets one k tile of a work tile per stage. A producer signals the activations of a k tile when it
+# starts the next k tile, or when no stage is empty. The kernel waits for an empty stage (the first of these waits only
+# tests), for a full stage, and for the previous warp's accumulator. A warp synchronises after finding m tiles, after
+# copying activations (in three places), after reading a k tile, after reading the last k tile (which the end of its
+# MMAs orders, too), and after adding its accumulator.
 ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),
 )
-# Two CTAs share a work tile.
+# Two CTAs share a work tile
 SHARED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
     *(3, 1056, 1, 64, "dense", 2),
@@ -356,8 +360,8 @@ SHORT = ORDERED._replace(case=replace(ORDERED.case, tile_n=64))
     ],
 )
 def test_synchronisation_of_a_gated_gemm_is_needed(one: Gated, edit: Any) -> None:
-    """Check that without a wait, fence or barrier the emulator finds a race, or the result is wrong, in some order
-    of events."""
+    """Check that without this wait, fence or barrier the emulator finds a race or a wrong result in some order of
+    events."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             check(one._replace(seed=seed), edit)
@@ -370,7 +374,8 @@ def test_synchronisation_of_a_gated_gemm_is_enough() -> None:
 
 @pytest.mark.parametrize("name", ["b_stride", "b_scale_stride"])
 def test_nothing_is_launched_for_experts_apart(name: str) -> None:
-    """Check that the host function refuses experts apart: the kernel reads the stack as one matrix."""
+    """Check that the host function launches nothing if there are gaps between experts, because the kernel reads all
+    experts as one matrix."""
     kernel = gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", True))
     kernel = kernel.kernel_for(512)
     sizes = {"m": 24, "experts": 2, "rows": 128, "k_bytes": 256, "blocks": 32, "a_bytes": 256, "a_scale_rows": 24}
@@ -384,24 +389,24 @@ def test_nothing_is_launched_for_experts_apart(name: str) -> None:
 
 
 def test_silu_and_nan() -> None:
-    """Check the default gate. NaN in a token's activations appears in its results, and in no other token's."""
+    """Check the default gate, and that NaN in a token's activations affects only this token's results."""
     case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None))
     one = Gated(case, 4, 512, 2, 64, "dense", 2)
     given = operands(one)
     given.a[2, 7] = torch.nan
     given.alpha.fill_(2.0**-10)
     (codes, scales), (want, want_scales) = results(one, given), expected(one, given)
-    # The exponential is approximate; none of the 512 elements is at a rounding boundary.
+    # The exponential is approximate, but none of the 512 elements is near a rounding boundary.
     assert torch.equal(codes, want) and torch.equal(scales.view(torch.uint8), want_scales)
     assert (codes[2] == 0).all() and (to_linear(scales, TILED, 4, 8)[2].view(torch.uint8) == 0x7F).all()
     assert len(want[:2].unique()) > 50
 
 
 def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ...]) -> None:
-    """Check equal bits of a token among others and alone: a token of a full m tile, and the only token of the next m
-    tile.
+    """Check that a token's results are bitwise equal among other tokens and alone: for a token of a full m tile, and
+    for the only token of the next m tile.
 
-    The order of the sums shows in the results. K spans several k tiles and parts, and CTAs share a work tile.
+    Results depend on the order of the sums. K is several k tiles, divided among warps, and CTAs share a work tile.
     """
     tile_n, tile_m, split_k, out = tiles
     m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)
@@ -422,7 +427,7 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
 
 
 def cancelling(one: Gated) -> Operands:
-    """Return operands for which the order of the sums over k shows in the results. Activations are not in FP4."""
+    """Return operands whose results depend on the order of the sums over k. Activations are not FP4."""
     torch.manual_seed(one.k + one.m)
     fmt, layout = one.case.format, SCALE_LAYOUTS[one.case.layout]
     codes, scale = cancelling_matrix(one.m, one.k, fmt, 5, takes_away=False)
@@ -435,7 +440,8 @@ def cancelling(one: Gated) -> Operands:
 
 @pytest.mark.parametrize("split_k", [1, 4])
 def test_results_of_a_token_do_not_depend_on_others(split_k: int) -> None:
-    """Check equal bits of a token alone, and in the second m tile of experts with other tokens, however CTAs share k.
+    """Check that a token's results are bitwise equal alone and in the second m tile of experts with other tokens,
+    however CTAs divide k.
 
     The sums are rounded.
     """

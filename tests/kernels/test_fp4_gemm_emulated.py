@@ -1,4 +1,4 @@
-"""Kernels of FP4 GEMMs, except those over experts, in the PTX emulator, compared with the CPU references."""
+"""Kernels of FP4 GEMMs without experts, executed in the PTX emulator and compared with the CPU references."""
 
 import re
 from dataclasses import replace
@@ -47,7 +47,7 @@ fp4_dequantize = OPS["fp4_dequantize"].reference
 
 
 class Mma(NamedTuple):
-    """An FP4 GEMM by mma.sync, and its launch.
+    """Launch of an FP4 GEMM by mma.sync.
 
     Attributes:
         case: the kernel.
@@ -72,7 +72,7 @@ def mma(
     arch: str = HOPPER,
     a_layout: str | None = None,
 ) -> Any:
-    """Return a launch as a pytest parameter; ``operands`` are dtype, format, layout, tile_m and split_k."""
+    """Return a launch as a pytest parameter. ``operands`` are the dtype, format, layout, tile_m and split_k."""
     one = Mma(MmaCase(*operands, Epilogue(*epilogue), arch, a_layout=a_layout), sizes, seed)
     return pytest.param(one, id=one.id)
 
@@ -92,7 +92,7 @@ MMAS = [
 
 
 def native(fmt: FP4Format, a_layout: str, *rest: Any, **kwargs: Any) -> Any:
-    """Return a launch with FP4 activations, multiplied as codes."""
+    """Return a launch with FP4 activations whose codes are multiplied without decoding."""
     layout = weight_layout(SCALE_LAYOUTS[a_layout]).name
     return mma(torch.uint8, fmt, layout, *rest, arch=CONSUMER, a_layout=a_layout, **kwargs)
 
@@ -111,10 +111,9 @@ NATIVE_MMAS = [
 
 
 def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's output and the expected output.
+    """Run the kernel; return its result and the expected result.
 
-    With a seed, the previous kernel writes the operands as late as possible. ``exact`` chooses operands whose sums are
-    exact.
+    With a seed, a simulated previous kernel writes the operands at the last moment. If ``exact``, all sums are exact.
     """
     m, n, k = one.sizes
     torch.manual_seed(k)
@@ -141,10 +140,10 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS])
 def test_gemm(one: Mma) -> None:
-    """If sums are exact, results equal the expected bits. Scales beyond the matrix are NaN, and alpha and bias end
-    after N elements.
+    """Check for bitwise equal results with exact sums. Scales beyond the matrix are NaN, and alpha and bias end after N
+    elements.
 
-    MMAs of codes, which no GPU ran yet, run in two orders of threads.
+    MMAs of codes run in two orders of threads, because they never ran on a GPU.
     """
     for seed in (one.seed,) if one.case.a_layout is None else (one.seed, 5):
         got, want = multiply(one._replace(seed=seed), exact=True)
@@ -155,9 +154,9 @@ UNFOUND = {"copies not waited for": Unfound(1, "after the last k tile, when no c
 
 
 def test_faults_are_found_where_codes_are_multiplied(request: pytest.FixtureRequest) -> None:
-    """The emulator finds missing or altered copies, waits, barriers, loads and block-scaled MMAs.
+    """Check that the emulator finds missing or altered copies, waits, barriers, loads and block-scaled MMAs.
 
-    K consists of more k tiles than stages, and two CTAs divide it.
+    K is divided between two CTAs, and each pipeline gets more k tiles than stages.
     """
     (one,) = native(NVFP4, "128x4", 16, 2, epilogue=(FP32, "one"), sizes=(16, 128, 2112), seed=0).values
     all_tried = request.config.getoption("more_emulated")
@@ -174,7 +173,7 @@ def test_faults_are_found_where_codes_are_multiplied(request: pytest.FixtureRequ
 
 @pytest.mark.parametrize("one", MMAS[:3])
 def test_gemm_of_any_numbers(one: Mma) -> None:
-    """Results of random numbers are close to the reference's."""
+    """Check that results of random numbers are close to the reference's."""
     got, want = multiply(one)
     torch.testing.assert_close(got.float(), want.float(), rtol=2 * torch.finfo(want.dtype).eps, atol=2e-3)
 
@@ -183,7 +182,8 @@ def test_gemm_of_any_numbers(one: Mma) -> None:
     ("dtype", "fmt"), [(FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4)], ids=["fp16-nvfp4", "bf16-nvfp4", "bf16-mxfp4"]
 )
 def test_gemm_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
-    """Products with unit vectors are the weight's columns: every code with every scale, NaN included."""
+    """Multiply unit vectors, which must return the columns of the weight: every code with every scale, including
+    NaN."""
     k, n = 256, 256
     blocks = k // fmt.block_size
     codes = torch.arange(16, dtype=torch.uint8).repeat(n, k // 16)
@@ -198,7 +198,7 @@ def test_gemm_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
     # NaN makes a whole sum NaN. So does infinity times zero, if 6 times the scale exceeds float32.
     usable = ~want.isnan().any(0) & (scale[:, 0].view(torch.uint8) < 253 if fmt == MXFP4 else True)
     assert out[:, ~usable].isnan().all() and (~usable).sum() == (3 if fmt == MXFP4 else 2)
-    # Sums are never negative zero.
+    # The kernel's sums are never negative zero: + 0.0 turns -0 into +0.
     equal("results", out[:, usable], want[:, usable] + 0.0)
 
 
@@ -226,11 +226,12 @@ def test_activation_tiles(
     by_warp: bool,
     k_tile: int,
 ) -> None:
-    """Each activation is stored where the MMA expects it, in the order in which lanes decode the weight's codes."""
+    """Check that each activation is stored where the MMA expects it, in the order in which lanes decode the weight's
+    codes."""
     groups, k_tiles, k_groups = -(-m // 8) + 1, -(-k // k_tile), k_tile // 32
     tiles, flags = poisoned(k_tiles * groups * 16 * k_tile, dtype=torch.uint8), poisoned(5, dtype=torch.int32)
     if a_layout is None:
-        # The numbers include float16's largest and smallest; ties are rounded to even bfloat16.
+        # The numbers include float16's largest and smallest. Ties are rounded to even bfloat16 numbers.
         a, scale = (torch.randn(m, k) * 2.0 ** torch.randint(-24, 14, (m, k))).to(a_dtype), None
         numbers = a.to(dtype).float()
     else:
@@ -245,10 +246,11 @@ def test_activation_tiles(
     run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, None, None, seed=0)
     assert not flags.any()
     numbers = torch.nn.functional.pad(numbers, (0, k_tiles * k_tile - k))
-    # k tile, 64 positions, group, token, 16 bytes, element; or k tile, group, token, k group, quarter, element
+    # Dimensions: k tile, 64 positions, group, token, 16 bytes, element; or k tile, group, token, k group, quarter,
+    # element
     shape = (k_tiles, groups, 8, k_groups, 4, 8) if by_warp else (k_tiles, k_groups // 2, groups, 8, 8, 8)
     got = tiles.view(dtype).view(shape)
-    # Elements of a word that form a pair: (0, 2), (1, 3), ... in float16, (0, 4), (1, 5), ... in bfloat16.
+    # Elements that share a word: (0, 2), (1, 3), ... in float16, (0, 4), (1, 5), ... in bfloat16.
     pairs = [(0, 2), (1, 3), (4, 6), (5, 7)] if dtype == FP16 else [(0, 4), (1, 5), (2, 6), (3, 7)]
     for token in range(m):
         for step in range(2 * k_groups):
@@ -275,7 +277,7 @@ def test_activation_tiles(
 )
 @pytest.mark.parametrize("codes", [False, True], ids=["decoded", "codes"])
 def test_each_wait_is_needed(edit: Any, codes: bool) -> None:
-    """Without one of the waits, the emulator finds a race. The partial sums replace the last k tile."""
+    """Check that without this wait the emulator finds a race. The partial sums overwrite the last k tile."""
     one = Mma(MmaCase(FP16, NVFP4, "128x4", 8, 2, Epilogue(FP32), HOPPER), (8, 128, 3584), 0)
     if codes:
         case = MmaCase(torch.uint8, NVFP4, "128x4", 8, 2, Epilogue(FP32), CONSUMER, a_layout="128x4")
@@ -288,12 +290,12 @@ def test_each_wait_is_needed(edit: Any, codes: bool) -> None:
 
 
 class Wgmma(NamedTuple):
-    """An FP4 GEMM by wgmma, and its launch.
+    """Launch of an FP4 GEMM by wgmma.
 
     Attributes:
         case: the kernel.
         sizes: M, N and K.
-        num_ctas: CTAs of an m tile, or 0 with clusters.
+        num_ctas: number of CTAs per m tile, or 0 with clusters.
         has_partial_sums: True if the CTAs exchange partial sums.
         seed: seed of the order of threads, or None for the order of their indices.
     """
@@ -388,7 +390,8 @@ WGMMAS = [
         FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), split_k=1, tile_n=208, seed=None
     ),
     wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), split_k=1, tile_n=192, seed=2),
-    # K tiles that arrive out of order, three times the number of stages; a warp multiplies every second or fourth
+    # Copies of k tiles arrive out of order, for three times as many k tiles as stages; a warp multiplies every second
+    # or fourth k tile
     *(
         wgmma(
             FP16,
@@ -426,11 +429,11 @@ WGMMAS = [
     ),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP32,), sizes=(1, 208, 4608), split_k=1, tile_n=208, seed=5),
     wgmma(BF16, NVFP4, "linear", None, 1, epilogue=(FP16,), sizes=(1, 328, 512), split_k=2, tile_n=160, seed=2),
-    # float16 activations rounded to bfloat16: by the kernel before the GEMM, and by the CTAs
+    # float16 activations that are rounded to bfloat16: by the kernel before the GEMM, and by the GEMM's CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), num_ctas=1, a_dtype=FP16),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), split_k=2, a_dtype=FP16),
-    # A gate before the GEMM: of one row and of eight, by the CTAs, with a partial last k tile and more k tiles than
-    # stages; of more rows; and by the kernel before the GEMM
+    # A gate as prologue: for one row and for eight, computed by the GEMM's CTAs, with a partial last k tile and more k
+    # tiles than stages; for more rows; and computed by the kernel before the GEMM
     wgmma(FP16, NVFP4, "128x4", "linear", 1, epilogue=(FP32,), sizes=(1, 264, 2080), split_k=2, prefetches=True),
     wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(9, 264, 2080), split_k=1, seed=1, prefetches=True),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1, prologue_gate=True),
@@ -497,7 +500,8 @@ WGMMAS = [
 
 
 def gated_rows(up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of gate and up, and their SwiGLU. The silu of each gate is exactly the gate, or zero."""
+    """Return rows of gate and up, and their SwiGLU. The silu of each gate value is exactly the value itself, or
+    zero."""
     gate = torch.tensor([0.0, 32.0, 64.0, -200.0])[torch.randint(4, up.shape)]
     return torch.cat((gate.to(up.dtype), up), 1), (gate.clamp(min=0) * up.float()).to(up.dtype)
 
@@ -505,9 +509,9 @@ def gated_rows(up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def multiply_by_warpgroups(
     one: Wgmma, edit: Any = None, late: tuple[str, ...] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernels' output and the expected output.
+    """Run the kernels; return their result and the expected result.
 
-    ``late`` names arguments that a previous kernel writes, which is still running.
+    ``late`` names the arguments that a simulated previous kernel writes at the last moment.
     """
     m, n, k = one.sizes
     torch.manual_seed(k)
@@ -535,7 +539,7 @@ def multiply_by_warpgroups(
 
 @pytest.mark.parametrize("one", WGMMAS)
 def test_gemm_by_warpgroups(one: Wgmma) -> None:
-    """If sums are exact, results equal the expected bits. Elements beyond the matrices do not affect them."""
+    """Check for bitwise equal results with exact sums. Elements beyond the matrices must not affect results."""
     got, want = multiply_by_warpgroups(one, edit=None)
     assert torch.equal(got, want)
 
@@ -552,13 +556,13 @@ STATIC = [
 
 @pytest.mark.parametrize("one", STATIC)
 def test_a_static_weight(one: Wgmma) -> None:
-    """Only the weight is read before the wait: the previous kernel may still write other arguments."""
+    """Check that a static weight is read before the wait for the previous kernel, and that no other argument is."""
     got, want = multiply_by_warpgroups(is_static(one), late=INPUTS)
     assert torch.equal(got, want)
 
 
 def test_only_a_static_weight_is_read_before_the_wait() -> None:
-    """Only a static weight is read before the wait."""
+    """Check that a weight that is not static is not read before the wait."""
     (one,) = STATIC[1].values
     got, want = multiply_by_warpgroups(one, late=(*WEIGHT, *INPUTS))
     assert torch.equal(got, want)
@@ -568,7 +572,8 @@ def test_only_a_static_weight_is_read_before_the_wait() -> None:
 
 
 def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:
-    """If the weight is not read ahead, the configurations are equal, and one kernel serves both."""
+    """Check that a static weight leads to another kernel only if the kernel reads it early; otherwise one kernel serves
+    both."""
     for tile_m, split_k, differs in ((8, 2, True), (32, 1, True), (8, 0, False), (64, 3, False)):
         case = WgmmaCase(BF16, NVFP4, "128x4", None, tile_m, Epilogue(BF16), split_k)
         assert (case.kernel.config != replace(case, static_weight=True).kernel.config) == differs
@@ -588,7 +593,8 @@ def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> Non
     pytest.param(256, 0, False, 1, id="after a kernel, 256 rows"),
 ])  # fmt: skip
 def test_how_much_is_copied_before_the_wait(tile_m: int, split_k: int, static: bool, ahead: int | str | None) -> None:
-    """The producer copies nothing, one k tile, or as many as fit before the wait."""
+    """Check how much the producer copies before the wait: nothing, one k tile, or as many k tiles as there are
+    stages."""
     case = WgmmaCase(BF16, NVFP4, "128x4", None, tile_m, Epilogue(BF16), split_k, static_weight=static)
     config = case.kernel.config
     assert config.ahead == (config.stages if ahead == "stages" else ahead)
@@ -596,7 +602,7 @@ def test_how_much_is_copied_before_the_wait(tile_m: int, split_k: int, static: b
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *WGMMAS])
 def test_compiles_without_spills(one: Mma | Wgmma) -> None:
-    """Emulated kernels do not spill. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check that emulated kernels do not spill registers. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(one.case, one.case.kernel)
 
 
@@ -605,12 +611,13 @@ OVERLAPPING = [MMAS[3].values[0].case, *(WGMMAS[i].values[0].case for i in (4, 7
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in OVERLAPPING])
 def test_nothing_is_launched_on_overlap(case: MmaCase | WgmmaCase) -> None:
-    """If the output overlaps an operand, nothing is launched."""
+    """Check that nothing is launched if the output overlaps an operand."""
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
 def freed_early(ptx: str) -> str:
-    """Edit PTX so that a stage of codes is released as soon as the loads from it are issued."""
+    """Edit PTX so that a stage of codes is released as soon as the loads from it are issued, before they are
+    performed."""
     warps_meet = r"bar\.warp\.sync[^;]*;(?:(?!bar\.warp)[\s\S])*?mbarrier\.arrive[^;]*;\}"
     free = list(re.finditer(warps_meet, ptx))[1]
     ptx = ptx[: free.start()] + ptx[free.end() :]
@@ -619,13 +626,13 @@ def freed_early(ptx: str) -> str:
 
 
 def unmet(number: int) -> Any:
-    """Return an edit of PTX that removes a cluster's ``number``-th barrier."""
+    """Return an edit of PTX that removes the ``number``-th barrier of the cluster."""
     edits = [changed(rf"barrier\.cluster\.{part}", number) for part in ("arrive", "wait")]
     return lambda ptx: edits[1](edits[0](ptx))
 
 
 def half_a_group(ptx: str) -> str:
-    """Edit PTX so that a stage of activations is full when one warp of a pair of decoders arrives."""
+    """Edit PTX so that a stage of activations becomes full when only one warp of a pair of decoders arrives."""
     (two,) = re.findall(r"mov\.b32\s+(%r\d+), 2;", ptx)
     ptx, count = re.subn(rf"(mbarrier\.init\S+\s+\[[^\]]+\]), {two};", r"\1, 1;", ptx)
     assert count
@@ -635,16 +642,16 @@ def half_a_group(ptx: str) -> str:
 MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
 PARTIAL_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
-# A CTA multiplies more k tiles than stages. Its waits, from the end: for the other CTAs' partial sums, for activations,
-# for codes, for an empty stage of activations. A warp synchronises after rearranging activations, reading codes, and
-# reading activations. The consumers synchronise after rearranging the first activations, reading all codes, and storing
-# partial sums.
+# A CTA multiplies more k tiles than its pipelines' stages. Its waits, from the end of the PTX: for the other CTAs'
+# partial sums, for activations, for codes, for an empty stage of activations. A warp synchronises after rearranging
+# activations, after reading codes, and after reading activations. The consumers synchronise after rearranging the first
+# activations, after reading all codes, and after storing partial sums.
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
 STREAM_K = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
 PAIRS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 16, Epilogue(FP32), 2), (16, 136, 2560), 0, False, None)
 CODES = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", "128x4", 1, Epilogue(FP32), 2), (1, 136, 3584), 0, False, None)
-# Memory does not suffice for received partial sums.
+# A CTA lacks room to receive partial sums, so it reads other CTAs' partial sums where they are.
 SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), (64, 136, 1024), 0, False, None)
 
 
@@ -696,12 +703,12 @@ SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), 
     ],
 )
 def test_each_wait_of_wgmma_is_needed(one: Wgmma, edit: Any) -> None:
-    """Without it, in some order of threads, the emulator finds a race or the results are wrong."""
+    """Check that without this wait the emulator finds a race or a wrong result in some order of threads."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
 
 @pytest.mark.parametrize("one", [STAGES_AGAIN, PARTIAL_SUMS, WARPS, STREAM_K, WARPGROUPS, PAIRS, CODES, SUMS_READ])
 def test_the_waits_of_wgmma_are_enough(one: Wgmma) -> None:
-    """The unedited kernels are free of races, and their results are right."""
+    """Check that the unedited kernels are free of races and give correct results."""
     check_in_orders(multiply_by_warpgroups, one, 2)

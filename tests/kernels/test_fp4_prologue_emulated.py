@@ -1,6 +1,6 @@
-"""FP4 GEMMs whose kernel gates or quantises its activations, in the PTX emulator.
+"""FP4 GEMMs whose kernel computes a gate or a quantisation as prologue, in the PTX emulator.
 
-``test_fp4_gemm_emulated`` tests the sums of gated activations.
+``test_fp4_gemm_emulated`` checks the sums over gated activations.
 """
 
 import re
@@ -43,7 +43,8 @@ READ_AHEAD = [one for one in STATIC if one.values[0].case.prologue_gate]
 
 @pytest.mark.parametrize("one", READ_AHEAD)
 def test_gates_wait_for_the_kernel_before(one: Wgmma) -> None:
-    """Decoders, which gate activations, and consumers, which gate the first ones, wait for the previous kernel."""
+    """Check that decoders, which gate activations, and consumers, which gate the first k tile, wait for the previous
+    kernel."""
     one = is_static(one)
     kernel = one.case.kernel
     waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[one.case.arch]).ptx)))
@@ -55,9 +56,10 @@ def test_gates_wait_for_the_kernel_before(one: Wgmma) -> None:
 
 
 def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torch.Tensor, ...]:
-    """Return rows gated by the kernel of ``silu_mul``, the GEMM of these, and the GEMM that gates.
+    """Return the rows gated by the kernel of ``silu_mul``, the result of a GEMM of these rows, and the result of the
+    GEMM that gates.
 
-    ``overlap`` says whether launches overlap.
+    If ``overlap``, the launches overlap.
     """
     (m, n, k), case = one.sizes, one.case
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
@@ -84,7 +86,8 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
 
 @pytest.mark.parametrize("one", GATED)
 def test_a_gate_equals_silu_mul(one: Wgmma) -> None:
-    """Results equal ``silu_mul`` and a GEMM without the gate, bit for bit. Launches overlap in every second case."""
+    """Check that results equal ``silu_mul`` followed by a GEMM without the gate, bit for bit. Launches overlap in every
+    second case."""
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(n)
     rows = (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype)
@@ -97,9 +100,10 @@ def test_a_gate_equals_silu_mul(one: Wgmma) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("tile_m", [1, 8])
 def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -> None:
-    """Gated products that exceed, or nearly exceed, the dtype's largest number, and NaN, are as in ``silu_mul``.
+    """Check that gated products that exceed, or nearly exceed, the dtype's largest number, and NaN, are as in
+    ``silu_mul``.
 
-    They are in the last block of k of one row.
+    These products are in the last block of K of one row.
     """
     one = Wgmma(
         WgmmaCase(dtype, NVFP4, "128x4", None, tile_m, Epilogue(FP32), 1, prologue_gate=True),
@@ -120,14 +124,14 @@ def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# A CTA multiplies more k tiles than stages. See ``test_fp4_gemm_emulated`` for its waits.
+# A CTA multiplies more k tiles than its pipelines' stages. ``test_fp4_gemm_emulated`` lists its waits.
 ROW = Wgmma(
     WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate=True), (1, 136, 7168), 0, False, None
 )
 ROWS = Wgmma(
     WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prologue_gate=True), (8, 136, 3072), 0, False, None
 )
-# Edits that remove a wait for activations
+# Edits of PTX that remove a wait for activations
 by_edit = pytest.mark.parametrize(
     "edit",
     [
@@ -142,18 +146,18 @@ by_edit = pytest.mark.parametrize(
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
 @by_edit
 def test_each_wait_for_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
-    """Without it, in some order of threads, the emulator finds a race or the results are wrong."""
+    """Check that without this wait the emulator finds a race or a wrong result in some order of threads."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
 
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
 def test_the_waits_for_gated_activations_are_enough(one: Wgmma) -> None:
-    """The unedited kernels are free of races, and their results are right."""
+    """Check that the unedited kernels have no races and give correct results."""
     check_in_orders(multiply_by_warpgroups, one, 2)
 
 
-# Rows that are quantised, some of them gated first
+# Quantisation as prologue, in some cases after a gate
 
 
 def quantised(
@@ -169,7 +173,7 @@ def quantised(
     tile_m: int = 1,
     fmt: FP4Format = NVFP4,
 ) -> Wgmma:
-    """Return a launch of a GEMM that quantises its activations; arguments are fields of ``WgmmaCase``."""
+    """Return a launch of a GEMM that quantises its activations. The arguments are fields of ``WgmmaCase``."""
     operands = fmt.operand_dtype(FP16), fmt, layout, None, tile_m, Epilogue(*epilogue), split_k
     case = WgmmaCase(
         *operands, a_dtype=a_dtype, tile_n=tile_n, prologue_gate=prologue_gate, prologue_quant=prologue_quant
@@ -188,7 +192,7 @@ QUANTISED = [
     quantised(BF16, "128x4", 1, "scaled", sizes=(3, 136, 2080), tile_m=8),
     quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), prologue_gate=True, sizes=(9, 136, 768), tile_m=8),
 ]
-# A block is four k groups.
+# A block of MXFP4 is four k groups.
 MXFP4_ROWS = [
     quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 1120), tile_m=8, fmt=MXFP4),
     quantised(BF16, "128x4", 1, "plain", prologue_gate=True, sizes=(5, 264, 544), tile_m=8, fmt=MXFP4),
@@ -198,14 +202,15 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def global_scale_of(one: Wgmma, value: float) -> torch.Tensor | None:
-    """Return the global scale ``value`` if the case has one."""
+    """Return a global scale with this value if the case needs a global scale."""
     return torch.tensor([value]) if one.case.prologue_quant == "scaled" else None
 
 
 def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows that quantisation does not change, and the numbers that are multiplied.
+    """Return rows that quantisation does not change, and the numbers that the GEMM multiplies.
 
-    The blocks are e2m1 numbers, 6 among them, times a power of two. The silu of each gate is exactly the gate, or zero.
+    Each block consists of e2m1 numbers, including 6, times a power of two. The silu of each gate value is exactly the
+    value itself, or zero.
     """
     (m, _, k), case = one.sizes, one.case
     numbers = E2M1[torch.randint(8, (m, k // 16, 16))]
@@ -226,9 +231,10 @@ def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tens
 def multiply_e2m1(
     one: Wgmma, edit: Any = None, late: tuple[str, ...] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's output and the expected output. Sums are exact.
+    """Run the kernel on rows that quantisation does not change; return its result and the expected result. Sums are
+    exact.
 
-    ``late`` names arguments that a previous kernel writes, which is still running.
+    ``late`` names the arguments that a simulated previous kernel writes at the last moment.
     """
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(k)
@@ -247,16 +253,17 @@ def multiply_e2m1(
 
 @by_quantised
 def test_sums_of_quantised_rows(one: Wgmma) -> None:
-    """If sums are exact, results equal the expected bits, in two orders of threads."""
+    """Check for bitwise equal results with exact sums, in two orders of threads."""
     for seed in (None, 0):
         got, want = multiply_e2m1(one._replace(seed=seed))
         assert torch.equal(got, want)
 
 
 def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return rows quantised by the kernel of ``fp4_quantize`` or ``silu_mul_fp4quant``, and results of two GEMMs.
+    """Return the rows quantised by the kernel of ``fp4_quantize`` or ``silu_mul_fp4quant``, and the results of two
+    GEMMs.
 
-    The first GEMM multiplies the codes and scales, the second one quantises the rows itself.
+    The first GEMM multiplies these codes and scales; the second GEMM quantises the rows itself.
     """
     (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
     arch = ARCHS[case.arch]
@@ -283,7 +290,8 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS)])
 def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
-    """For blocks of any magnitude, results equal two kernels' bits, in two orders of threads."""
+    """Check for blocks of any magnitude that the results are bitwise equal to those of two kernels, in two orders of
+    threads."""
     (m, _, k), case = one.sizes, one.case
     for seed in (0, 1):
         size = torch.randint(-6, 5, (m, k // 16)).exp2().repeat_interleave(16, 1)
@@ -296,7 +304,7 @@ def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
 
 
 def special_rows(m: int, k: int) -> torch.Tensor:
-    """Return rows with special blocks.
+    """Return rows with special blocks: one kind per row.
 
     Row 0 contains a NaN, row 1 an infinity, row 2 only zeros of both signs, row 3 an amax too small for a scale, row 4
     an amax that saturates the scale, and row 5 amax values around the smallest scale.
@@ -312,14 +320,14 @@ def special_rows(m: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4, 6)])
 def test_special_values_are_quantised(one: Wgmma) -> None:
-    """Special values are quantised as specified, and results equal the two kernels' bits."""
-    # Every CTA of a cluster needs a k tile.
+    """Check that special values are quantised as specified, with results bitwise equal to those of two kernels."""
+    # Every CTA of a cluster must get a k tile.
     one = one._replace(sizes=(6, 136, 768 if one.case.layout == "linear" else 288), seed=0)
     (m, n, k), case, global_scale = one.sizes, one.case, global_scale_of(one, 3.7)
     torch.manual_seed(n)
     value = special_rows(m, k)
     if case.prologue_gate:
-        # The silu of 32 is 32. NaN is in the gate, too, not only in up.
+        # silu(32) is 32. Set NaN in the gate, too, not only in up.
         gate = torch.full((m, k), 32.0).masked_fill(value.isnan(), torch.nan)
         rows = torch.cat((gate, value.nan_to_num(1.0, neginf=-torch.inf) / 32), 1).to(case.a_dtype)
         value = gate * rows[:, k:].float()
@@ -356,9 +364,10 @@ QUANTISED_AHEAD = [
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED_AHEAD])
 def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
-    """Decoders, and consumers, which quantise the first k tiles, wait before they read rows or the global scale.
+    """Check that decoders, and consumers, which quantise the first k tiles, wait for the previous kernel before they
+    read rows or the global scale.
 
-    With both waits, only static arguments are read before them.
+    With these waits in place, only static arguments are read earlier.
     """
     one = is_static(one)._replace(seed=0)
     got, want = multiply_e2m1(one, late=INPUTS)
@@ -372,7 +381,7 @@ def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
                 assert torch.equal(got, want)
 
 
-# Launches with more k tiles than stages, as ``ROW``
+# Launches with more k tiles than stages, like ``ROW``
 QUANTISED_ROW = quantised(FP16, "128x4", 2, "scaled", sizes=(1, 136, 7168))
 GATED_ROW = quantised(FP16, "128x4", 2, "plain", prologue_gate=True, sizes=(1, 136, 7168))
 QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile_m=8)
@@ -381,12 +390,12 @@ QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 @by_edit
 def test_each_wait_for_quantised_activations_is_needed(one: Wgmma, edit: Any) -> None:
-    """Without it, in some order of threads, the emulator finds a race or the results are wrong."""
+    """Check that without this wait the emulator finds a race or a wrong result in some order of threads."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_e2m1, one, 6, edit)
 
 
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 def test_the_waits_for_quantised_activations_are_enough(one: Wgmma) -> None:
-    """The unedited kernels are free of races, and their results are right."""
+    """Check that the unedited kernels have no races and give correct results."""
     check_in_orders(multiply_e2m1, one, 2)

@@ -1,6 +1,6 @@
-"""FP4 GEMM by tcgen05, run thread by thread in the PTX emulator and compared with the CPU reference.
+"""FP4 GEMM by tcgen05, executed in the PTX emulator and compared with the CPU reference.
 
-No GPU with these instructions was available: these tests are the only evidence of the kernel's results.
+We had no GPU with these instructions, so these tests are the only evidence that the kernel's results are correct.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Gemm(NamedTuple):
-    """GEMM of M, N and K, and a launch of it. ``num_ctas`` CTAs share all tiles."""
+    """Launch of a GEMM of M, N and K. ``num_ctas`` CTAs share all tiles."""
 
     case: Tcgen05Case
     sizes: tuple[int, int, int]
@@ -41,11 +41,11 @@ class Gemm(NamedTuple):
 def gemm(
     *case: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], num_ctas: int = 1, stages: int = 3
 ) -> Gemm:
-    """Return a GEMM. ``case`` is format, layout, tile_m, CTAs of an MMA, split_k; ``sizes`` is M, N, K."""
+    """Return a launch. ``case`` is format, layout, tile_m, CTAs per MMA, split_k; ``sizes`` is M, N, K."""
     return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, num_ctas)
 
 
-# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
+# Partial tiles along M, N and K; at least three tiles per CTA, except with split-K; more k tiles than stages.
 COVERING = [
     gemm(NVFP4, "128x4", 8, 1, 1, epilogue=(BF16, "one", BF16), sizes=(5, 328, 1088)),
     gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32), sizes=(70, 136, 1088), num_ctas=3),
@@ -81,9 +81,9 @@ MORE = [
 
 
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel; return its output and the expected output.
+    """Run the kernel; return its result and the expected result.
 
-    With a seed, the previous kernel writes the operands at the last moment.
+    With a seed, a simulated previous kernel writes the operands at the last moment.
     """
     m, n, k = one.sizes
     torch.manual_seed(k)
@@ -110,15 +110,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Check equal bits for exact sums, in two orders of events. Scales outside of the matrices are NaN and do not
-    matter."""
+    """Check for bitwise equal results with exact sums, in two orders of events. Scales outside of the matrices are NaN
+    and must not matter."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
 
 
 def test_compiles_without_spills(one: Gemm) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(one.case, one.case.kernel)
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # For 300 x 400: n tiles, times m tiles, times CTAs that split k
+        # For 300 × 400: n tiles, times m tiles, times CTAs that divide k
         (0, 148, 148),
         (3, 148, 4 * 5),
         (3, 7, 7),
@@ -143,7 +143,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
     ],
 )
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
-    """Check the number of CTAs: at most one for each SM, in whole pairs; with split-K, a cluster for each tile."""
+    """Check the number of CTAs: at most one per SM, in whole pairs; with split-K, a cluster per tile."""
     case = COVERING[covering].case
     call = gemm_call(case.kernel, n=400, m=300, a_tile_rows=3, b_tile_rows=4, num_ctas=sms)
     assert grids(case.kernel, ARCHS[case.arch], *call) == [(ctas, 1, 1)]
@@ -159,14 +159,14 @@ def test_ctas(covering: int, sms: int, ctas: int) -> None:
     ids=["tcgen05", "experts", "mma"],
 )
 def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
-    """Check that the emulator's results apply to these GPUs too."""
+    """Check that the PTX for these GPUs is the same, so that the emulator's results apply to them, too."""
     own, its = (
         compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
     )
     assert own == its
 
 
-# Faults. Each case takes more k tiles than stages, and, except with split-K, three tiles for each CTA.
+# Faults. In each case a CTA gets more k tiles than stages and, except with split-K, three tiles.
 
 FAULTY = {
     "one": gemm(NVFP4, "128x4", 32, 1, 1, epilogue=(BF16, "one"), sizes=(70, 136, 1088)),
@@ -202,7 +202,7 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
-    """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
+    """Check that the emulator finds omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
     one = FAULTY[name]
     ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
     all_tried = request.config.getoption("more_emulated")

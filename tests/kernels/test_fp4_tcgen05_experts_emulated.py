@@ -1,6 +1,6 @@
-"""FP4 GEMM over experts by tcgen05, run thread by thread in the PTX emulator and compared with the CPU reference.
+"""FP4 GEMM over experts by tcgen05, executed in the PTX emulator and compared with the CPU reference.
 
-No GPU with these instructions was available: these tests are the only evidence of the kernel's results.
+We had no GPU with these instructions, so these tests are the only evidence that the kernel's results are correct.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Gemm(NamedTuple):
-    """GEMM of M, N and a number of experts, and a launch of it.
+    """Launch of a GEMM of M, N and a number of experts.
 
-    A ``share`` of the pairs of a token and an expert is routed. ``num_ctas`` CTAs share all work tiles.
+    ``share`` is the fraction of all (token, expert) pairs that are routed. ``num_ctas`` CTAs share all work tiles.
     """
 
     case: Tcgen05ExpertsCase
@@ -43,12 +43,13 @@ class Gemm(NamedTuple):
 
 
 def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, num_ctas: int = 1, bias: Any = None) -> Gemm:
-    """Return a GEMM. ``case`` is format, layout, tile_n, classes of experts, routed, dtype, width of an expert."""
+    """Return a launch. ``case`` is format, layout, tile_n, number of groups of experts, routed, dtype, width of an
+    expert."""
     return Gemm(Tcgen05ExpertsCase(*case, stages=3, bias_dtype=bias), sizes, share, num_ctas)
 
 
-# Partial tiles along M, N and K; experts of one k tile and of several, the last one partial; more experts of a class
-# than a word has bits; more k tiles than stages; at least three work tiles for each CTA, some without experts.
+# Partial tiles along M, N and K; experts of one k tile and of several, the last one partial; more experts per group
+# than a word has bits; more k tiles than stages; at least three work tiles per CTA, some without experts.
 COVERING = [
     gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
     gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 70), share=0.02),
@@ -88,16 +89,16 @@ MORE = [
 
 
 def workspace(case: Tcgen05ExpertsCase, m: int, n: int, experts: int) -> torch.Tensor | None:
-    """Return a workspace of NaN, so that unwritten bytes show."""
+    """Return a workspace full of NaN, so that reads of unwritten bytes are detected."""
     size = case.kernel.config.workspace_bytes(m, n, experts)
     return torch.full((size,), 0xFF, dtype=torch.uint8) if size else None
 
 
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel; return its output and the reference's result.
+    """Run the kernels; return the result and the reference's result.
 
-    Scales of activations are NaN for a factor of zero, and so are the biases of experts without a token. With a
-    seed, each kernel, including the previous one, writes its output at the last moment.
+    Activation scales are NaN where the factor is zero, and so are the biases of experts without tokens. With a seed,
+    each kernel, including a simulated previous kernel, writes its output at the last moment.
     """
     (m, n, experts), case = one.sizes, one.case
     fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
@@ -124,7 +125,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
         a, a_scale, b.t(), b_scale, alpha, bias, out, workspace(case, m, n, experts), one.num_ctas
     )
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
-    max_steps = 1_000_000 if edit is None else 200_000  # a fault may make threads wait for ever
+    max_steps = 1_000_000 if edit is None else 200_000  # with a fault, threads may wait forever
     how = {"seed": seed, "max_steps": max_steps, "strict": True, "edit": edit, "written_before": before}
     run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
     return out, expert_gemm(a, a_scale, b, b_scale, alpha, bias, case.out_dtype, fmt, layout, layout)
@@ -140,22 +141,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Check equal bits for exact sums, in two orders of events, with NaN in scales that must not matter."""
+    """Check for bitwise equal results with exact sums, in two orders of events, with NaN in scales that must not
+    matter."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert want.isfinite().all() and torch.equal(got, want)
 
 
 def test_nothing_is_routed() -> None:
-    """Check a GEMM in which one token is routed to two experts, so that most work tiles contain no expert."""
+    """Check a GEMM in which a single token is routed to two experts, so that most work tiles need no expert."""
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, num_ctas=3)
     got, want = multiply(one, 0)
     assert torch.equal(got, want) and not want[1:].any() and want[0].any()
 
 
 def test_every_launch_waits_for_the_one_before() -> None:
-    """Check the waits of all three kernels: for touched experts, for the GEMM, and for the reduction of partial
-    sums."""
+    """Check the waits for the previous kernel in all three kernels: the search for touched experts, the GEMM, and the
+    addition of partial sums."""
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.5, num_ctas=3)
     wait = r"griddepcontrol\.wait"
     waits = re.findall(wait, compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)
@@ -167,7 +169,7 @@ def test_every_launch_waits_for_the_one_before() -> None:
 
 
 def test_compiles_without_spills(one: Gemm) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(one.case, one.case.kernel)
 
 
@@ -179,7 +181,7 @@ def test_nothing_is_launched_on_overlap() -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "launched"),
     [
-        # For 300 x 400 with 70 experts in 1, 2, 2, 8 and 1 classes: m tiles of 128, and n tiles of 128, 64 or 32
+        # For 300 × 400 with 70 experts in 1, 2, 2, 8 and 1 groups: m tiles of 128, and n tiles of 128, 64 or 32
         (0, 7, [7]),
         (1, 148, [(4, 3), 3 * 7 * 2, 300 * 50 // 256 + 1]),
         (3, 148, [3 * 13 * 2, 300 * 50 // 256 + 1]),
@@ -188,9 +190,9 @@ def test_nothing_is_launched_on_overlap() -> None:
     ],
 )
 def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
-    """Check the grids of all kernels.
+    """Check the grid of each kernel.
 
-    The GEMM runs at most one CTA on each SM. The first kernel runs a CTA for each m tile and 32 experts of a class, the
+    The GEMM launches at most one CTA per SM. The first kernel launches a CTA per m tile and 32 experts of a group, the
     last kernel enough threads for the result.
     """
     case = COVERING[covering].case
@@ -201,7 +203,7 @@ def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
 
 
 def test_factors_of_any_strides() -> None:
-    """Check factors with any strides. A NaN factor makes its token's row NaN."""
+    """Check factors with any strides, and that a NaN factor makes the row of its token NaN."""
     m, n, experts, width = 4, 40, 3, 64
     case = Tcgen05ExpertsCase(NVFP4, "128x4", 32, 1, True, FP32, width)
     (a, a_scale), (b, b_scale) = (random_matrix(rows, experts * width, NVFP4, "128x4", CPU) for rows in (m, n))
@@ -219,7 +221,7 @@ def test_factors_of_any_strides() -> None:
 
 
 def test_sums_of_any_size_in_the_same_order() -> None:
-    """Check equal bits for any number of CTAs and any other tokens, with sums that are rounded."""
+    """Check that rounded sums are bitwise equal for any number of CTAs and any other tokens."""
     m, n, experts, width = 3, 40, 7, 64
     case = Tcgen05ExpertsCase(NVFP4, "linear", 32, 3, True, FP32, width)
     (a, a_scale), (b, b_scale) = (random_matrix(rows, experts * width, NVFP4, "linear", CPU) for rows in (m, n))
@@ -241,7 +243,7 @@ def test_sums_of_any_size_in_the_same_order() -> None:
     assert torch.equal(results(slice(1, 2), 2), every[1:2])
 
 
-# Faults. Each case takes more k tiles than stages, and three experts and several work tiles for each CTA.
+# Faults. In each case a CTA gets more k tiles than stages, three experts and several work tiles.
 
 FAULTY = {
     "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 3)),
@@ -260,7 +262,7 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 
 
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
-    """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
+    """Check that the emulator finds omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
     one = FAULTY[name]
     ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
     all_tried = request.config.getoption("more_emulated")

@@ -1,4 +1,4 @@
-"""Kernels of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
+"""Kernels of GEMMs of FP8 activations and an FP4 weight, executed in the PTX emulator."""
 
 import itertools
 from collections.abc import Sequence
@@ -47,18 +47,18 @@ grouped_mm_fp8_fp4 = OPS["grouped_mm_fp8_fp4"].reference
 mm_fp8_fp4 = OPS["mm_fp8_fp4"].reference
 
 POISON = 777.0
-"""Value that no kernel writes."""
+"""Value that no kernel writes, so that unwritten elements are detected."""
 
 
 class Run(NamedTuple):
-    """A launch of a kernel.
+    """Launch of a kernel.
 
     Attributes:
         case: kernel.
-        counts: rows of each expert.
-        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
-        room: rows of an expert's part of the buffer in the masked layout.
-        scales: range of the weight's scale bytes, or None for scales with exact sums.
+        counts: number of rows of each expert.
+        n, k, max_ctas: N and K of the GEMM, and the largest number of CTAs.
+        room: number of rows reserved for each expert in the masked layout.
+        scales: range of random scale bytes of the weight, or None for scales with which sums are exact.
     """
 
     case: FP8FP4GemmCase
@@ -85,16 +85,16 @@ def execute(
     offsets_given: list[int] | None = None,
     offsets_used: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+    """Run the kernel; return its result and the expected result, which is poison in rows that no expert owns.
 
     Args:
         run: launch.
-        edit: change of the PTX.
-        seed: order of the emulator's warps.
-        late: arguments that the previous kernel, which is still running, writes.
-        held, starved: arguments of ``run_kernel``.
-        lacks: weight tile whose recoding has not ended.
-        offsets_given, offsets_used: offsets out of range, and the offsets that they are clipped to.
+        edit: function that changes the PTX, or None.
+        seed: seed of the order of the emulator's warps.
+        late: names of the arguments that a simulated previous kernel writes at the last moment.
+        held, starved: as in ``run_kernel``.
+        lacks: index of a weight tile that is only partly re-encoded, or None.
+        offsets_given, offsets_used: offsets out of range, and the valid offsets to which the kernel must clip them.
     """
     torch.manual_seed(run.n)
     case, exact = run.case, run.scales is None
@@ -149,12 +149,13 @@ def execute(
 
 
 def done_of(notes: torch.Tensor, n: int, k: int) -> torch.Tensor:
-    """Return the number of work tiles that are done, for each weight tile."""
+    """Return, for each weight tile, the number of work tiles that are done, from the workspace ``notes``."""
     return notes.view(-(-n // NOTE_ROWS), -1)[:, Notes.done(-(-k // 128))]
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
-    """Return the recoded weight and its notes. The codes are written by a kernel that is still running."""
+    """Run the kernel that re-encodes the weight; return the FP8 weight and the workspace. It writes the codes at the
+    last moment, while the GEMM already runs."""
     is_plain = case.layout == "plain"
     experts, n, k = 1 if is_plain else len(b), b.shape[-1], 2 * b.shape[-2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
@@ -174,26 +175,26 @@ def case(fmt, scale_layout: str, layout: str, tile: tuple[int, ...], *epilogue: 
 
 
 def overlapping(*given: Any) -> FP8FP4GemmCase:
-    """Return a case whose weight is recoded while the GEMM runs."""
+    """Return a case in which the weight is re-encoded while the GEMM runs."""
     return replace(case(*given), overlaps=True)
 
 
 def codes(*given: Any) -> FP8FP4GemmCase:
-    """Return a case of ``fp8_fp4_wgmma_codes``."""
+    """Return a case of the kernel ``fp8_fp4_wgmma_codes``."""
     return replace(case(MXFP4, *given), family="fp8_fp4_wgmma_codes")
 
 
 def in_registers(*given: Any) -> FP8FP4GemmCase:
-    """Return a case of ``fp8_fp4_wgmma_rs``."""
+    """Return a case of the kernel ``fp8_fp4_wgmma_rs``."""
     return replace(case(NVFP4, *given), family="fp8_fp4_wgmma_rs")
 
 
 def prefetching(of: FP8FP4GemmCase) -> FP8FP4GemmCase:
-    """Return a case that brings memory into L2."""
+    """Return the case with a prefetch into L2."""
     return replace(of, prefetches=True)
 
 
-# Partial tiles, a last k tile of 64 elements, experts without rows or that begin within a tile of scales
+# Partial tiles; a last k tile of 64 elements; experts without rows; experts that begin inside a scale tile
 RUNS = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 136, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
@@ -219,12 +220,12 @@ RUNS = [
     # Two CTAs share a tile of many rows; a CTA without a k tile; a second warpgroup without rows
     Run(case(NVFP4, "128x4", "plain", (128, 128, 2), BF16, "column", FP32), (140,), 136, 1344, 2),
     Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (200,), 72, 64, 4),
-    # Each consumer warpgroup multiplies half of the rows of a.
+    # Each consumer warpgroup multiplies half of the rows of a
     Run(case(NVFP4, "128x4", "plain", (32, 64, 1), FP32, "column", FP32), (5,), 200, 1344, 2),
     Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
     Run(case(MXFP4, "128x4", "plain", (64, 64, 2), FP16), (77,), 136, 448, 4),
     Run(case(NVFP4, "128x4", "masked", (32, 64, 1), BF16, "expert_column"), (3, 0, 40), 72, 192, 1, room=40),
-    # tile_m is not a power of two: one and two tiles of an expert, one and two copies of a tile's rows
+    # tile_m is no power of two: experts with one and with two tiles, tiles whose rows need one copy and two
     Run(codes("linear", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
     Run(codes("128x4", "plain", (24, 128, 3), FP32, "column", FP32), (21,), 136, 640, 3),
     Run(in_registers("128x4", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
@@ -241,7 +242,7 @@ RUNS = [
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
     Run(overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
     Run(overlapping(MXFP4, "linear", "plain", RECODED, FP32, "column", FP32), (3,), 200, 2112, 2),
-    # Several tiles of a CTA, and a cluster
+    # A CTA with several tiles, and a cluster
     Run(prefetching(codes("128x4", "plain", (16, 128, 1), FP32)), (5,), 392, 640, 2),
     Run(prefetching(in_registers("linear", "plain", (8, 128, 2), BF16)), (5,), 72, 1088, 2),
 ]
@@ -249,7 +250,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Compare bit for bit. Rows of padding are not written."""
+    """Check for bitwise equal results, and that rows of padding are not written."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
@@ -270,15 +271,14 @@ def test_gemm(run: Run) -> None:
     ids=["ss", "recode", "codes", "rs"],
 )
 def test_wrong_offsets(of: FP8FP4GemmCase, given: list[int], used: list[int]) -> None:
-    """Check that a GEMM reads and writes only rows of its buffers, whatever the offsets are."""
+    """Check that a GEMM reads and writes only rows inside its buffers, whatever the offsets are."""
     got, want = execute(Run(of, (7, 9), 72, 128, 2), offsets_given=given, offsets_used=used)
-    assert torch.equal(got.nan_to_num(POISON), want.nan_to_num(POISON))  # rows of padding are NaN
+    assert torch.equal(got.nan_to_num(POISON), want.nan_to_num(POISON))  # padding rows are NaN
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills as ``test_compile_kernels`` does, which leaves the roles of these kernels to this
-    test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -289,7 +289,7 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# More k tiles than stages; a cluster with a CTA without a k tile
+# More k tiles than stages; a cluster in which one CTA gets no k tile
 STATIC = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 72, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
@@ -310,7 +310,7 @@ def test_whether_a_weight_is_read_before_the_wait(run: Run) -> None:
 
 
 def test_a_recoded_weight_is_waited_for() -> None:
-    """Check that the GEMM waits for the kernel that recodes the weight."""
+    """Check that the GEMM waits for the kernel that re-encodes the weight."""
     run = Run(WRITTEN.case, (3, 0), 72, 64, 1)
     got, want = execute(run, late=(*WEIGHT, *INPUTS))
     assert torch.equal(got, want)
@@ -320,14 +320,15 @@ def test_a_recoded_weight_is_waited_for() -> None:
         assert torch.equal(got, want)
 
 
-# An odd number of k tiles, two ranges, two weight tiles, one of them partial, and rows over their own exponents
+# An odd number of k tiles; two ranges of rows; two weight tiles, one of them partial; rows in which each k tile needs
+# another exponent
 OVERLAPPED = Run(
     overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (5,), 136, 2112, 2, scales=(0, 0x7F)
 )
 
 
 def check_overlapped(edit: Any = None) -> None:
-    """Check the GEMM if nothing of the recoded weight and its notes exists when it starts."""
+    """Check the GEMM when nothing of the re-encoded weight and of the workspace exists at its start."""
     for seed in (0, 1):
         got, want = execute(OVERLAPPED, edit, seed, late=WEIGHT)
         assert (got - want).abs().max() < 1e-5 * want.abs().mean()
@@ -338,7 +339,7 @@ POLL = r"ld\.acquire\.gpu\.global\.u32 (%r\d+), "
 
 def test_rows_recoded_during_the_gemm_are_waited_for() -> None:
     check_overlapped()
-    # The first polls of the producer and of a scale loader; each is followed by the poll of its loop.
+    # The first polls of the producer and of a scale loader. Each is followed by the poll of a loop, which stays.
     passed = [changed(POLL, number, r"mov.b32 \1, 1000;") for number in (0, 2)]
     for edit in (changed(KERNEL_WAIT, None), *passed):
         with pytest.raises((EmulationError, Deadlock, AssertionError)):
@@ -347,14 +348,14 @@ def test_rows_recoded_during_the_gemm_are_waited_for() -> None:
 
 @pytest.mark.parametrize("tile", [0, 1])
 def test_all_work_tiles_of_a_tile_are_waited_for(tile: int) -> None:
-    """Check that the GEMM waits forever if a work tile is missing."""
+    """Check that the GEMM waits forever if one work tile of the weight is never done."""
     with pytest.raises(EmulationError, match="more than 40000 steps"):
         execute(OVERLAPPED, lacks=tile)
 
 
 def test_work_tiles_that_are_done_are_counted() -> None:
-    """Check the counts after the kernel that recodes the first weight tiles, and after the kernel that recodes the
-    rest."""
+    """Check the counts of finished work tiles after the kernel that re-encodes the first weight tiles, and after the
+    kernel that re-encodes the others."""
     case, experts, n, k = OVERLAPPED.case, 1, OVERLAPPED.n, OVERLAPPED.k
     b, b_scale = sample("", 1, n, k, case.fmt, case.scale_layout, CPU, exact=True).args[1:4:2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
@@ -366,7 +367,8 @@ def test_work_tiles_that_are_done_are_counted() -> None:
 
 
 FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
-"""Ranges of scale bytes: all positive bytes of NVFP4 including NaN, all negative ones; of MXFP4 2^40 apart."""
+"""Ranges of scale bytes. NVFP4: all positive bytes including NaN, and all negative bytes. MXFP4: scales up to 2^40
+apart."""
 
 
 @pytest.mark.parametrize(
@@ -383,15 +385,15 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
     ],
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, ...]) -> None:
-    """Check one k tile, so that fp32 adds nothing up: numbers that are subnormal in e4m3, zero or NaN, and accumulators
-    whose units change."""
+    """Check a single k tile, so that fp32 adds nothing: numbers that are zero, NaN or subnormal in e4m3, and
+    accumulators whose exponent changes."""
     for scales in FAR[fmt]:
         check_hard_scales(case(fmt, "128x4", "plain", tile, FP32), scales)
 
 
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
-    """Check half a k tile, one k tile, and one k tile for each K group."""
+    """Check half a k tile, one k tile, and one k tile per K group."""
     for scales, k in itertools.product(FAR[NVFP4], (64, 128, 256)):
         check_hard_scales(in_registers(layout, "plain", (16, 128, 1), FP32), scales, k)
 
@@ -399,7 +401,7 @@ def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 @pytest.mark.parametrize("scales", [(118, 140), (0, 19), (230, 256)], ids=["far", "least", "greatest and NaN"])
 def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) -> None:
-    """Check codes of scales that are 15 or more powers of two below the largest, which are rounded to codes of a larger
+    """Check scales that are 15 or more powers of two below the largest, so that codes are rounded to codes of a larger
     scale."""
     check_hard_scales(codes(layout, "plain", (16, 128, 1), FP32), scales)
 
@@ -409,7 +411,7 @@ def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) ->
 )
 @pytest.mark.parametrize("seed", [None, 1])
 def test_codes_are_rounded_in_every_stage(tile: tuple[int, ...], k: int, seed: int | None) -> None:
-    """Check rounding in both k tiles of a stage and in half a k tile, in several orders of the decoders."""
+    """Check rounding in both k tiles of a stage and in half a k tile, in several orders of the decoder warps."""
     got, want = execute(Run(codes("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
     assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
@@ -422,12 +424,12 @@ CHANGES = [
     ((128, 128, 1), 7, 136, 704, 1),
     ((128, 64, 2), 67, 136, 704, 2),
 ]
-"""Tile, M, N, K, CTAs: several rounds of the pipeline, several tiles of a CTA, clusters, half a k tile at the end."""
+"""(tile, M, N, K, CTAs): several rounds of the pipeline, several tiles per CTA, clusters, half a k tile at the end"""
 
 
 @pytest.mark.parametrize("run", CHANGES, ids=lambda run: f"{run[0]}-{run[2]}x{run[3]}")
 def test_units_change_in_every_k_tile(run: tuple) -> None:
-    """Check k tiles whose scales do not fit the units of their rows, including k tiles before the last."""
+    """Check k tiles whose scales do not fit the exponents of their rows, including k tiles before the last."""
     tile, m, n, k, ctas = run
     given = "linear" if tile[-1] > 1 else "128x4", "plain", tile, FP32
     of = in_registers(*given) if tile[0] < 32 else case(NVFP4, *given)
@@ -438,29 +440,29 @@ def test_units_change_in_every_k_tile(run: tuple) -> None:
 
 def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int], k: int = 128) -> None:
     got, want = execute(Run(of, (9,), 136, k, 2, scales=scales))
-    # With the smallest scales, accumulators are subnormal in fp32 before they are multiplied by the scales of rows.
+    # With the smallest scales, accumulators are subnormal before they are multiplied by the scales of the rows.
     near = torch.isclose(got, want, rtol=1e-5, atol=2.0**-136, equal_nan=True)
     assert near.float().mean() > 0.99  # the emulator rounds sums of random products in another order
     equal("NaN", got.isnan(), want.isnan())
 
 
-# Kernels of many rows take 2 to 5 s to compile; these kernels are some of the kernels of ``RUNS``.
+# Kernels for many rows take 2 to 5 s to compile, so these are some of the kernels in ``RUNS``.
 SWAPPED = Run(case(NVFP4, "128x4", "masked", (32, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 UNITS = Run(case(NVFP4, "linear", "counted", (128, 128, 1), BF16), (130, 3), 120, 896, 1)
 PAIR = Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
-# Enough k tiles that every step of an unrolled round of the pipeline runs; and rows over their own exponents, which
-# another loop multiplies.
+# Enough k tiles to execute every step of an unrolled round of the pipeline; and rows in which each k tile needs another
+# exponent, which a second loop multiplies.
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 1408, 1)
 OWN_UNITS = Run(case(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 120, 640, 1, scales=(0, 0x7F))
 CODES = Run(codes("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 2304, 1, room=8)
-# Few k tiles, so that one K group may be a tile ahead of the other
+# Few k tiles, so that one K group can be a tile ahead of the other
 IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 768, 1, room=8)
-# Several tiles of a cluster; four decoder teams, and two K groups
+# A cluster with several tiles, four groups of decoder warps, and two K groups
 NARROW = Run(case(NVFP4, "128x4", "masked", (32, 64, 2), BF16), (3, 5), 136, 1792, 2, room=8)
 IN_REGISTERS_SHARED = Run(
     in_registers("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 5), 136, 1280, 2
 )
-# Alternating tiles with rows for both consumers and for the first only
+# Tiles with rows for both consumers alternate with tiles with rows for the first consumer only
 EXCHANGED = Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (140,), 72, 1728, 2)
 ORDERED = {
     "registers": IN_REGISTERS,
@@ -477,7 +479,7 @@ ORDERED = {
 
 
 def check(run: Run, edit: Any = None, seed: int | None = 0, held: tuple[int, ...] = ()) -> None:
-    """Compare, bit for bit if sums are exact."""
+    """Run the kernel and compare: bitwise if sums are exact, otherwise with a tolerance."""
     got, want = execute(run, edit, seed, held=held)
     if run.scales is None:
         assert torch.equal(got, want)
@@ -499,9 +501,10 @@ LATE = {
     ("swapped", 7): (ONE_K_TILE, 4),
     ("pair", 2): (PAIR, 0),
 }
-"""For each wait of decoders for a stage of another team: a run that needs it, and the bulk copy that must be late. The
-copy belongs to a stage that the team skips and mistakes for full a round later. To get that far, the team needs a stage
-that consumers release after the next k tile, or at the end of a tile."""
+"""For each wait of decoder warps for a stage that another group of decoders uses: a run that needs the wait, and the
+index of the bulk copy that must be late. The copy belongs to a stage that the group skips; without the wait, the group
+takes the stage for full one round later. For this, consumers must release a stage only after the next k tile, or at the
+end of a tile."""
 SEEDS = (None, 0, 1)
 WAITS = {
     "swapped": (SWAPPED, 11),
@@ -516,9 +519,9 @@ WAITS = {
     "exchanged": (EXCHANGED, 15),
 }
 BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6, 7, 8)]
-"""Waits for other teams in kernels with more teams; ``LATE`` covers the same code."""
+"""Waits for other groups of decoders in kernels with more groups. The cases in ``LATE`` contain the same code."""
 OF_OWN_UNITS = (6, 7)
-"""Waits of the loop for rows over their own exponents. ``WRITTEN`` executes all other waits."""
+"""Waits in the loop for rows in which each k tile needs another exponent. ``WRITTEN`` executes all other waits."""
 FAULTS = {
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
     "decoded before the MMAs": changed(r"fence\.proxy\.async", None),
@@ -542,7 +545,7 @@ FAULTS = {
     ],
 )
 def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
-    """Check that without the instruction the emulator finds a race, or the result is wrong, in some order."""
+    """Check that without this instruction the emulator finds a race or a wrong result in some order."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1):
             check(run, edit, seed)
@@ -559,7 +562,7 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:
-    """Check the waits of the producer, the scale loaders, the decoders and the consumers."""
+    """Check that each wait of the producer, the scale loaders, the decoders and the consumers is needed."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in SEEDS:
             check(run, changed(WAIT, wait, PASSED), seed)
@@ -570,7 +573,7 @@ def test_every_wait_is_needed(run: Run, wait: int) -> None:
     [pytest.param(run, wait, copy, id=f"{name}-{wait}") for (name, wait), (run, copy) in LATE.items()],
 )
 def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) -> None:
-    """Check that the kernel is correct with the wait, and fails without it."""
+    """Check that the kernel is correct with this wait and fails without it."""
     check(run, seed=None, held=(copy,))
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         check(run, changed(WAIT, wait, PASSED), None, held=(copy,))
@@ -578,8 +581,8 @@ def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) ->
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_warpgroup_that_is_late_is_waited_for(seed: int | None) -> None:
-    """Starve the warpgroup of the first CTA that sends. It has rows only in every other tile, and all k tiles fit in
-    the stages."""
+    """Check that a cluster waits for a warpgroup that is late: the last warpgroup of the first CTA that sends is
+    starved. It multiplies rows only in every second tile, and all k tiles fit into the stages."""
     got, want = execute(EXCHANGED._replace(k=256), seed=seed, starved=range(4, 8))
     assert torch.equal(got, want)
 

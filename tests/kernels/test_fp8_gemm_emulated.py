@@ -1,4 +1,4 @@
-"""Kernels of FP8 GEMMs, executed thread for thread by the PTX emulator, compared with exact sums."""
+"""Kernels of FP8 GEMMs, executed in the PTX emulator and compared with exact sums."""
 
 import dataclasses
 import random
@@ -42,18 +42,18 @@ grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
 mm_fp8_block = OPS["mm_fp8_block"].reference
 
 POISON = 777.0
-"""Value that no kernel writes."""
+"""Value that no kernel writes, so that unwritten elements are detected."""
 
 
 class Run(NamedTuple):
-    """A launch of a kernel.
+    """Launch of a kernel.
 
     Attributes:
         case: kernel.
-        counts: rows of each expert.
-        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
-        seed: order of the emulator's warps.
-        room: rows of an expert's part of the buffer in the masked layout.
+        counts: number of rows of each expert.
+        n, k, max_ctas: N and K of the GEMM, and the largest number of CTAs.
+        seed: seed of the order of the emulator's warps.
+        room: number of rows reserved for each expert in the masked layout.
     """
 
     case: FP8GemmCase
@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
     @property
     def sample(self) -> Any:
-        """Sample of whole numbers and power-of-two scales, with NaN in rows of padding."""
+        """Call with whole numbers and scales that are powers of two, with NaN in rows of padding."""
         torch.manual_seed(self.n)
         layout = self.case.layout
         if layout == "plain":
@@ -90,14 +90,14 @@ def execute(
     offsets_used: list[int] | None = None,
     **changes: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+    """Run the kernel; return its result and the expected result, which is poison in rows that no expert owns.
 
     Args:
         run: launch.
-        edit: change of the PTX.
-        late: arguments that the previous kernel, which is still running, writes.
-        offsets_given, offsets_used: offsets out of range, and the offsets that they are clipped to.
-        changes: changed fields of the configuration.
+        edit: function that changes the PTX, or None.
+        late: names of the arguments that a simulated previous kernel writes at the last moment.
+        offsets_given, offsets_used: offsets out of range, and the valid offsets to which the kernel must clip them.
+        changes: fields of the configuration to change.
     """
     a, b, a_scale, b_scale, offsets, counts = operands_of(run)
     if offsets_used is not None:
@@ -129,7 +129,7 @@ def execute(
 
 
 def operands_of(run: Run) -> list[torch.Tensor | None]:
-    """Return ``a``, ``b``, their scales, offsets and counts. NaN follows the weight of each expert."""
+    """Return ``a``, ``b``, their scales, offsets and counts. In memory, NaN follows the weight of each expert."""
     args = list(run.sample.args)
     if run.case.layout == "plain":
         return [*args, None, None]
@@ -145,7 +145,7 @@ def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCas
 
 
 def prefetching(*given: Any) -> FP8GemmCase:
-    """Return a case that brings memory into L2."""
+    """Return a case with a prefetch into L2."""
     return dataclasses.replace(wgmma(*given), prefetches=True)
 
 
@@ -154,12 +154,12 @@ def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
 
 
 def many(case: FP8GemmCase) -> FP8GemmCase:
-    """Return a case for up to ``MAX_EXPERTS`` experts."""
+    """Return the case with room for up to ``MAX_EXPERTS`` experts."""
     return dataclasses.replace(case, max_experts=MAX_EXPERTS)
 
 
-# Partial tiles, experts without rows, several tiles of a CTA, more k tiles than stages. Kernels of tiles of 128 rows
-# take 3 s to compile, and serve several runs.
+# Partial tiles, experts without rows, several tiles per CTA, more k tiles than stages. Kernels with tiles of 128 rows
+# take 3 s to compile, so each serves several runs.
 RUNS = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (130,), 264, 640, 2),
@@ -167,11 +167,11 @@ RUNS = [
     Run(wgmma("counted", (32, 128, 1), BF16), (0, 33, 1), 72, 384, 2, seed=1),
     Run(wgmma("masked", (64, 128, 1), BF16, "expert_column"), (3, 0, 70), 136, 256, 4, room=72),
     Run(wgmma("masked", (16, 128, 1), BF16), (0, 0), 136, 256, 2, room=8),
-    # Two k tiles in each of many tiles: four rounds of the pipeline
+    # Many tiles of two k tiles each, which are four rounds of the pipeline
     Run(wgmma("counted", (16, 128, 1), BF16), (5, 0, 40, 17), 392, 256, 1, seed=4),
     Run(wgmma("counted", (128, 128, 1), BF16), (3, 130, 0), 136, 896, 2, seed=2),
     Run(wgmma("offsets", (128, 128, 1), FP16), (64, 80), 264, 128, 2),
-    # The second warpgroup has rows, no rows, and rows again; two k tiles, which start a tile together.
+    # The second warpgroup has rows, no rows, and rows again. Two k tiles, which start a tile together.
     Run(wgmma("counted", (128, 128, 1), FP32, "expert_column", FP32), (70, 3, 130), 136, 256, 1),
     Run(wgmma("masked", (128, 128, 1), FP32), (3, 0, 70), 264, 1664, 1, seed=3, room=74),
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (140,), 200, 640, 2, seed=1),
@@ -180,7 +180,7 @@ RUNS = [
     Run(wgmma("counted", (16, 128, 4), FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4, seed=1),
     Run(wgmma("masked", (64, 128, 2), FP16, "expert"), (3, 0, 70), 264, 128, 2, room=74),
     Run(wgmma("offsets", (32, 128, 4), BF16, "one", FP32), (0, 32), 392, 1920, 8),
-    # Each consumer warpgroup multiplies half of the rows of a.
+    # Each consumer warpgroup multiplies half of the rows of a
     Run(wgmma("plain", (16, 64, 1), BF16, "column", FP32), (11,), 200, 640, 2),
     Run(wgmma("plain", (16, 64, 2), FP32), (3,), 136, 896, 2, seed=2),
     Run(wgmma("plain", (64, 64, 2), FP16, "one", FP16), (77,), 136, 384, 4, seed=None),
@@ -189,12 +189,12 @@ RUNS = [
     Run(mma("counted", 64, BF16, "expert_column", FP32, arch="sm_100a"), (65, 0, 9), 264, 128, 3, seed=None),
     Run(mma("masked", 64, FP16, arch="sm_120a"), (3, 0, 70), 136, 384, 2, seed=1, room=72),
     Run(mma("offsets", 16, BF16, "expert", BF16, arch="sm_90a"), (16, 0, 5), 72, 640, 1),
-    # Alpha and bias of each column, in swapped and other tiles
+    # Alpha and bias per column, in tiles with and without swap_ab
     Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (19,), 200, 128, 2),
     Run(wgmma("masked", (32, 128, 1), FP32, "expert_column", FP32), (3, 0, 20), 136, 128, 2, room=24),
     Run(wgmma("offsets", (128, 64, 1), BF16, "expert_column", BF16), (70, 3), 136, 128, 2),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (70,), 136, 128, 2),
-    # The last k tile, or the only one, consists of 64 elements; 2,880 columns, as in gpt-oss
+    # The last k tile, or the only one, is 64 elements; 2,880 columns, as in gpt-oss
     Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (5,), 136, 1344, 1),
     Run(wgmma("counted", (16, 128, 1), BF16), (3, 0, 2), 2880, 64, 3, seed=1),
     Run(wgmma("offsets", (128, 128, 1), FP16), (70, 9), 136, 448, 1, seed=2),
@@ -202,10 +202,10 @@ RUNS = [
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (130,), 72, 64, 2),
     Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
     Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
-    # More experts than usual tables have room for
+    # More experts than the usual table has room for
     Run(many(wgmma("offsets", (16, 128, 1), BF16)), (0,) * 510 + (17, 0, 3, 1), 72, 128, 2, seed=1),
     Run(many(mma("counted", 16, BF16, arch="sm_120a")), (2, *(0,) * 515, 19, 0), 72, 64, 2),
-    # Several tiles of a CTA, and clusters with a CTA without a k tile
+    # Several tiles per CTA, and clusters in which one CTA gets no k tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
 ]
@@ -213,8 +213,8 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Compare bit for bit. Rows of padding are not used and not written. Memory after K, after the columns, and after
-    alpha and bias is not read."""
+    """Check for bitwise equal results. Rows of padding are neither used nor written, and memory after K, after the
+    columns, and after alpha and bias is not read."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
@@ -227,35 +227,35 @@ WRONG_OFFSETS = {
     "descending": ([12, 4, 16], [4, 4, 16]),
     "all-beyond": ([100, 2**30, 2**31 - 1], [END, END, END]),
 }
-"""Offsets out of range, and the offsets that they are clipped to, for 16 rows of 2 experts and padding up to END."""
+"""Offsets out of range, and the offsets to which they must be clipped, for 16 rows of 2 experts and padding up to
+END."""
 
 
 @pytest.mark.parametrize(("given", "used"), [pytest.param(*each, id=name) for name, each in WRONG_OFFSETS.items()])
 @pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])
 def test_wrong_offsets(family: str, given: list[int], used: list[int]) -> None:
-    """Check that a GEMM reads and writes only rows of its buffers, whatever the offsets are."""
+    """Check that a GEMM reads and writes only rows inside its buffers, whatever the offsets are."""
     tiles = {"fp8_wgmma": wgmma("offsets", (16, 128, 1), BF16), "fp8_mma": mma("offsets", 16, BF16, arch="sm_120a")}
     run = Run(tiles[family], (7, 9), 72, 128, 2)
     out, want = execute(run, offsets_given=given, offsets_used=used)
-    assert torch.equal(out.nan_to_num(POISON), want.nan_to_num(POISON))  # rows of padding are NaN
+    assert torch.equal(out.nan_to_num(POISON), want.nan_to_num(POISON))  # padding rows are NaN
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills as ``test_compile_kernels`` does, which leaves the roles of these kernels to this
-    test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(run.case, run.case.kernel)
 
 
 @pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])
 def test_nothing_is_launched_on_overlap(family: str) -> None:
-    """Check overlaps of all tensors, with alpha and bias of experts."""
+    """Check that nothing is launched if tensors overlap, for all tensors, with alpha and bias per expert."""
     case = next(run.case for run in RUNS if (run.case.family, run.case.epilogue.alpha) == (family, "expert_column"))
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
 def kind_of(case: FP8GemmCase) -> str:
-    """Return how a kernel divides a GEMM among CTAs."""
+    """Return a name for the way in which a kernel divides a GEMM among CTAs."""
     if case.family == "fp8_mma":
         return "warps"
     tile_m, _, split_k = case.tile
@@ -268,8 +268,8 @@ GRIDS = {f"{run.case.layout} {kind_of(run.case)}": run.case for run in RUNS}
 @pytest.mark.parametrize("max_ctas", [4, 132])
 @pytest.mark.parametrize("name", GRIDS)
 def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
-    """Check that a launch has ``max_ctas`` CTAs in whole clusters, or at least one for each tile, however many rows
-    the experts own."""
+    """Check that a launch consists of whole clusters and of ``max_ctas`` CTAs, or of fewer if each tile still gets a
+    cluster, however many rows the experts own."""
     case = GRIDS[name]
     kernel, layout = case.kernel, case.layout
     tile_m, tile_n, split_k = (*case.tile, 128, 1) if case.family == "fp8_mma" else case.tile
@@ -287,7 +287,7 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
         assert layout != "plain" or ctas == min(max_ctas // split_k, tiles) * split_k
 
 
-# More k tiles than stages, several tiles of a CTA, a CTA of a cluster without a k tile, and one without a tile
+# More k tiles than stages, several tiles per CTA, a CTA of a cluster without a k tile, and a CTA without a tile
 STATIC = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 64, 6, seed=1),
@@ -306,7 +306,7 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
 
 @pytest.mark.parametrize("hint", ["static_weight", "prefetches"])
 def test_a_hint_is_one_more_kernel_only_where_it_is_followed(hint: str) -> None:
-    """Check that a hint changes the configuration only if the kernel follows it."""
+    """Check that a hint leads to another kernel only if the kernel can follow the hint."""
     for layout, tile, differs in (
         ("plain", (64, 128, 1), True),
         ("plain", (128, 128, 1), False),
@@ -318,7 +318,7 @@ def test_a_hint_is_one_more_kernel_only_where_it_is_followed(hint: str) -> None:
 
 @pytest.mark.parametrize("layout", [layout for layout in FP8_LAYOUTS if layout != "plain"])
 def test_many_experts(layout: str) -> None:
-    """Check the largest number of experts, few of which own rows."""
+    """Check the largest number of experts, when few of them own rows."""
     counts = tuple(3 if expert in (0, 17, 300, 511) else 0 for expert in range(512))
     got, want = execute(Run(wgmma(layout, (16, 128, 1), FP32), counts, 8, 128, 2, room=3))
     assert torch.equal(got, want)
@@ -326,7 +326,8 @@ def test_many_experts(layout: str) -> None:
 
 @pytest.mark.parametrize("tile", [(128, 128, 1), (128, 64, 1), (16, 128, 2)], ids=str)
 def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
-    """Check a stage for each scale loader, or two pairs of stages. Tiles are not whole rounds of the pipeline."""
+    """Check the smallest numbers of stages: one for each scale loader, or two pairs. Tiles do not end with a round of
+    the pipeline."""
     run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
     for seed in (None, 0):
         got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)
@@ -341,7 +342,7 @@ WARPS = Run(mma("counted", 16, BF16, arch="sm_120a"), (19, 3), 136, 768, 1)
 
 
 def place_told_late(ptx: str) -> str:
-    """Edit PTX so that the producer stores a tile's record only after its arrival."""
+    """Edit PTX so that the producer stores the description of a tile only after its arrival at the barrier."""
     store, arrival = r"(st\.shared\.v4\.b32 [^;]*;)", r"(mbarrier\.arrive\.expect_tx[^;]*;)"
     return re.sub(rf"{store}(.*?){arrival}", r"\2\3\1", ptx, count=1, flags=re.DOTALL)
 
@@ -375,7 +376,7 @@ def place_told_late(ptx: str) -> str:
     ],
 )
 def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
-    """Check that without the instruction the emulator finds a race, or the result is wrong, in some order."""
+    """Check that without this instruction the emulator finds a race or a wrong result in some order."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1, 2):
             got, want = execute(run._replace(seed=seed), edit)
@@ -387,8 +388,8 @@ WAITS = 20
 
 @pytest.mark.parametrize("wait", range(WAITS))
 def test_every_wait_is_needed(wait: int) -> None:
-    """Check the waits of the producer, of a scale loader for each of the stages that it loads together, and of
-    consumers with and without rows, anywhere in a round of the pipeline."""
+    """Check that each wait is needed: of the producer, of a scale loader for each stage that it loads at the same time,
+    and of consumers with and without rows, anywhere in a round of the pipeline."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0):
             got, want = execute(GROUPS._replace(seed=seed), changed(WAIT, wait, PASSED))

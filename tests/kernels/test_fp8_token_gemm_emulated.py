@@ -1,4 +1,4 @@
-"""The kernel of FP8 GEMMs with per-token scales, executed by the PTX emulator, compared with exact sums."""
+"""The kernel of FP8 GEMMs with per-token scales, executed in the PTX emulator and compared with exact sums."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 E4M3 = torch.float8_e4m3fn
 POISON = 777.0
-"""Value that no kernel writes."""
+"""Value that no kernel writes, so that unwritten elements are detected."""
 
 
 class Run(NamedTuple):
@@ -38,11 +38,11 @@ class Run(NamedTuple):
 
     Attributes:
         case: kernel.
-        counts: rows of each expert.
-        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
-        seed: order of the emulator's warps.
-        room: rows of an expert's part of the buffer in the masked layout.
-        has_one_scale: True if all rows share one scale, whose stride is 0.
+        counts: number of rows of each expert.
+        n, k, max_ctas: N and K of the GEMM, and the largest number of CTAs.
+        seed: seed of the order of the emulator's warps.
+        room: number of rows reserved for each expert in the masked layout.
+        has_one_scale: True if all rows share one scale, which is expanded with a stride of 0.
     """
 
     case: FP8TokenGemmCase
@@ -60,7 +60,8 @@ class Run(NamedTuple):
 
     @property
     def begins(self) -> list[int]:
-        """First row of each expert: parts of the masked layout, or ranges with a gap of two rows between experts."""
+        """First row of each expert: a multiple of ``room`` in the masked layout, two rows after the previous expert's
+        end if there are counts, and otherwise right after the previous expert."""
         if self.case.layout == "masked":
             return [expert * self.room for expert in range(len(self.counts))]
         gap = 2 if self.case.layout == "counted" else 0
@@ -68,7 +69,7 @@ class Run(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the buffer; the last rows belong to no expert unless the layout is plain."""
+        """Number of rows of the buffer. The last rows belong to no expert unless the layout is plain."""
         if self.case.layout == "masked":
             return self.room * len(self.counts)
         return self.begins[-1] + self.counts[-1] + (0 if self.case.layout == "plain" else 5)
@@ -77,10 +78,10 @@ class Run(NamedTuple):
 def execute(
     run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+    """Run the kernel; return its result and the expected result, which is poison in rows that no expert owns.
 
-    Operands are whole numbers and scales of rows are powers of two, so that every sum is exact. Rows that no expert
-    owns hold NaN.
+    Operands are whole numbers and scales are powers of two, so that every sum is exact. Rows that no expert owns are
+    NaN.
     """
     torch.manual_seed(run.n + run.k)
     case, layout, experts = run.case, run.case.layout, len(run.counts)
@@ -132,8 +133,8 @@ def case(layout: str, tile: tuple[int, int, int], fast: bool, *epilogue: Any, **
     return FP8TokenGemmCase(layout, tile, fast, Epilogue(*epilogue), **hints)
 
 
-# Partial tiles, experts without rows, several tiles of a CTA, more k tiles than stages, fewer k tiles than a pass of
-# the loop, a last k tile of 64 elements, one scale for all rows
+# Partial tiles, experts without rows, several tiles per CTA, more k tiles than stages, fewer k tiles than one iteration
+# of the loop, a last k tile of 64 elements, one scale for all rows
 RUNS = [
     Run(case("plain", (16, 128, 1), False, FP32), (3,), 136, 1984, 1, seed=None),
     Run(case("plain", (16, 64, 2), True, BF16, "column", BF16), (11,), 200, 1344, 2, has_one_scale=True),
@@ -145,7 +146,7 @@ RUNS = [
     Run(case("plain", (128, 192, 1), True, BF16, "column"), (150,), 392, 1600, 1, seed=1),
     Run(case("counted", (128, 192, 1), False, FP32, "expert_column", FP32), (130, 0, 3), 200, 1088, 2),
     Run(case("masked", (128, 128, 1), True, BF16, "expert"), (3, 0, 70), 264, 704, 1, room=74),
-    # One k tile, and two, of each of several tiles
+    # Several tiles of one k tile each, and of two
     Run(case("offsets", (128, 64, 1), True, BF16, "expert_column"), (70, 64, 3), 136, 128, 1),
     Run(case("counted", (128, 128, 1), False, BF16), (3, 130, 0, 9), 136, 192, 1, seed=3),
     Run(case("plain", (64, 64, 1), True, FP32, "one", prefetches=True), (77,), 136, 384, 4),
@@ -154,20 +155,19 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Compare bit for bit. Rows of padding are not used and not written."""
+    """Check for bitwise equal results, and that rows of padding are neither used nor written."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills as ``test_compile_kernels`` does, which leaves the roles of these kernels to this
-    test."""
+    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
     check_emulated(run.case, run.case.kernel)
 
 
 def test_nothing_is_launched_on_overlap() -> None:
-    """Check overlaps of all tensors, with alpha and bias of experts."""
+    """Check that nothing is launched if tensors overlap, for all tensors, with alpha and bias per expert."""
     check_nothing_is_launched_on_overlap(RUNS[3].case.kernel, ARCHS["sm_90a"])
 
 
@@ -198,7 +198,7 @@ SWAPPED = Run(case("masked", (16, 64, 1), True, BF16), (3, 5), 72, 1792, 1, room
     ],
 )
 def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
-    """Check that without the instruction the emulator finds a race, or the result is wrong, in some order."""
+    """Check that without this instruction the emulator finds a race or a wrong result in some order."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         check_in_orders(execute, run, 3, edit)
 
@@ -208,7 +208,8 @@ WAITS = 12
 
 @pytest.mark.parametrize("wait", range(WAITS))
 def test_every_wait_is_needed(wait: int) -> None:
-    """Check the waits of the producer, and of consumers with and without rows, in a pass of the loop and after it."""
+    """Check that each wait is needed: of the producer, and of consumers with and without rows, in the loop and after
+    it."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         check_in_orders(execute, MANY, 3, changed(WAIT, wait, PASSED))
 

@@ -1,4 +1,4 @@
-"""Reasons for which the GEMM kernels' configurations are refused."""
+"""Configurations of GEMM kernels that are refused, with the reasons."""
 
 import dataclasses
 
@@ -73,7 +73,8 @@ def reason_of_operands(config, **changes):
 
 @pytest.mark.parametrize("config", [WGMMA, EXPERTS])
 def test_dtypes_of_activations(config):
-    """float16 becomes bfloat16 for an MXFP4 weight. All other 16-bit activations keep their dtype."""
+    """Check that float16 activations become bfloat16 for an MXFP4 weight, and that all other 16-bit activations keep
+    their dtype."""
     codes, tiled = torch.uint8, SCALE_LAYOUTS["128x4"]
     assert reason_of_operands(config, a_dtype=codes, a_layout=tiled) is None
     assert reason_of_operands(config, a_dtype=FP16, dtype=BF16, fmt=MXFP4) is None
@@ -86,7 +87,8 @@ def test_dtypes_of_activations(config):
 
 
 def test_width_of_an_expert():
-    """An expert's width is a multiple of half a scale tile of MXFP4, or of a scale tile of NVFP4."""
+    """Check the widths that an expert may have: multiples of half a scale tile of MXFP4, or of a scale tile of
+    NVFP4."""
     assert reason(EXPERTS, expert_k=192) is None
     assert reason(EXPERTS, expert_k=96) == "an expert's width is 96; it has to be a multiple of 64"
 

@@ -1,4 +1,4 @@
-"""Kernels around the experts' GEMMs, run thread by thread in the PTX emulator."""
+"""Kernels before and after the experts' GEMMs, executed in the PTX emulator."""
 
 import dataclasses
 import math
@@ -34,7 +34,8 @@ silu_mul_fp8quant = OPS["silu_mul_fp8quant"].reference
 
 
 class Finalize(NamedTuple):
-    """Launch of ``moe_finalize``: dtype, width of a row, routing, residual, number of SMs, order of events."""
+    """Launch of ``moe_finalize``: dtype, width of a row, routing, residual, number of SMs, seed of the order of
+    events."""
 
     dtype: torch.dtype
     width: int
@@ -60,11 +61,11 @@ FINALIZE = {
 @pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in FINALIZE.items()])
 def test_finalize(one: Finalize, few: int) -> None:
-    """Check equal bits. Rows of padding, and weights of dropped pairs, are NaN."""
+    """Check for bitwise equal results. Rows of padding, and weights of dropped pairs, are NaN."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     index = routed.expanded_to_permuted
-    # Rows of inputs are strided.
+    # The rows of the input are strided.
     x = poisoned_rows(routed, one.width + 16, one.dtype, CPU)[:, : one.width]
     weights = torch.rand(index.shape).masked_fill_(index < 0, torch.nan)
     residual = torch.randn(len(index), one.width + 8).to(one.dtype)[:, : one.width] if one.has_residual else None
@@ -81,7 +82,7 @@ def test_finalize(one: Finalize, few: int) -> None:
 @pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
 @pytest.mark.parametrize("beyond", [0, 2**31 - 1], ids=["first", "last"])
 def test_finalize_of_rows_that_do_not_exist(beyond: int, few: int) -> None:
-    """Check that an index after the last row adds nothing, and that nothing is read out of bounds."""
+    """Check that an index beyond the last row adds nothing, and that nothing outside the buffer is read."""
     torch.manual_seed(0)
     x, weights = torch.randn(6, 64).to(BF16), torch.rand(3, 4)
     index = torch.tensor([[0, 5, 6, -1], [2, 6, 6, 6], [4, 4, 3, 5]], dtype=torch.int32)
@@ -94,8 +95,8 @@ def test_finalize_of_rows_that_do_not_exist(beyond: int, few: int) -> None:
 
 
 class Rows(NamedTuple):
-    """Launch of a kernel that quantises rows: dtype, width of a row, routing, largest number of CTAs, order of
-    events, changes to the planned configuration, and parameters of the general gate."""
+    """Launch of a kernel that quantises rows: dtype, width of a row, routing, largest number of CTAs, seed of the order
+    of events, changes to the planned configuration, and parameters of the gate."""
 
     dtype: torch.dtype
     width: int
@@ -118,7 +119,7 @@ MASKED = {"m": 13, "topk": 2, "experts": 6, "max_rows": 4}
 
 
 class Permute(NamedTuple):
-    """Launch of ``moe_permute_fp8quant``: dtype, width of a row, routing, order of events."""
+    """Launch of ``moe_permute_fp8quant``: dtype, width of a row, routing, seed of the order of events."""
 
     dtype: torch.dtype
     width: int
@@ -131,7 +132,7 @@ PERMUTE = {
     "dropped": Permute(FP32, 256, MASKED, 1),
     "wide": Permute(BF16, 2176, SOME, None),
     "wide-dropped": Permute(FP16, 1152, MASKED, 2),
-    # Four scales are loaded together only if their number is a multiple of four, as here alone.
+    # Four scales are loaded at once only if the number of scales per row is a multiple of four, as only here.
     "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
     "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
     "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
@@ -146,7 +147,8 @@ PERMUTE = {
 def permute(
     one: Permute, routed: Any, x: torch.Tensor, pairs: torch.Tensor, few: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernels on poisoned outputs; return codes and scales. More than ``few`` tokens take two kernels."""
+    """Run the kernels on poisoned outputs; return codes and scales. If there are more than ``few`` tokens, two kernels
+    run."""
     m, topk = routed.expanded_to_permuted.shape
     y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
     scale = poisoned(-(-one.width // 128), routed.rows, dtype=torch.float32).t()
@@ -168,13 +170,13 @@ def permute(
 @pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
 def test_permute(one: Permute, few: int) -> None:
-    """Check equal bits. Rows of padding keep their poison."""
+    """Check for bitwise equal results, and that rows of padding keep their poison."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape
     x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
     if one.width % 128:
-        # Elements before and after the short blocks of the other tokens
+        # NaN in every second token, which is next to the short blocks of the other tokens in memory
         x[1::2] = torch.nan
     y, scale = permute(one, routed, x, routed.permuted_to_expanded, few)
     want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
@@ -185,7 +187,7 @@ def test_permute(one: Permute, few: int) -> None:
 
 @pytest.mark.parametrize("pair", [-1, 2**30], ids=["padding", "of-no-token"])
 def test_pairs_of_no_token(pair: int) -> None:
-    """Check that scales of such rows keep their poison, and that nothing is read out of bounds."""
+    """Check that the scales of rows without a token keep their poison, and that nothing outside the buffer is read."""
     one = PERMUTE["one-scale"]
     torch.manual_seed(0)
     routed = random_routing(device=CPU, **one.routing)
@@ -204,7 +206,8 @@ def test_pairs_of_no_token(pair: int) -> None:
 @pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("beyond", [0, 2**31 - 1], ids=["first", "last"])
 def test_permute_to_rows_that_do_not_exist(beyond: int, few: int) -> None:
-    """Check that a pair after the last row is not written, and that nothing is written out of bounds."""
+    """Check that a pair whose row is beyond the buffer is not written, and that nothing outside the buffer is
+    written."""
     one = PERMUTE["half-a-block-more"]
     torch.manual_seed(0)
     routed = random_routing(device=CPU, **one.routing)
@@ -279,7 +282,8 @@ def gate(
 def assert_rows(
     got: tuple[torch.Tensor, torch.Tensor], used: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Check that codes and scales of the ``used`` rows are close to ``want``, and that other rows keep their poison."""
+    """Check that the codes and scales of the ``used`` rows are close to ``want``, and that all other rows keep their
+    poison."""
     y, scale = got
     assert_fp8_close((y[used].contiguous(), scale[used].contiguous()), want, FP8_BLOCK128)
     assert (y[~used].view(torch.uint8) == POISON).all()
@@ -288,7 +292,8 @@ def assert_rows(
 
 @pytest.mark.parametrize(("one", "given"), [pytest.param(*one, id=name) for name, one in SWIGLU.items()])
 def test_swiglu(one: Rows, given: str) -> None:
-    """Check results for closeness. Input rows of padding are NaN; their output rows keep their poison."""
+    """Check that results are close to the reference's. Input rows of padding are NaN; output rows of padding keep their
+    poison."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     offsets = None if given == "counts" else routed.offsets
@@ -319,8 +324,8 @@ def test_swiglu(one: Rows, given: str) -> None:
 def test_offsets_alone(
     offsets: list[int], rows: Sequence[int], width: int, changes: dict[str, int], max_ctas: int
 ) -> None:
-    """Check rows without padding, one range of twelve rows, which take a group several rounds. Other rows keep their
-    poison."""
+    """Check calls with only offsets: the rows are one range of twelve rows without padding, several rounds for a group
+    of threads. All other rows keep their poison."""
     torch.manual_seed(0)
     x = random_rows(12, 2 * width, dtype=BF16, device=CPU)
     one = Rows(BF16, width, {}, max_ctas, 0, changes)
@@ -328,7 +333,7 @@ def test_offsets_alone(
 
 
 def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: Sequence[int]) -> None:
-    """Check that these rows of the outputs are the gated input rows, and that other rows keep their poison."""
+    """Check that these rows of the outputs are the gated input rows, and that all other rows keep their poison."""
     used = torch.zeros(len(x), dtype=torch.bool)
     used[list(rows)] = True
     assert_rows(got, used, silu_mul_fp8quant(x[used], None, "block128"))
@@ -344,8 +349,7 @@ def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: 
     ],
 )
 def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, rows: list[int]) -> None:
-    """Check that counts are clipped: three experts in twelve rows. Other rows, and memory after them, are not
-    touched."""
+    """Check that counts are clipped to the rows that exist: three experts in twelve rows. Nothing else is written."""
     torch.manual_seed(0)
     x = random_rows(12, 256, dtype=BF16, device=CPU)
     offsets = None if in_parts else torch.tensor([0, 4, 8, 12], dtype=torch.int32)
@@ -354,7 +358,7 @@ def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, 
 
 
 def test_rows_are_found_before_they_are_read() -> None:
-    """Check that without the barrier after the table the emulator finds a race."""
+    """Check that the emulator finds a race if the barrier after the table of rows is removed."""
     one = SWIGLU["two-warps"][0]._replace(seed=1)
     routed = random_routing(device=CPU, **one.routing)
     x = random_rows(routed.rows, 2 * one.width, dtype=one.dtype, device=CPU)
@@ -363,7 +367,7 @@ def test_rows_are_found_before_they_are_read() -> None:
 
 
 class Route(NamedTuple):
-    """Launch of ``moe_route``: tokens, experts, topk, other arguments, number of SMs, order of events."""
+    """Launch of ``moe_route``: tokens, experts, topk, other arguments, number of SMs, seed of the order of events."""
 
     tokens: int
     experts: int
@@ -400,7 +404,7 @@ ROUTES = {
 
 
 def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Run the kernels; return their outputs, and the arguments of the op."""
+    """Run the kernels; return their outputs and the arguments of the op."""
     torch.manual_seed(one.experts)
     given = {"logits": torch.randn(one.tokens, one.experts), "topk": one.topk, **one.given}
     given["logits"] = given["logits"].to(one.dtype)
@@ -430,7 +434,7 @@ def test_route(one: Route) -> None:
 @pytest.mark.parametrize("experts", [40, 600])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_finite_weights(scoring: str, experts: int) -> None:
-    """Check logits that are not finite, which count as the largest or smallest finite numbers."""
+    """Check that logits that are not finite count as the largest or smallest finite number."""
     torch.manual_seed(experts)
     logits = torch.randn(8, experts)
     logits[0], logits[1], logits[2], logits[3] = torch.nan, torch.inf, -torch.inf, 3e38
@@ -443,8 +447,9 @@ def test_finite_weights(scoring: str, experts: int) -> None:
 
 
 BARRIERS = {"alone": range(1, 4), "choose": range(4, 7), "place": range(8, 11)}
-"""Barriers of each kernel whose omission is found, numbered in the order of the PTX. Without the others, bits are
-also clear before they are set, in every order that the emulator tries, since a choice takes longer."""
+"""Indices, in the order of the PTX, of each kernel's barriers whose removal the emulator finds. The other barriers
+separate clearing of bits from setting them; without them, bits are still cleared first in every order that the emulator
+tries, because choosing experts takes longer."""
 ORDERED = {
     "alone": Route(32, 64, 4, {"scoring": "sigmoid", "num_groups": 2}, 1, 0),
     "runs": Route(256, 64, 2, {"alignment": 8}, 2, 0),
@@ -460,7 +465,7 @@ ORDERED = {
     ],
 )
 def test_barriers_of_routes_are_needed(launch: str, number: int) -> None:
-    """Check that without a barrier the emulator finds a race, or a row is wrong, in some order of events."""
+    """Check that without this barrier the emulator finds a race or a wrong row in some order of events."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             outputs, given = find_routes(ORDERED[launch]._replace(seed=seed), changed(r"bar\.sync\s+0", number))
@@ -475,8 +480,8 @@ def test_barriers_of_routes_are_enough(launch: str) -> None:
 
 
 class Placed(NamedTuple):
-    """Launch of ``moe_route_ids``: tokens, experts, topk, number of ids outside of the experts on either side, other
-    arguments, number of SMs, order of events."""
+    """Launch of ``moe_route_ids``: tokens, experts, topk, number of invalid ids below and above the valid ids, other
+    arguments, number of SMs, seed of the order of events."""
 
     tokens: int
     experts: int
@@ -505,7 +510,7 @@ PLACED = {
 
 
 def place(one: Placed, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Run the kernels; return their outputs, and the arguments of the op."""
+    """Run the kernels; return their outputs and the arguments of the op."""
     torch.manual_seed(one.experts)
     ids = torch.randint(-one.beyond, one.experts + one.beyond, (one.tokens, one.topk), dtype=torch.int32)
     if one.beyond < 0:
@@ -525,7 +530,7 @@ def place(one: Placed, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PLACED.items()])
 def test_route_ids(one: Placed) -> None:
-    """Check any ids: ids that name no expert, and an expert several times in a token."""
+    """Check any ids: ids of experts that do not exist, and experts that a token names several times."""
     outputs, given = place(one)
     expected.moe_route_ids.assert_results(outputs, expected.moe_route_ids.results(given), given)
 
@@ -535,8 +540,8 @@ PLACING = {
     "rank": (Placed(256, 4, 8, 1, {"alignment": 1}, 4, 0), range(5, 7)),
     "place": (Placed(256, 64, 8, 1, {"alignment": 1}, 2, 0), range(8, 11)),
 }
-"""Launches, and the barriers of each kernel, as in ``BARRIERS``. The second kernel shows that ranks need the bits of
-all warps; it shares the source with the first."""
+"""Launches, and the barriers of each kernel, as in ``BARRIERS``. The case of the second kernel shows that the order of
+rows needs the bits of all warps; its source is also the first kernel's."""
 
 
 @pytest.mark.parametrize(
@@ -548,7 +553,7 @@ all warps; it shares the source with the first."""
     ],
 )
 def test_barriers_of_route_ids_are_needed(one: Placed, number: int) -> None:
-    """Check that without a barrier the emulator finds a race, or a row is wrong, in some order of events."""
+    """Check that without this barrier the emulator finds a race or a wrong row in some order of events."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             outputs, given = place(one._replace(seed=seed), changed(r"bar\.sync\s+0", number))
@@ -570,8 +575,8 @@ DENSE = {
 
 @pytest.mark.parametrize(("one", "has_factor"), [pytest.param(*one, id=name) for name, one in DENSE.items()])
 def test_route_dense(one: Route, has_factor: bool) -> None:
-    """Check that results are close to the specification, and equal, bit for bit, to the weights of ``moe_route``
-    times the factors of their experts."""
+    """Check that results are close to the specification, and bitwise equal to the weights of ``moe_route`` times the
+    experts' factors."""
     outputs, given = find_routes(one)
     factor = torch.randn(one.experts) if has_factor else None
     scoring = (given["scoring"] == "sigmoid", given["bias"] is not None)
@@ -588,7 +593,7 @@ def test_route_dense(one: Route, has_factor: bool) -> None:
 
 
 def test_zeros_come_before_weights() -> None:
-    """Check rows with NaN, and strided rows of logits."""
+    """Check that zeros are written before the weights, for rows with NaN and strided rows of logits."""
     torch.manual_seed(0)
     logits = torch.randn(6, 48)[:, 8:41]
     logits[1, 3] = torch.nan

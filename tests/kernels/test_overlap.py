@@ -1,4 +1,4 @@
-"""Host functions launch nothing if an output shares memory with another tensor of the call."""
+"""Host functions of kernels launch nothing if an output shares memory with another tensor of the call."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WIDTH, CTAS = 4, 7
 
 
 class Probe:
-    """Kernel that writes ``out`` and ``sums``, and reads ``x`` and ``weight``.
+    """Test kernel that writes ``out`` and ``sums``, and reads ``x`` and ``weight``.
 
-    ``sums`` may be ``x``, or other columns of the same matrix.
+    ``sums`` may be the same tensor as ``x``, or other columns of the same matrix.
     """
 
     config = "probe"
@@ -56,7 +56,7 @@ class Probe:
 
 
 class WrongPair(Probe):
-    """Kernel whose pair in ``may_alias`` is not among the tensors."""
+    """Test kernel whose ``may_alias`` names a tensor that does not exist."""
 
     config = "wrong pair"
 
@@ -67,7 +67,7 @@ class WrongPair(Probe):
 
 
 def cells(tensor: Placed) -> list[int]:
-    """Return the addresses of all bytes of all elements, with repetitions."""
+    """Return the addresses of all bytes of all elements. An address occurs twice if two elements share it."""
     addresses = np.array(tensor.address)
     for extent, stride in zip(tensor.shape, tensor.stride, strict=True):
         addresses = np.add.outer(addresses, np.arange(extent) * stride * tensor.itemsize)
@@ -80,7 +80,7 @@ def span(tensor: Placed) -> set[int]:
 
 
 def may_launch(x: Placed, sums: Placed, weight: Placed, out: Placed) -> bool:
-    """Return whether a call may launch, by the rule applied to each byte."""
+    """Return True if a call may launch, by the rule for overlaps, applied to each byte."""
     if any(span(out) & span(other) for other in (x, sums, weight)) or span(sums) & span(weight):
         return False
     if len(set(cells(sums))) < len(cells(sums)):
@@ -92,7 +92,7 @@ def may_launch(x: Placed, sums: Placed, weight: Placed, out: Placed) -> bool:
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Placed, Placed, Placed, Placed]:
-    """Draw tensors near each other, whose rows are contiguous, apart, or overlapping."""
+    """Draw tensors that are near each other in memory, with rows that are contiguous, have gaps, or overlap."""
     rows = draw(st.integers(0, 3))
     strides = st.sampled_from([0, 2, 3, WIDTH, WIDTH + 1, 2 * WIDTH, 3 * WIDTH])
     x_stride = draw(strides)
@@ -122,13 +122,13 @@ FAR = (Placed(8192, 4, (2,), (1,)), Placed(16384, 1, (3, WIDTH), (WIDTH, 1)))
 @example((Placed(4096, 2, (1, WIDTH), (0, 1)), Placed(4096, 2, (1, WIDTH), (9, 1)), *FAR))
 @example((Placed(4096, 2, (1, WIDTH), (0, 1)), Placed(4098, 2, (1, WIDTH), (0, 1)), *FAR))
 def test_overlaps_by_the_byte(call: tuple[Placed, Placed, Placed, Placed]) -> None:
-    """A launch has CTAs exactly if the rule, applied to each byte, allows it."""
+    """Check that a launch has CTAs if and only if the rule for overlaps, applied to each byte, allows it."""
     x, sums, weight, out = call
     assert grids(Probe(), HOPPER, x, sums, None, weight, out) == [(1, CTAS if may_launch(*call) else 0, 1)]
 
 
 class StackProbe:
-    """Kernel that reads a transposed and a row-major stack of matrices as one matrix each."""
+    """Test kernel that reads a transposed and a row-major stack of matrices, each as a single matrix."""
 
     config = "stack probe"
 
@@ -161,14 +161,15 @@ class StackProbe:
     ],
 )
 def test_experts_apart(experts: int, b_stride: int, scale_stride: int, ctas: int) -> None:
-    """Check that nothing is launched if the experts of a stack are apart, and that a single expert has any stride."""
+    """Check that nothing is launched if there are gaps between the experts of a stack, and that the stride of a single
+    expert does not matter."""
     b = Placed(4096, 1, (experts, 4, 6), (b_stride, 1, 4))
     scale = Placed(8192, 1, (experts, 6, 4), (scale_stride, 4, 1))
     assert grids(StackProbe(), HOPPER, b, scale, FAR[0]) == [(1, ctas, 1)]
 
 
 def test_addresses_of_64_bits() -> None:
-    """Rows that are 2^40 elements apart overlap a tensor 2^41 bytes after the first row."""
+    """Check 64-bit addresses: rows that are 2^40 elements apart overlap a tensor 2^41 bytes after the first row."""
     begin = 0x7F00_0000_0000
     x = Placed(begin, 2, (3, WIDTH), (2**40, 1))
     sums = Placed(begin + 2**43, 2, (3, WIDTH), (WIDTH, 1))
@@ -179,7 +180,7 @@ def test_addresses_of_64_bits() -> None:
 
 
 def test_no_ctas_are_an_error() -> None:
-    """A grid of no CTAs is an error, as in CUDA, and nothing runs."""
+    """Check that the model of a launch without CTAs raises an error, as CUDA does, and runs nothing."""
     x = torch.zeros(3, WIDTH, dtype=torch.float16)
     out = poisoned(3, WIDTH, dtype=torch.uint8)
     overlapping = torch.zeros(3, 6, dtype=torch.float16).as_strided((3, WIDTH), (2, 1))
@@ -189,23 +190,23 @@ def test_no_ctas_are_an_error() -> None:
 
 
 def test_a_pair_that_is_not_there() -> None:
-    """A pair in ``may_alias`` that is not among the tensors is an error."""
+    """Check that a name in ``may_alias`` that is no tensor of the kernel is an error."""
     with pytest.raises(Exception, match="may_alias"):
         grids(WrongPair(), HOPPER, *[Placed(0, 1, (), ())] * 2, None, *[Placed(0, 1, (), ())] * 2)
 
 
-# The kernels themselves
+# Our kernels
 
 
 class Call(NamedTuple):
-    """A kernel and a call of it.
+    """A kernel with the arguments of a call.
 
     Attributes:
         kernel: the kernel.
-        dims: extents and strides of its tensors, by name.
-        numbers: its numbers, by name.
-        written: names of the tensors that it writes.
-        may_alias: names of two tensors that may be one view, or None.
+        dims: extents and strides of the kernel's tensors, by name.
+        numbers: number arguments of the kernel, by name.
+        written: names of the tensors that the kernel writes.
+        may_alias: names of two tensors that may be the same view, or None.
         unused: name of an argument that this call does not use, or None.
     """
 
@@ -217,12 +218,12 @@ class Call(NamedTuple):
     unused: str | None = None
 
     def arguments(self) -> dict[str, Placed | float | None]:
-        """Return tensors far apart, and the numbers."""
+        """Return the arguments of the call, with tensors that are far apart in memory."""
         given: dict[str, Placed | float | None] = call_apart(self.kernel, self.dims, self.numbers)._asdict()
         return given
 
     def may_launch(self, given: dict[str, Placed | float | None]) -> bool:
-        """Return whether every launch of the call has CTAs."""
+        """Return True if every launch of the call has CTAs."""
         launched = grids(self.kernel, HOPPER, *given.values())
         assert launched
         return all(0 not in grid for grid in launched)
@@ -311,7 +312,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_outputs_overlap_nothing(name: str) -> None:
-    """A written tensor may touch another tensor, but not overlap it by a byte."""
+    """Check that a written tensor may be adjacent to another tensor, and must not overlap it by a single byte."""
     call = CALLS[name]()
     given = call.arguments()
     assert call.may_launch(given)
@@ -335,7 +336,8 @@ def test_outputs_overlap_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name in ("add", "finalize-residual", "finalize-many")])
 def test_what_may_be_one_view(name: str) -> None:
-    """Tensors may be the same rows with the same stride; if both may be strided, also columns of one matrix."""
+    """Check that the tensors in ``may_alias`` may be the same view, and if both may be strided also different columns
+    of the same matrix."""
     call = CALLS[name]()
     given = call.arguments()
     output, other = call.may_alias
@@ -350,7 +352,7 @@ def test_what_may_be_one_view(name: str) -> None:
 
 
 def test_a_residual_that_overlaps_itself() -> None:
-    """Rows of a written residual must not overlap each other."""
+    """Check that rows of a written residual must not overlap each other."""
     call = CALLS["add"]()
     given = call.arguments()
     for stride, fits in ((128, True), (120, False), (0, False)):

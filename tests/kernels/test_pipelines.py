@@ -1,7 +1,8 @@
-"""The pipeline tables in the docstrings of kernel packages, compared with the mbarriers that the PTX initialises.
+"""The tables of pipelines in the docstrings of kernel packages, compared with the mbarriers that the PTX initialises.
 
-A table has the columns of ``HEADER``. ``full`` and ``empty`` (arrival counts) and ``stages`` are Python expressions
-over attributes of the package's ``Config``; ``-`` stands for a missing barrier.
+The columns of a table are listed in ``HEADER``. The entries of ``full`` and ``empty`` (arrival counts) and of
+``stages`` are Python expressions of attributes of the package's ``Config``; ``-`` means that the barrier does not
+exist.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 HEADER = "| pipeline | buffer | producer | consumer | full | empty | stages |"
 MAX_CASES = 3
-"""Cases of a package that are compiled: enough for every table today."""
+"""Maximum number of cases to compile per package, which is enough for every table."""
 GEMM_CASES = (
     kernel_grid.wgmma_cases,
     kernel_grid.mma_cases,
@@ -34,11 +35,11 @@ GEMM_CASES = (
     kernel_grid.fp8_token_gemm_cases,
     kernel_grid.fp8_fp4_gemm_cases,
 )
-"""Functions that return the cases of GEMMs."""
+"""Functions that return cases of GEMMs."""
 
 
 class Row(NamedTuple):
-    """A row of a table: one pipeline."""
+    """A row of a table, which describes one pipeline."""
 
     name: str
     full: str
@@ -46,7 +47,7 @@ class Row(NamedTuple):
     stages: str
 
     def counts(self, config: Any) -> Counter[int]:
-        """Return the number of mbarriers, keyed by arrival count, that this pipeline has with ``config``."""
+        """Return the number of mbarriers that this pipeline needs with ``config``, keyed by arrival count."""
         barriers: Counter[int] = Counter()
         stages = evaluated(self.stages, config)
         for count in (self.full, self.empty):
@@ -56,13 +57,13 @@ class Row(NamedTuple):
 
 
 def evaluated(expression: str, config: Any) -> int:
-    """Evaluate an expression over attributes of a config."""
+    """Evaluate an expression of attributes of a config."""
     names = compile(expression, "table", "eval").co_names
     return int(eval(expression, {"__builtins__": {}}, {name: getattr(config, name, None) for name in names}))
 
 
 def rows_of(docstring: str) -> list[Row]:
-    """Return the rows of the table in a docstring; none if it has no table."""
+    """Return the rows of the table in a docstring, or no rows if it contains no table."""
     lines = [line.strip() for line in docstring.splitlines()]
     if HEADER not in lines:
         return []
@@ -77,7 +78,7 @@ def rows_of(docstring: str) -> list[Row]:
 
 @cache
 def tables() -> dict[str, list[Row]]:
-    """Return the rows of each kernel package's table."""
+    """Return the rows of the table in the docstring of each kernel package, keyed by package."""
     packages = [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.ispkg]
     docs = {name: importlib.import_module(f"{kernels.__name__}.{name}").__doc__ for name in packages}
     return {name: rows for name, doc in docs.items() if (rows := rows_of(doc or ""))}
@@ -85,17 +86,17 @@ def tables() -> dict[str, list[Row]]:
 
 @cache
 def cases_by_package() -> dict[str, list[KernelCase]]:
-    """Return cases of the kernel grid, GEMMs and row kernels, keyed by the package of their kernel."""
+    """Return cases of the kernel grid (GEMMs and row kernels), keyed by the package of the kernel."""
     found = defaultdict(list)
     for case in itertools.chain(kernel_grid.covering_cases(), *(cases(every=False) for cases in GEMM_CASES)):
         package = importlib.import_module(".".join(type(case.kernel).__module__.split(".")[:3]))
-        if isinstance(case.kernel.config, package.Config):  # else it is another kernel of the package
+        if isinstance(case.kernel.config, package.Config):  # a package may contain kernels with another config
             found[package.__name__.split(".")[2]].append(case)
     return found
 
 
 def chosen_cases(package: str) -> list[KernelCase]:
-    """Choose a few cases that together have as many different counts in each row of the package's table as possible."""
+    """Choose a few cases of a package that cover the different counts in each row of its table."""
 
     def values(case: KernelCase) -> set[tuple[Any, ...]]:
         config = case.kernel.config
@@ -114,9 +115,9 @@ def chosen_cases(package: str) -> list[KernelCase]:
 
 
 def initialised(ptx: str) -> list[Counter[int]]:
-    """Return the number of mbarriers that each kernel of PTX initialises, keyed by arrival count.
+    """Return, for each kernel in the PTX, the number of mbarriers that it initialises, keyed by arrival count.
 
-    Kernels without mbarriers are left out.
+    Leave out kernels without mbarriers.
     """
     kernels_found = []
     for body in ptx.split(".entry")[1:]:
@@ -128,7 +129,8 @@ def initialised(ptx: str) -> list[Counter[int]]:
 
 
 def expected(rows: list[Row], config: Any) -> list[Counter[int]]:
-    """Return the counts of a table for each kernel of ``config``: a second one if few rows have their own config."""
+    """Return the counts that a table promises for each kernel of ``config``. A config for few rows may add a second
+    kernel."""
     configs = (config, getattr(config, "few_rows_config", None))
     return [sum((row.counts(each) for row in rows), Counter()) for each in configs if each is not None]
 
@@ -145,14 +147,14 @@ def ptx_of(case: KernelCase) -> str:
 
 @pytest.mark.parametrize("package", sorted(tables()))
 def test_tables_agree_with_the_ptx(package: str) -> None:
-    """Every mbarrier that the PTX initialises is in the table, with its arrival count, and no others are."""
+    """Check that the table lists exactly the mbarriers that the PTX initialises, with their arrival counts."""
     for case in chosen_cases(package):
         found = initialised(ptx_of(case))
         assert by_size(found) == by_size(expected(tables()[package], case.kernel.config)), case.id
 
 
 def test_a_wrong_table_is_noticed() -> None:
-    """A changed count, a changed number of stages and a missing row each differ from the PTX."""
+    """Check that a wrong count, a wrong number of stages or a missing row in a table is noticed."""
     rows = tables()["fp4_wgmma"]
     case = chosen_cases("fp4_wgmma")[0]
     found = initialised(ptx_of(case))
@@ -170,5 +172,5 @@ def test_a_wrong_table_is_noticed() -> None:
 
 @pytest.mark.parametrize("package", sorted(set(cases_by_package()) - set(tables())))
 def test_kernels_without_mbarriers_need_no_table(package: str) -> None:
-    """A package without a table initialises no mbarriers."""
+    """Check that a package without a table initialises no mbarriers."""
     assert not initialised(ptx_of(cases_by_package()[package][0]))

@@ -1,4 +1,4 @@
-"""Kernels of rows, run thread by thread in the PTX emulator and compared with the CPU references."""
+"""Kernels that process rows, executed in the PTX emulator and compared with the CPU references."""
 
 import dataclasses
 import itertools
@@ -30,11 +30,11 @@ fp4_dequantize = OPS["fp4_dequantize"].reference
 
 EPS = 1e-5
 GATE = (1.702, 1.0, 3.0)
-"""Parameters of the general gate. About half of the values of ``inputs`` are above the limit."""
+"""Parameters of a gate. About half of the values of ``inputs`` are above its limit."""
 
 
 class Outcome(NamedTuple):
-    """Expected or actual values of a kernel's outputs; None if unused."""
+    """Expected or actual outputs of a kernel; None for an output that it lacks."""
 
     y: torch.Tensor | None
     scale: torch.Tensor | None
@@ -75,7 +75,7 @@ def execute(
     seed: int | None,
     edit: Any = None,
 ) -> Outcome:
-    """Run the kernel on copies of the inputs and poisoned outputs."""
+    """Run the kernel on copies of the inputs and on poisoned outputs."""
     p = config.spec
     rows = x.shape[0]
     if isinstance(p.fmt, FP4Format):
@@ -92,7 +92,7 @@ def execute(
             scale = poisoned(*((1,) if p.fmt == FP8_TENSOR else (rows, scales)), dtype=torch.float32)
     linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
     norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
-    # Keep the strides; clone() does not.
+    # Copy with the same strides, which clone() would not keep.
     residual = (
         None
         if residual is None
@@ -117,14 +117,14 @@ def execute(
         swiglu_limit=limit,
         max_ctas=max_ctas,
     )
-    # In a cluster, a CTA learns through a shuffle that another CTA has read the values that it overwrites. The
-    # emulator does not track this.
+    # Not strict for clusters: a CTA learns by a shuffle that another CTA has read the values which it overwrites, and
+    # the emulator does not track this order.
     run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, scoped=True, edit=edit)
     return Outcome(y, scale, linear, norm, residual)
 
 
 def check(spec: Any, got: Outcome, want: Outcome) -> None:
-    """Check equal bits for exact arithmetic, and closeness after a norm or a gate."""
+    """Check for bitwise equality if the arithmetic is exact, and for closeness after a norm or a gate."""
     if not spec.normalises and spec.source == "rows":
         equal("y", got.y, want.y)
         equal("scale", got.scale, want.scale)
@@ -142,9 +142,10 @@ def check(spec: Any, got: Outcome, want: Outcome) -> None:
 
 
 def check_rounded(spec: Any, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Check values to one step of the dtype; in fp32, to the error of a sum, a root and products, or of an exponential.
+    """Check values within one step of the dtype. In fp32, allow the error of a sum, a root and products, or of an
+    exponential.
 
-    Subnormals are held to the same limit.
+    The limit also applies to subnormal numbers.
     """
     info = torch.finfo(spec.dtype)
     steps = 3 if spec.dtype == FP32 else 1
@@ -153,13 +154,13 @@ def check_rounded(spec: Any, got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
-    """Return input, residual, weight and factor. Rows of the inputs are strided."""
+    """Return input, residual, weight and factor. The rows of the input and the residual are strided."""
     torch.manual_seed(rows)
     p = config.spec
 
     def some(width: int) -> torch.Tensor:
         values = torch.randn(rows, width + 32) * 2.0 ** torch.randint(-5, 6, (rows, 1))
-        # Row factors of these rows cannot be folded into their products.
+        # Rows so small that their row factor cannot be folded into the products
         values[2::5] *= 2.0**-60
         return values.to(p.dtype)[:, :width]
 
@@ -175,7 +176,7 @@ def weight_and_factor(spec: Any) -> tuple[torch.Tensor | None, torch.Tensor | No
 
 
 class Run(NamedTuple):
-    """Kernel, and a launch of it, with ``changes`` to the planned configuration."""
+    """Launch of a kernel, with ``changes`` to the planned configuration."""
 
     what: str
     dtypes: tuple[torch.dtype, torch.dtype]
@@ -220,7 +221,7 @@ WIDE_GROUPS = {"threads_per_row": 64, "groups": 2}
 CLUSTER = {"threads_per_row": 32, "groups": 2, "splits": 2}
 FOUR_GROUPS = {"threads_per_row": 64, "groups": 4}
 RUNS = [
-    # A warp works on several rows.
+    # One warp for several rows
     run("quantize", BF, 128, NV[1], HOPPER, 130, 2, 0),
     run("quantize", HF, 48, NVG[2], BLACKWELL, 19, 1, 1, groups=2),
     run("quantize", F, 96, MX[0], HOPPER, 3, 2, None, stages=1),
@@ -229,7 +230,7 @@ RUNS = [
     run("silu", BF, 128, NV[0], HOPPER, 19, 1, 2, groups=2),
     run("swiglu", HF, 96, MX[2], BLACKWELL, 19, 1, 0, groups=2),
     run("quantize", HF, 48, TOKEN, HOPPER, 19, 1, 1, groups=2),
-    # A warp works on one row. With tiled scales, the scales of four rows are stored together.
+    # One warp per row. With tiled scales, the scales of four rows are stored together.
     run("quantize", F, 512, NVG[1], BLACKWELL, 1, 2, 0, **WARP_GROUPS),
     run("quantize", BF, 528, NV[2], HOPPER, 140, 3, 1, **WARP_GROUPS),
     run("norm", BF, 512, NV[2], BLACKWELL, 3, 1, 0, **WARP_GROUPS),
@@ -242,7 +243,7 @@ RUNS = [
     run("quantize", HF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
     run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, **WARP_GROUPS),
     run("add", BF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
-    # Two warps
+    # Two warps per row
     run("norm-norm", F, 1024, NV[1], HOPPER, 131, 4, 0, **WIDE_GROUPS),
     run("norm", BF, 2032, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1),
     run("add", F, 2048, MX[0], HOPPER, 9, 1, 2, **WIDE_GROUPS),
@@ -253,13 +254,13 @@ RUNS = [
     run("swiglu", F, 1152, BLOCK, BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
     run("add-linear-norm", F, 2112, MX[1], BLACKWELL, 9, 1, 0, **WIDE_GROUPS),
     run("quantize", BF, 1152, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
-    # One of two warps takes one block more: the first in some groups, the second in others.
+    # One of two warps processes one block more: the first warp in some groups, the second in others.
     run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
     run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
     run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
     run("swiglu", BF, 1296, NVG[1], HOPPER, 9, 1, 0, **FOUR_GROUPS),
     run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
-    # No warp of the second CTA takes a last block; three of four warps do.
+    # In the second CTA no warp processes a last block; in the first CTA three of four warps do.
     run("norm", BF, 2176, NV[1], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     run("norm-norm", HF, 7168, MX[1], HOPPER, 4, 1, 0, bulk_norm=False),
     # Two CTAs share a row. The second slice is shorter.
@@ -270,7 +271,7 @@ RUNS = [
     run("add", HF, 1152, BLOCK, HOPPER, 9, 4, 1, **CLUSTER),
     run("add-linear-norm", HF, 2304, NV[1], BLACKWELL, 9, 4, 1, **CLUSTER),
     run("swiglu", HF, 2304, TOKEN, HOPPER, 9, 4, 0, **CLUSTER),
-    # The CTAs exchange only the row's amax.
+    # The CTAs exchange only the amax of the row.
     run("quantize", BF, 1152, TOKEN, HOPPER, 9, 4, 1, **CLUSTER),
     # Nothing is quantised.
     run("norm", BF, 128, ROUNDED, HOPPER, 19, 1, 0, groups=2),
@@ -294,7 +295,8 @@ def test_row_quant(one: Run) -> None:
 @pytest.mark.parametrize("rows", [2, 129])
 @pytest.mark.parametrize(("what", "target"), [("quantize", NVG[1]), ("silu", NV[0])], ids=["rows", "gate"])
 def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
-    """Check two slices of a row, or whole rows for more than 128 rows. The second slice is shorter."""
+    """Check calls with few rows, which are divided into two slices each, and calls with more than 128 rows, which are
+    not divided. The second slice is shorter."""
     config = Case(WHAT[what], BF, 2064, target, HOPPER).kernel.config
     assert config.splits == 1 and config.few_rows_config.splits == 2
     given = inputs(config, rows)
@@ -303,36 +305,36 @@ def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
 
 
 SHORT = [
-    # The short block is the whole row, or one of a few; a warp takes several rows. Half of a block's threads have no
-    # elements.
+    # The short block is the whole row, or the last of a few blocks. A warp processes several rows; half of the threads
+    # of a short block process no elements.
     run("quantize", BF, 64, COLUMNS, HOPPER, 19, 2, 0, groups=2),
     run("norm", HF, 64, BLOCK, BLACKWELL, 13, 1, 1, groups=2),
     run("add", BFF, 64, COLUMNS, HOPPER, 13, 1, 2, groups=2),
     run("add", F, 192, BLOCK, HOPPER, 13, 1, 0, groups=2, threads_per_row=16),
     run("silu", F, 64, BLOCK, BLACKWELL, 13, 2, 0),
     run("swiglu", HF, 320, COLUMNS, HOPPER, 13, 1, 1, groups=2),
-    # A thread takes several blocks. Some threads of a warp, or some warps, take none at the end.
+    # A thread processes several blocks. Some threads of a warp, or some warps, are idle at the end.
     run("quantize", F, 576, BLOCK, HOPPER, 9, 1, 0, **WARP_GROUPS),
     run("norm", BF, 960, COLUMNS, HOPPER, 9, 1, 1, **WARP_GROUPS),
     run("add", HF, 1088, BLOCK, BLACKWELL, 9, 1, 2, **WARP_GROUPS),
     run("add", BF, 1216, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
     run("silu", BF, 2880, COLUMNS, HOPPER, 5, 1, 1, **WIDE_GROUPS),
-    # Two CTAs share a row. The block is in the second slice.
+    # Two CTAs share a row. The short block is in the second slice.
     run("norm", F, 1344, BLOCK, HOPPER, 5, 4, 0, **CLUSTER),
     run("add", BF, 2240, COLUMNS, BLACKWELL, 5, 4, 1, **CLUSTER | WIDE_GROUPS),
     run("swiglu", BF, 1344, BLOCK, HOPPER, 5, 4, None, **CLUSTER),
 ]
-"""Rows of FP8 blocks that end with half a block."""
+"""Rows with FP8 block scales whose last block is half a block."""
 
 
 @pytest.mark.parametrize("one", SHORT)
 def test_short_blocks(one: Run) -> None:
-    """Check that a short block's scale depends on its own elements only: elements before and after them are NaN."""
+    """Check that the scale of a short block depends only on its own elements: elements before and after it are NaN."""
     config = one.config
     assert config.has_short_block
     x, residual, weight, factor = inputs(config, one.rows)
     x[1::2] = torch.nan
-    # Some of the remaining rows end with a block that is tiny compared to the others.
+    # In some of the other rows the last block is tiny compared with the rest.
     x[2::4, -64:] *= 2.0**-12
     given = (x, residual, weight, factor)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
@@ -342,8 +344,8 @@ def test_short_blocks(one: Run) -> None:
 
 
 def test_neighbours_read_before_a_sum_is_stored() -> None:
-    """Check that without the barrier the emulator finds a race between threads next to a short block and their
-    neighbours."""
+    """Check that without the barrier the emulator finds a race: a thread next to a short block reads a neighbour's
+    elements before the neighbour overwrites them with the sum."""
     config = Run("add", BFF, 64, COLUMNS, HOPPER, 13, 1, 2, {"groups": 2}).config
     given = inputs(config, 13)
     with pytest.raises(Race, match=r"read unordered.*st\.shared"):
@@ -353,9 +355,9 @@ def test_neighbours_read_before_a_sum_is_stored() -> None:
 @pytest.mark.parametrize("target", [NVG[1], MX[0], TENSOR, TOKEN, COLUMNS])
 @pytest.mark.parametrize("dtypes", [BF, F], ids=["bf16", "fp32"])
 def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
-    """Check special values of the general gate.
+    """Check special values of gates with clamps.
 
-    NaN passes the clamps, as gate and as up. Infinities become the limit, except a gate of minus infinity. Values lie
+    Clamps keep NaN, as gate and as up. Infinities become the limit, except a gate of minus infinity. Other values are
     on both sides of both limits.
     """
     config = Run("swiglu", dtypes, 192, target, HOPPER, 0, 2, 0, {}).config
@@ -377,16 +379,17 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(("dtypes", "target"), [(BF, NV[1]), (HF, MX[1])], ids=["bf16-nvfp4", "fp16-mxfp4"])
 def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -> None:
-    """Check that warps without a last block skip it in a norm, and not in the norm of a sum, with equal bits.
+    """Check that results are bitwise equal whether warps without a last block skip it (in a norm) or do not (in the
+    norm of a sum).
 
-    In fp16 the result shows which rows apply their row factor to blocks.
+    In fp16 the result reveals in which rows the row factor is applied to blocks.
     """
     whats = ("norm-norm", "add-norm")
     norm, of_sum = (Run(what, dtypes, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in whats)
     assert norm.common_blocks < of_sum.common_blocks == norm.blocks_per_thread == of_sum.blocks_per_thread
     x, _, weight, factor = inputs(norm, 9)
     alone = execute(norm, HOPPER, x, None, weight, factor, 1, 0)
-    # With -0, zeros of x keep their sign.
+    # A residual of -0 keeps the sign of zeros in x.
     with_zeros = execute(of_sum, HOPPER, x, torch.full_like(x, -0.0), weight, factor, 1, 0)
     for name in ("y", "scale", "norm"):
         equal(name, getattr(alone, name), getattr(with_zeros, name))
@@ -394,7 +397,7 @@ def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -
 
 @pytest.mark.parametrize("target", [NV[1], TOKEN, COLUMNS])
 def test_a_configuration_from_another_process(target: tuple[str, str]) -> None:
-    """Check a configuration whose formats and layouts equal this process's, but are not the same objects."""
+    """Check a configuration whose formats and layouts are equal to, but not the same objects as, this process's."""
     one = Run("silu", BF, 512, target, HOPPER, 9, 1, 0, WARP_GROUPS)
     config = pickle.loads(pickle.dumps(one.config))
     given = inputs(config, one.rows)
@@ -449,7 +452,7 @@ def test_zeros_keep_their_sign(target: tuple[str, str]) -> None:
     [(BF16, 128, NV[1], HOPPER), (FP16, 96, MX[2], BLACKWELL), (FP32, 48, NVG[0], HOPPER)],
 )
 def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arch: str) -> None:
-    """Check all bytes of codes and scales."""
+    """Check every byte as a code and as a scale."""
     torch.manual_seed(0)
     case = Case(WHAT["dequantize"], (dtype, dtype), width, target, arch)
     kernel = case.kernel
@@ -472,7 +475,7 @@ def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arc
 
 
 def test_rows_of_a_warp_take_their_amax_again() -> None:
-    """Check two rows that share a warp, if one of them, or none, cannot be folded."""
+    """Check two rows that share a warp, if the row factor of one of them, or of neither, cannot be folded."""
     one = Run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, {"groups": 2})
     config = one.config
     assert config.group_rows > 1
@@ -496,7 +499,7 @@ def test_rows_of_a_warp_take_their_amax_again() -> None:
     ],
 )
 def test_broken_kernels_are_noticed(edit: Any) -> None:
-    """Check that a kernel without one of its barriers, or with another fault, is noticed."""
+    """Check that a kernel without one of its barriers, or with another fault, is detected."""
     one = Run("norm", HF, 1024, NV[0], HOPPER, 9, 1, 0, WIDE_GROUPS)
     config = one.config
     given = inputs(config, one.rows)
@@ -528,7 +531,7 @@ LOADED = [
 
 @pytest.mark.parametrize(("one", "fence"), [pytest.param(*p.values, fence, id=p.id) for p, fence in LOADED])
 def test_loads_come_before_copies_of_the_next_rows(one: Run, fence: int) -> None:
-    """Check that a fence is needed: a barrier alone does not order loads before copies."""
+    """Check that the fence is needed, because a barrier alone does not order loads before later copies."""
     config = one.config
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)

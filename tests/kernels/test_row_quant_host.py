@@ -1,4 +1,4 @@
-"""Host function of the row-quantising kernel."""
+"""Host function of the row-quantising kernel: grids of its launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMS = 132
 
 
 def launched(kernel: Any, rows: int, row_tiles: int) -> list[tuple[int, int, int]]:
-    """Return the grids of a call that quantises ``rows`` rows."""
+    """Return the grid of each launch of a call that quantises ``rows`` rows."""
     dims = {"rows": rows, "row_stride": kernel.config.spec.input_width, "tile_rows": row_tiles}
     given: list[Any] = []
     for i, spec in enumerate(kernel.arguments()):
@@ -31,7 +31,8 @@ def launched(kernel: Any, rows: int, row_tiles: int) -> list[tuple[int, int, int
 
 @pytest.mark.parametrize(("layout", "tile"), [("128x4", 128), ("8x4", 8)])
 def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile: int) -> None:
-    """Check the number of rows of tiles of scales: the only extent of an output that TVM-FFI does not check."""
+    """Check that nothing is launched if the number of rows of scale tiles is wrong. It is the only extent of an output
+    that TVM-FFI does not check."""
     spec = RowQuantSpec(
         source="rows",
         dtype=torch.bfloat16,
@@ -54,10 +55,10 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
 @pytest.mark.parametrize("gated", [False, True], ids=["rows", "gate"])
 def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
-    """Check the slices of 14,336 columns: two of 7,168, or seven of 2,048 for up to 128 rows.
+    """Check how rows of 14,336 columns are divided: two slices of 7,168, or for up to 128 rows seven slices of 2,048.
 
-    A CTA takes a slice of one row if enough CTAs can run. With tiled scales, whose padding is zeroed, each slice gets
-    at least 32 CTAs, or all.
+    A CTA processes a slice of a single row if enough CTAs can run. With tiled scales, whose padding must be zeroed,
+    each slice gets at least 32 CTAs, or as many as there are.
     """
     spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
     kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()

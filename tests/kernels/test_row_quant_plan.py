@@ -1,4 +1,4 @@
-"""``plan()`` of the row-quantising kernels: a plan fits every width, and errors give the reason."""
+"""``plan()`` of the row-quantising kernels: a plan exists for every width, and errors give the reason."""
 
 import dataclasses
 import itertools
@@ -42,12 +42,13 @@ def spec_of(kind, fmt, width):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_every_width_has_a_plan(fmt, kind, arch):
-    """Check all widths up to 65,536: slices cover the row, no slice is empty, and threads and memory fit."""
+    """Check all widths up to 65,536: the slices cover the row, no slice is empty, and threads and memory suffice."""
     step = max(16, FORMATS[fmt][0].width_multiple)
     first = random.randrange(1, 17)
-    # Two fp32 rows and an fp32 weight: the only case that does not fit 8 CTAs of 99 KB
+    # Two fp32 rows and an fp32 weight are the only case that does not fit into 8 CTAs with 99 KB each.
     widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
-    # 80,000 columns: with twelve slices in MXFP4, the last one is too short for the other slices' threads.
+    # Beyond the limit: 80,000 columns. In MXFP4, the last of twelve slices would be too short for the threads of the
+    # others.
     beyond = [80_000] if widest == 65_536 and "norm" not in kind and fmt != "token" and step <= 32 else []
     for width in (step, *range(first * step, widest, 17 * step), widest, *beyond):
         config = plan(spec_of(kind, fmt, width), ARCHS[arch])
@@ -59,7 +60,7 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         assert config.common_blocks * config.threads_per_row + 32 * config.busy_warps >= config.slice_blocks
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
         if fmt == "block128":
-            # Neighbouring threads of one CTA take the blocks that share a scale.
+            # Blocks that share a scale tile belong to neighbouring threads of one CTA.
             assert config.threads_per_row % 8 == 0 and (config.splits == 1 or config.slice_width % 128 == 0)
             assert config.has_short_block == (width % 128 != 0)
         assert not config.has_idle_threads or width == 64
@@ -68,11 +69,11 @@ def test_every_width_has_a_plan(fmt, kind, arch):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_are_cut_smaller(fmt, kind):
-    """Check that few rows in FP4 that are cut anyway, and are wider than a slice, are cut into more slices of whole
-    scale tiles."""
+    """Check that few FP4 rows that must be divided anyway, and are wider than a slice, are divided into more slices of
+    whole scale tiles."""
     is_cut = fmt in ("nvfp4", "mxfp4") and "norm" not in kind
     even = (4096, 8192, 14_336, 28_672, 53_248)
-    # For some of the other widths the last slice is too short for the threads of the other slices.
+    # For some other widths, the last slice would be too short for the threads of the others.
     for width in (1024, 2048, *even, 11_008, 18_944, 29_568, *range(32 * random.randrange(65, 96), 65_537, 31 * 64)):
         config = plan(spec_of(kind, fmt, width), ARCHS["sm_90a"])
         few = config.few_rows_config
@@ -88,7 +89,7 @@ def test_few_rows_are_cut_smaller(fmt, kind):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_of_experts_have_a_plan(dtype, arch):
-    """Check plans for experts' rows of every width, with the table that finds rows, and with either gate."""
+    """Check plans for experts' rows of every width, with the table with which rows are found, and with either gate."""
     for width in (64, 2880, *range(64 * random.randrange(1, 15), 65_537, 14 * 64 + 64)):
         spec = spec_of("quantise-bf16", "block128", width)
         spec = dataclasses.replace(spec, dtype=dtype, rows="experts", source="silu_mul", has_counts=True)
@@ -106,7 +107,8 @@ def test_rows_of_experts_have_a_plan(dtype, arch):
 @pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_are_computed_alike(fmt, dtypes, arch):
-    """Check that ops with a residual, with the norm, and with both layouts add in the same order, for equal bits."""
+    """Check that ops with a residual, with the norm, or with both layouts add in the same order, so that results are
+    bitwise equal."""
     step = max(16, FORMATS[fmt][0].width_multiple)
     for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
         spec = spec_of(f"norm-{dtypes}", fmt, width)
@@ -119,9 +121,9 @@ def test_rows_are_computed_alike(fmt, dtypes, arch):
 
 @pytest.mark.parametrize(("width", "busy", "of"), [(2560, 1, 2), (5120, 2, 4), (7168, 2, 4)])
 def test_schedulers_share_busy_warps(width, busy, of):
-    """Check that warps with one more block than others are spread over the schedulers.
+    """Check that warps with one block more than other warps are distributed evenly over the schedulers.
 
-    The rows' blocks do not fill their threads. Warp w of an SM belongs to scheduler w % 4.
+    In these rows, some threads process no last block. Warp w of an SM belongs to scheduler w % 4.
     """
     config = plan(spec_of("norm-bf16", "nvfp4", width), ARCHS["sm_90a"])
     assert (config.busy_warps, config.group_warps) == (busy, of)
@@ -133,8 +135,8 @@ def test_schedulers_share_busy_warps(width, busy, of):
 
 
 def test_shared_memory_is_divided():
-    """Check that each region begins where the previous one ends: rows, weight, scales of quads, partial sums,
-    barriers."""
+    """Check that each region of shared memory begins where the previous region ends: rows, weight, scales of four rows,
+    partial sums, barriers."""
     config = plan(spec_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
     at = config.smem_offsets
     assert at.norms - at.rows == config.groups * config.stages * 2 * 4096 * 2
@@ -147,7 +149,7 @@ def test_shared_memory_is_divided():
 
 
 def test_plan_does_not_hold_what_a_call_brings():
-    """Check that a plan depends on the specification, the architecture and the setting for PDL only."""
+    """Check that a plan depends only on the specification, the architecture and the setting for PDL."""
     for arch, pdl, kind in itertools.product(ARCHS.values(), (True, False), KINDS):
         spec = spec_of(kind, "mxfp4", 2880)
         config = plan(spec, arch, pdl=pdl)

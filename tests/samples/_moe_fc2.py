@@ -45,7 +45,7 @@ class ExpertGemmSamples(GemmSamples):
     extreme_scales = (80, 170)  # used together with factors from 2^-47 to 2^42
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
-        """Return ``alpha`` for experts of 64 elements, two of which each token uses."""
+        """Return ``alpha`` for experts of 64 elements. Each token uses two experts."""
         return {"alpha": top_alpha(m, k // 64, device)}
 
     def _grid(self, device: torch.device) -> Iterator[Sample]:
