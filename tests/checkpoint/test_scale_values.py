@@ -297,7 +297,7 @@ def contents(kind: str) -> checkpoints.Tensors:
         own, _ = checkpoints.random_layer(KINDS[kind], n, K)
         tensors |= {f"{layer}.{suffix}": tensor for suffix, tensor in own.items()}
         tensors[f"{layer}.bias"] = torch.randn(n).bfloat16()
-    if kind == "modelopt FP8 tensor":  # only in the block format can parts of a merged layer not share a block
+    if kind == "modelopt FP8 tensor":  # parts of a merged layer may have different input scales
         tensors["q_proj.input_scale"] *= 2
     return tensors
 

@@ -521,7 +521,8 @@ WAITS = {
 BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6, 7, 8)]
 """Waits for other groups of decoders in kernels with more groups. The cases in ``LATE`` contain the same code."""
 OF_OWN_UNITS = (6, 7)
-"""Waits in the loop for rows in which each k tile needs another exponent. ``WRITTEN`` executes all other waits."""
+"""Numbers of the waits that only ``OWN_UNITS`` executes: they are in the loop for rows in which each k tile needs
+another exponent. ``WRITTEN`` executes all others."""
 FAULTS = {
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
     "decoded before the MMAs": changed(r"fence\.proxy\.async", None),

@@ -379,7 +379,7 @@ def test_largest_number_of_few_tokens():
 
 
 def few_times():
-    """Return rows of the measurements on an H200, and for each whether its call counts as few."""
+    """Return the number of rows, whether these count as few, and the times, for each measurement on an H200."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "expert_layer.json"
     widths = {"DeepSeek-V3": 256, "gpt-oss-120b": 2880, "Qwen3-30B-A3B": 768}
     for row in json.loads(path.read_text())["rows"]:

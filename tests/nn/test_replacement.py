@@ -127,8 +127,8 @@ HOLDS: dict[str, Callable[[nn.Linear], object]] = {
 @pytest.mark.parametrize("reason", HOLDS)
 @torch.no_grad()
 def test_layers_that_hold_more(reason, tmp_path):
-    """Check that a layer stays if a buffer, parameter or module was added to it, or if one of its attributes would
-    collide, and that loaders refuse such a layer."""
+    """Check that ``quantize_`` and loaders refuse a layer to which a buffer, parameter or module was added, or whose
+    attribute has the name of an attribute of the quantised layer."""
     model = Attributes().bfloat16()
     checkpoint.save(quantize_(Attributes().bfloat16()), tmp_path, "modelopt")
     HOLDS[reason](model.proj)

@@ -180,7 +180,7 @@ class GpuRecord:
 
 
 def refuse_what_is_not_whole(config: pytest.Config) -> None:
-    """Refuse options with which the run would not be a complete run of the suite on a GPU."""
+    """Refuse options that select only a part of the suite, and machines without the required GPU."""
     if GPU_MISSING:
         raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
     parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")

@@ -222,7 +222,7 @@ class NVFP4Linear(_FP4Linear):
                 ModelOpt. It is 1 / ``weight_global_scale`` of compressed-tensors.
             input_scale: float32, one element, by which decoded activations are multiplied, as in ModelOpt.
                 ``activations="fp4"`` needs it.
-            bias, parts, activations: arguments of :class:`QuantLinear`.
+            bias, parts, activations: as in :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2.reshape(-1)}
         if input_scale is not None:
@@ -303,7 +303,7 @@ class MXFP4Linear(_FP4Linear):
         Args:
             weight: (N, K/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
             weight_scale: (N, K/32) uint8, linear; each byte stands for 2^(byte - 127).
-            bias, parts, activations: arguments of :class:`QuantLinear`.
+            bias, parts, activations: as in :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale": weight_scale}
         return cls._build(2 * weight.shape[-1], tensors, bias, parts, activations)

@@ -93,7 +93,7 @@ class FP8BlockLinear(QuantLinear):
         Args:
             weight: (N, K) float8_e4m3fn.
             weight_scale_inv: (⌈N/128⌉, ⌈K/128⌉) float32, factors of the decoded weight.
-            bias, parts, activations: arguments of :class:`QuantLinear`.
+            bias, parts, activations: as in :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale_inv": weight_scale_inv}
         return cls._build(weight.shape[-1], tensors, bias, parts, activations)
@@ -219,7 +219,7 @@ class _FP8Linear(QuantLinear):
                 (N, 1) or (N,).
             input_scale: float32, one element, by which decoded activations are multiplied. With ``None``, each call
                 computes one scale per row.
-            bias, parts, activations: arguments of :class:`QuantLinear`.
+            bias, parts, activations: as in :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale": weight_scale.reshape(cls._flat)}
         if input_scale is not None:

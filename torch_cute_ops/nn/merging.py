@@ -60,8 +60,8 @@ Groups = tuple[tuple[str, tuple[str, ...]], ...]
 
 @functools.cache
 def _merging(base: Any, groups: Groups) -> type[nn.Module]:
-    """Return a subclass of ``base`` in whose ``forward`` the original layers seem to exist instead of the merged
-    layers."""
+    """Return a subclass of ``base`` whose ``forward`` can call the original layers by name, as if they had not been
+    merged."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.forward(_WithOriginals(self, groups), *args, **kwargs)
@@ -88,8 +88,8 @@ def _blank(base: Any, groups: Groups) -> Any:
 
 
 class _WithOriginals:
-    """Replacement for ``self`` during one call of a module's ``forward``, in which the original layers seem to exist.
-    Concurrent calls use separate objects."""
+    """Replaces ``self`` during one call of a module's ``forward``. It has the original layers, and otherwise the
+    module's attributes. Concurrent calls use separate objects."""
 
     def __init__(self, module: nn.Module, groups: Groups) -> None:
         self._module = module

@@ -61,7 +61,7 @@ class _Choices:
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # Choices by estimate that the ranks agreed on because tuning had failed. This process uses them, but does not
+        # Choices that the ranks agreed on by estimate because tuning had failed. This process uses them, but does not
         # write them to the file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()

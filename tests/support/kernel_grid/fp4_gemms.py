@@ -181,7 +181,8 @@ def experts_id(case: Any) -> str:
 
 @dataclass(frozen=True)
 class ExpertsCase(KernelCase):
-    """FP4 GEMM over experts (``fp4_experts``). The attributes are arguments of its ``plan``; layouts are names."""
+    """FP4 GEMM over experts (``fp4_experts``). The attributes are arguments of its ``plan``, with layouts given by
+    name."""
 
     dtype: torch.dtype
     format: FP4Format
