@@ -306,7 +306,7 @@ class ScaleRows(NamedTuple):
         return cls(layout.tile_rows or 1, shape[1], shape[1:], contiguous_strides(shape), layout.is_linear)
 
     def count(self, rows: int) -> int:
-        """Return the first extent of the scales of a matrix with ``rows`` rows."""
+        """Return the size of the first dimension of the scales of a matrix with ``rows`` rows."""
         return (rows + self.tile_rows - 1) // self.tile_rows
 
 
