@@ -1,6 +1,5 @@
 """Worker processes: each task gets a result, and no worker outlives the block or the parent process."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,7 +42,6 @@ def test_tasks_are_answered_until_the_block_is_left():
                 started = time.monotonic()
                 raise Leave
     assert time.monotonic() - started < 2 and not any(map(is_alive, workers.pids))
-    assert not multiprocessing.active_children()
     assert answers == {-1.0: Died(-signal.SIGKILL), -2.0: Died(-signal.SIGKILL), 0.01: "slept 0.01"}
     assert at_work and set(at_work) <= set(workers.pids[2:])
 
@@ -52,15 +50,14 @@ PARENT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from test_workers import Workers, sleep
-if __name__ == "__main__":
-    with Workers(sleep, 1) as workers:
-        for result in workers.map([0.01, 600.0]):
-            print(workers.pids, flush=True)
+with Workers(sleep, 1) as workers:
+    for result in workers.map([0.01, 600.0]):
+        print(workers.pids, flush=True)
 """
 
 
 def test_workers_end_with_their_parent(tmp_path):
-    """Check that workers end even if their parent is killed, and so cannot end them."""
+    """The parent is killed, so it cannot end them. Its main module is not run again in the workers."""
     program = tmp_path / "program.py"
     program.write_text(PARENT)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
@@ -81,15 +78,13 @@ BLOCKED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from test_workers import Workers, blocked
-if __name__ == "__main__":
-    with Workers(blocked, 1) as workers:
-        print(*(sorted(mask) for _, mask in workers.map([0])))
+with Workers(blocked, 1) as workers:
+    print(*(sorted(mask) for _, mask in workers.map([0])))
 """
 
 
 def test_the_first_process_blocks_ctrl_c(tmp_path):
-    """Check that the first worker blocks Ctrl-C. The interpreter is fresh, because multiprocessing starts its helper
-    processes together with the first worker."""
+    """In a fresh interpreter, which has no other threads or processes."""
     program = tmp_path / "program.py"
     program.write_text(BLOCKED)
     command = [sys.executable, str(program), os.path.dirname(__file__)]

@@ -27,9 +27,8 @@ def children_of(process: int) -> set[int]:
 
 
 def workers_of(process: int) -> set[int]:
-    """Return the descendants of a process that ``multiprocessing`` spawned as workers. Leave out its resource tracker,
-    which ends later."""
-    return {child for child in children_of(process) if "--multiprocessing-fork" in _command_line(child)}
+    """Return the descendants that ``runtime/workers.py`` started."""
+    return {child for child in children_of(process) if any("import serve" in text for text in _command_line(child))}
 
 
 def _command_line(process: int) -> list[str]:

@@ -1,14 +1,18 @@
-"""Worker processes that end when their work ends, or when the parent process ends for any reason."""
+"""Worker processes that end when their work ends, or when the parent process ends for any reason.
+
+A worker is a new interpreter. In contrast to ``multiprocessing``, it does not run the parent's main module again, so a
+script can start workers without ``if __name__ == "__main__"``; and daemonic processes can start workers too.
+"""
 
 import contextlib
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
-from multiprocessing.process import BaseProcess
+from multiprocessing import connection
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +20,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({pipe}, {parent})"
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Died:
 
 
 class _Worker(NamedTuple):
-    process: BaseProcess
+    process: subprocess.Popen[bytes]
     pipe: "connection.Connection[Any, Any]"
     task: Any
 
@@ -52,6 +57,8 @@ class Workers(Generic[Task, Result]):
         self.pids: list[int] = []
         self._function, self._count = function, count
         self._busy: list[_Worker] = []
+        # No one writes to this pipe. Its reading end reports the end of this process, the only holder of ``_alive``.
+        self._parent, self._alive = os.pipe()
 
     def __enter__(self) -> "Workers[Task, Result]":
         return self
@@ -65,6 +72,8 @@ class Workers(Generic[Task, Result]):
             for worker in self._busy:
                 _end(worker)
             self._busy.clear()
+            os.close(self._parent)
+            os.close(self._alive)
 
     def map(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result | Died]]:
         """Yield each task with its result, in the order of completion."""
@@ -80,24 +89,24 @@ class Workers(Generic[Task, Result]):
                     result = worker.pipe.recv()
                 except (EOFError, OSError):
                     _end(worker)
-                    result = Died(worker.process.exitcode)
+                    result = Died(worker.process.returncode)
                 else:
                     self._go_on(worker, waiting)
                 yield worker.task, result
 
     def _start(self, task: Task) -> None:
-        # Spawn instead of fork: a process that has initialised CUDA must not be forked.
-        context = multiprocessing.get_context("spawn")
-        pipe, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self._function), daemon=True)
-        # Start multiprocessing's resource tracker before interrupts are blocked. Otherwise the first process.start()
-        # would start the tracker, which unblocks interrupts in this thread.
-        resource_tracker.ensure_running()
+        pipe, theirs = connection.Pipe()
+        ends = {"pipe": theirs.fileno(), "parent": self._parent}
+        program = _PROGRAM.format(path=sys.path, module=__name__, **ends)
         with _interrupts_held(), theirs:
-            process.start()
+            # Not forked: a process that has initialised CUDA must not be forked.
+            process = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=tuple(ends.values())
+            )
             self._busy.append(_Worker(process, pipe, task))
-            self.pids.append(process.pid or 0)
-        with contextlib.suppress(OSError):  # the worker has already ended; map() notices this
+            self.pids.append(process.pid)
+        with contextlib.suppress(OSError):  # if the process has ended, map() notices it
+            pipe.send(self._function)
             pipe.send(task)
 
     def _go_on(self, worker: _Worker, waiting: list[Task]) -> None:
@@ -112,7 +121,7 @@ class Workers(Generic[Task, Result]):
 
 def _end(worker: _Worker) -> None:
     worker.process.kill()
-    worker.process.join()
+    worker.process.wait()
     worker.pipe.close()
 
 
@@ -126,22 +135,35 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(pipe: "connection.Connection[Any, Any]", function: Callable[[Any], Any]) -> None:
-    """Run tasks until the pipe closes. The process starts with interrupts blocked, and unblocks only SIGTERM."""
+def serve(pipe: int, parent: int) -> None:
+    """Run tasks in a worker until ``pipe`` closes. The worker starts with interrupts blocked, and unblocks only
+    SIGTERM.
+
+    Args:
+        pipe: file descriptor of the connection that sends the function, then tasks, and receives results.
+        parent: file descriptor that is closed when the parent ends.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            task = pipe.recv()
-        except (EOFError, OSError):  # no more tasks
-            return
-        result = function(task)
-        with contextlib.suppress(OSError):
-            pipe.send(result)
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    with connection.Connection(pipe) as tasks:
+        function = _received(tasks)
+        while (task := _received(tasks)) is not _CLOSED:
+            result = function(task)
+            with contextlib.suppress(OSError):
+                tasks.send(result)
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+_CLOSED = object()
+
+
+def _received(tasks: "connection.Connection[Any, Any]") -> Any:
+    """Return the next object of a connection, or ``_CLOSED``."""
+    try:
+        return tasks.recv()
+    except (EOFError, OSError):
+        return _CLOSED
+
+
+def _end_with_parent(parent: int) -> None:
+    os.read(parent, 1)  # returns at the end of the parent
+    os._exit(1)
