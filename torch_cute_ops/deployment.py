@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
@@ -28,8 +27,7 @@ from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.ops._properties import Property, size_in_words
 from torch_cute_ops.runtime import files
 from torch_cute_ops.runtime.arch import ARCHS, arch_of_device
-from torch_cute_ops.runtime.compiler import is_kept, store
-from torch_cute_ops.runtime.workers import Died, Workers
+from torch_cute_ops.runtime.compile_pool import Task, compile_ahead, compile_all
 
 DTYPES: Final = {
     name: dtype
@@ -215,30 +213,39 @@ def compile_jobs(
     """Compile the kernels of jobs for architectures into the cache on disk, in parallel processes. Yield each outcome
     as soon as it is known.
 
-    No GPU is needed. The processes end when the iterator is closed, or when an exception such as ``KeyboardInterrupt``
-    occurs in it. As always with ``multiprocessing``, a script must call this function under ``if __name__ ==
-    "__main__"``.
+    No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
+    processes are ended.
 
     Args:
         jobs: jobs to compile.
         archs: names of architectures.
-        workers: number of processes, or None for one per processor.
+        workers: number of processes, or None for one per processor, at most 32.
 
     Raises:
         ValueError: if ``workers`` is less than 1.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers!r}; use 1 or more")
-    tasks = list(itertools.product(jobs, archs))
-    count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
-    with Workers(_compile, count) as processes:
-        for (job, arch), result in processes.map(tasks):
-            yield Outcome(job, arch, result if isinstance(result, str) else _fate(result))
-
-
-def _fate(died: Died) -> str:
-    status = died.status or 0
-    return f"the process that compiled it {f'was killed by signal {-status}' if status < 0 else f'ended with {status}'}"
+    waiting: dict[tuple[Job, str], set[Task]] = {}
+    for job, arch in dict.fromkeys(itertools.product(jobs, archs)):
+        try:
+            kernels = registry.kernels_of(job.op, arch, **dict(job.properties))
+        except (TypeError, ValueError) as refusal:
+            yield Outcome(job, arch, f"{type(refusal).__name__}: {refusal}")
+            continue
+        if kernels:
+            waiting[job, arch] = {Task(kernel, arch) for kernel in kernels}
+        else:
+            yield Outcome(job, arch, "")
+    outcomes = compile_all(itertools.chain.from_iterable(waiting.values()), workers)
+    with contextlib.closing(outcomes):
+        for task, error in outcomes:
+            for (job, arch), tasks in list(waiting.items()):
+                if task in tasks:
+                    tasks.remove(task)
+                    if error or not tasks:
+                        del waiting[job, arch]
+                        yield Outcome(job, arch, error)
 
 
 def prepare(path: str | Path, workers: int | None = None) -> None:
@@ -261,22 +268,8 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
         raise RuntimeError(
             "prepare() needs a CUDA device; `python -m torch_cute_ops warmup --arch` compiles without one"
         )
-    arch = arch_of_device(torch.cuda.current_device())
-    if store() is not None:
-        wanted = {job: registry.kernels_of(job.op, arch.name, **dict(job.properties)) for job in jobs}
-        missing = [job for job, kernels in wanted.items() if not all(is_kept(kernel, arch) for kernel in kernels)]
-        with contextlib.closing(compile_jobs(missing, [arch.name], workers)) as outcomes:
-            failed = [outcome for outcome in outcomes if outcome.error]
-        if failed:
-            raise RuntimeError("; ".join(f"{outcome.job}: {outcome.error}" for outcome in failed))
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = (registry.kernels_of(job.op, device, **dict(job.properties)) for job in jobs)
+    compile_ahead(itertools.chain.from_iterable(kernels), arch_of_device(device.index), workers)
     for job in jobs:
         registry.warmup(job.op, **dict(job.properties))
-
-
-def _compile(task: tuple[Job, str]) -> str:
-    job, arch = task
-    try:
-        registry.precompile(job.op, arch, **dict(job.properties))
-    except Exception as error:  # the DSL's exceptions have no common base class, and some cannot be pickled
-        return f"{type(error).__name__}: {error}"
-    return ""

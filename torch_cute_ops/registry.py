@@ -20,8 +20,9 @@ from torch_cute_ops.ops._define import OPS as _DEFINED
 from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.runtime import settings, tuning
-from torch_cute_ops.runtime.arch import Arch, arch_named
+from torch_cute_ops.runtime.arch import Arch, arch_named, arch_of_device
 from torch_cute_ops.runtime.calls import configure_log, logged
+from torch_cute_ops.runtime.compile_pool import compile_ahead
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
 from torch_cute_ops.runtime.dispatch import below_inplace, has_autograd_key, mark_written
 from torch_cute_ops.runtime.imports import when_imported
@@ -205,8 +206,11 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
         )
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
         call = spec.bind(**spec.path.example(**properties))
+        device = call[0].device
+        if tune and device.type == "cuda":
+            compile_ahead(spec.path.kernels(call, device), arch_of_device(device.index))
         spec.path.run(None, None, *call)
-        torch.cuda.synchronize(call[0].device)
+        torch.cuda.synchronize(device)
 
 
 def precompile(op: str, arch: str, **properties: Any) -> None:
@@ -231,12 +235,13 @@ def precompile(op: str, arch: str, **properties: Any) -> None:
         keep(kernel, arch_named(arch))
 
 
-def kernels_of(op: str, arch: str, **properties: Any) -> tuple[KernelSpec, ...]:
-    """Return the kernels that ``op`` needs for calls with these static properties.
+def kernels_of(op: str, where: str | torch.device, **properties: Any) -> tuple[KernelSpec, ...]:
+    """Return the kernels that ``op`` needs for calls with these static properties, on a CUDA device or, given the name
+    of an architecture, on any of its known GPUs.
 
-    Arguments and errors are as for :func:`precompile`.
+    Other arguments and errors are as for :func:`precompile`.
     """
-    spec, target = _spec_of(op), arch_named(arch)
+    spec, target = _spec_of(op), arch_named(where) if isinstance(where, str) else where
     if "device" in properties:
         raise TypeError(f"cute::{op}: kernels are compiled for an architecture; only warmup takes device")
     return spec.kernels(target, **_example(spec, {**properties, "device": "meta"}))

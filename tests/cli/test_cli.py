@@ -288,7 +288,7 @@ def test_a_wrong_setting(variable):
 def test_building_an_op_by_name(tmp_path, monkeypatch, capsys):
     """Check that building an op by its options builds the same kernels as a deployment file with the same calls."""
     built = []
-    monkeypatch.setattr("torch_cute_ops.runtime.bundle_build.build", lambda folder, pairs: built.extend(pairs))
+    monkeypatch.setattr("torch_cute_ops.runtime.bundle_build.build", lambda folder, pairs, workers: built.extend(pairs))
     monkeypatch.setattr("torch_cute_ops.cli.main._tell_flavour", lambda: None)
     arguments = ["build", *QUANTIZE[1:], "--arch", "sm_90a", "--arch", "sm_100a", "-o", str(tmp_path)]
     assert main(arguments) == 0

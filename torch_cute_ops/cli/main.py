@@ -80,6 +80,7 @@ def _add_build(commands: Any) -> None:
     )
     parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"one of {', '.join(ARCHS)}")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="folder of the bundle")
+    _add_workers(parser)
     add_jobs(parser)
     parser.set_defaults(run=_build)
 
@@ -88,8 +89,6 @@ def _build(options: argparse.Namespace) -> int:
     """Compile the kernels of an op, or of a deployment's file, for one or more architectures into a folder. Options
     with several values stand for every combination. Processes load the kernels from the folder that
     TORCH_CUTE_OPS_BUNDLE names. Needs a C compiler to link with, and no GPU."""
-    from tqdm import tqdm
-
     from torch_cute_ops.runtime.bundle_build import build
 
     pairs = []
@@ -98,7 +97,7 @@ def _build(options: argparse.Namespace) -> int:
             pairs += [(kernel, arch) for kernel in registry.kernels_of(job.op, arch, **dict(job.properties))]
         except (TypeError, ValueError) as error:
             raise UsageError(f"{job} {arch}: {error}") from None
-    build(options.output, tqdm(pairs, unit="kernel"))
+    build(options.output, pairs, options.workers)
     _tell_flavour()
     print(f"{len(set(pairs))} kernels are in {options.output}")
     return 0
@@ -111,9 +110,14 @@ def _add_warmup(commands: Any) -> None:
         description=_warmup.__doc__,
     )
     parser.add_argument("--arch", action="append", metavar="ARCH", help=f"one or more of {', '.join(ARCHS)}")
-    parser.add_argument("--workers", type=_count, metavar="N", help="number of processes (default: one per processor)")
+    _add_workers(parser)
     add_jobs(parser)
     parser.set_defaults(run=_warmup)
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    text = "number of processes (default: one per processor, at most 32)"
+    parser.add_argument("--workers", type=_count, metavar="N", help=text)
 
 
 def _count(text: str) -> int:

@@ -20,6 +20,7 @@ from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.moe_fc1_fp4 import quantize_experts, written_parts
 from torch_cute_ops.runtime import timing, tuner, tuning
+from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.tuner import Candidate, TuningTask
 
 SETTINGS = timing.Settings(max_sets=1024, graph_ms=1.0, max_rounds=15)
@@ -44,6 +45,14 @@ def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
             tuner.tune(TuningTask(op, key, estimates(problem, bucket(m), target), bench.check, bench.time))
         finally:
             bench.free()
+
+
+def kernels(problem: GemmProblem, m: int, target: Target) -> Iterator[KernelSpec]:
+    """Yield the kernels that ``tune`` launches, for compiling them ahead."""
+    key = key_of(problem, m, target)
+    if key is not None and target.arch is not None and tuner.lookup(key) is None:
+        for backend, tactic in next(tuner.shortlists(estimates(problem, bucket(m), target))):
+            yield from candidates(problem)[backend].kernels(problem, tactic, target.arch)
 
 
 def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, float]:

@@ -198,11 +198,18 @@ class BackendPath(CallPath[Call]):
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
         return launcher
 
-    def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, call: Any, where: torch.device | Arch) -> tuple[KernelSpec, ...]:
         problem, m = self.problem(call), bucket(call.a.shape[-2])
-        choices = (self._choose(problem, m, target, call.backend) for target in gemm_package().cost.usual_targets(arch))
-        kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
-        return tuple(dict.fromkeys(kernels))
+        package = gemm_package()
+        targets = package.cost.usual_targets(where) if isinstance(where, Arch) else (package.select.target_of(where),)
+        found: dict[KernelSpec, None] = {}
+        for target in targets:
+            if tuning.is_on() and call.backend == AUTO:
+                found |= dict.fromkeys(package.tune.kernels(problem, m, target))
+            choice = self._choose(problem, m, target, call.backend)
+            if target.arch is not None:
+                found |= dict.fromkeys(choice.backend.kernels(problem, choice.tactic, target.arch))
+        return tuple(found)
 
     def backends(self, call: Any, where: torch.device | Arch) -> dict[str, str | None]:
         select = gemm_package().select

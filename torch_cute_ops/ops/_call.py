@@ -146,9 +146,9 @@ class CallPath(abc.ABC, Generic[Call]):
         ``compile`` compiles its kernels."""
 
     @abc.abstractmethod
-    def kernels(self, call: Call, arch: Arch) -> tuple[KernelSpec, ...]:
-        """Return the kernels that calls with the same static key may launch on GPUs of ``arch``. Tensors may be on
-        meta."""
+    def kernels(self, call: Call, where: torch.device | Arch) -> tuple[KernelSpec, ...]:
+        """Return the kernels that calls like this one launch on a CUDA device, or may launch on GPUs of an
+        architecture; tensors may be on meta."""
 
     @abc.abstractmethod
     def declare(self) -> dict[str, Property]:
@@ -417,8 +417,8 @@ class KernelPath(CallPath[Call]):
     def kernel(self, call: Call, arch: Arch) -> KernelSpec:
         """Return the kernel that calls with the same static key launch. Tensors may be on meta."""
 
-    def kernels(self, call: Call, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (self.kernel(call, arch),)
+    def kernels(self, call: Call, where: torch.device | Arch) -> tuple[KernelSpec, ...]:
+        return (self.kernel(call, where if isinstance(where, Arch) else arch_of_device(where.index or 0)),)
 
     def make_launcher(self, call: Call, device: int) -> Launcher[Call]:
         kernel = self.kernel(call, arch_of_device(device))

@@ -140,8 +140,9 @@ class OpSpec:
         masks = written(tuple(outputs), **arguments)
         return tuple(merged(new, old, mask) for new, old, mask in zip(values, outputs, masks, strict=True))
 
-    def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[KernelSpec, ...]:
-        """Return the kernels that a call may launch on GPUs of ``arch``. The tensors may be on meta.
+    def kernels(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> tuple[KernelSpec, ...]:
+        """Return the kernels that a call launches on a CUDA device, or may launch on GPUs of an architecture; the
+        tensors may be on meta.
 
         Raises:
             ValueError: if the op refuses an argument, or if no backend can compute the call on ``arch``.
@@ -149,7 +150,7 @@ class OpSpec:
         """
         call = self.bind(*args, **kwargs)
         self.path.check_call(call)
-        return self.path.kernels(call, arch)
+        return self.path.kernels(call, where)
 
     def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
         """Return, for each backend, the reason that it cannot compute a call on this device or architecture, or None.

@@ -1,5 +1,6 @@
 """Build a bundle: compile kernels, link them into one library per architecture, and write the manifest."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -13,21 +14,22 @@ from typing import Any
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.runtime import compiler, files, settings, toolchain
-from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.bundle import FORMAT, MANIFEST, RUNTIME, BundleError, packaged_runtimes, symbol_of
+from torch_cute_ops.runtime.compile_pool import Task, compile_all, progress
 from torch_cute_ops.runtime.provenance import kernel_digest
 
 
-def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]]) -> None:
-    """Build a bundle.
+def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]], workers: int | None = None) -> None:
+    """Build a bundle. The kernels are compiled in parallel processes, and the progress is shown.
 
     Args:
         folder: folder to write to; created if missing.
         kernels: pairs of a kernel and the name of an architecture.
+        workers: number of processes, as for ``compile_all``.
 
     Raises:
-        BundleError: if no C compiler is found, linking fails, or the DSL's build or runtime library is
-            unknown.
+        BundleError: if a kernel cannot be compiled, no C compiler is found, linking fails, or the DSL's build or
+            runtime library is unknown.
         OSError: if the bundle cannot be written.
     """
     linker = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -42,14 +44,16 @@ def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]]) -> N
     archs: dict[str, dict[str, Any]] = {}
     files.make_folder(folder)
     with tempfile.TemporaryDirectory() as work:
-        for kernel, arch in kernels:
-            found = archs.setdefault(arch, {"file": f"{arch}.so", "kernels": {}})["kernels"]
-            if kernel.digest in found:
-                continue
+        tasks = []
+        for kernel, arch in dict.fromkeys(kernels):
             symbol = symbol_of(kernel.digest)
-            compiled = compiler.trace_and_compile(kernel.make(), ARCHS[arch])
-            compiler.export_object(compiled, Path(work, f"{arch}-{symbol}.o"), symbol)
-            found[kernel.digest] = symbol
+            archs.setdefault(arch, {"file": f"{arch}.so", "kernels": {}})["kernels"][kernel.digest] = symbol
+            tasks.append(Task(kernel, arch, Path(work, f"{arch}-{symbol}.o")))
+        with contextlib.closing(compile_all(tasks, workers)) as outcomes, progress(len(tasks), always=True) as bar:
+            for task, error in outcomes:
+                if error:
+                    raise BundleError(f"{task.kernel} cannot be compiled for {task.arch}: {error}")
+                bar.update()
         for arch, library in archs.items():
             objects = [str(path) for path in sorted(Path(work).glob(f"{arch}-*.o"))]
             linked = Path(work, library["file"])

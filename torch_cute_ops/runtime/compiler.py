@@ -211,6 +211,11 @@ def keep(kernel: KernelSpec, arch: Arch) -> None:
             raise RuntimeError(f"the kernel is compiled, but cannot be kept in {kernels.root}: {kernels.failure}")
 
 
+def is_compiled(kernel: KernelSpec, arch: Arch) -> bool:
+    """Return True if ``kernel`` for ``arch`` is in memory."""
+    return (kernel, arch.name) in _compiled
+
+
 def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
     """Return True if the bundle in use or the cache on disk contains ``kernel`` for ``arch``."""
     found, kernels = bundle(), store()

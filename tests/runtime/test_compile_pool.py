@@ -1,0 +1,120 @@
+"""Kernels compiled ahead in parallel processes: which ones, in which order, and after a failure."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+
+from torch_cute_ops import registry
+from torch_cute_ops.runtime import compile_pool, compiler, settings
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compile_pool import Task, compile_ahead, compile_all
+from torch_cute_ops.runtime.workers import Died
+
+SM90 = ARCHS["sm_90a"]
+WIDTHS = (64, 96, 128, 160)
+
+
+def kernel(width):
+    (found,) = registry.kernels_of("fp4_quantize", "sm_90a", hidden=width, dtype=torch.bfloat16)
+    return found
+
+
+KERNELS = [kernel(width) for width in WIDTHS]
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Return the tasks that ``compile_ahead`` hands to the pool, which compiles nothing. The cache is empty."""
+    tasks = []
+
+    def compile_all(given, workers):
+        tasks.append((workers, [*given]))
+        yield from ((task, "") for task in tasks[-1][1])
+
+    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
+    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    return tasks
+
+
+def test_each_missing_kernel_is_compiled_once(asked, monkeypatch):
+    """Kernels in memory or on disk are left out."""
+    compile_ahead([*KERNELS, KERNELS[1]], SM90, 2)
+    assert asked.pop() == (2, [Task(each, "sm_90a") for each in KERNELS])
+    compiler._compiled[KERNELS[0], "sm_90a"] = object()
+    compile_ahead(KERNELS, SM90)
+    assert asked.pop() == (None, [Task(each, "sm_90a") for each in KERNELS[1:]])
+    compile_ahead(KERNELS, ARCHS["sm_100a"])
+    assert len(asked.pop()[1]) == 4
+    monkeypatch.setattr(compile_pool, "is_kept", lambda found, arch: found == KERNELS[1])
+    compiler._compiled.clear()
+    compile_ahead(KERNELS, SM90)
+    assert asked.pop()[1] == [Task(KERNELS[i], "sm_90a") for i in (0, 2, 3)]
+
+
+def test_no_pool_that_would_not_help(asked, monkeypatch):
+    """With two kernels, one processor, one worker, or nowhere to keep kernels, no process starts."""
+    compile_ahead(KERNELS[:2], SM90)
+    compile_ahead(KERNELS, SM90, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_pool.os, "sched_getaffinity", lambda _: {3})
+        compile_ahead(KERNELS, SM90)
+    monkeypatch.setattr(settings, "CACHE", False)
+    compile_ahead(KERNELS, SM90)
+    assert not asked
+
+
+def test_a_failure_ends_the_pool(asked, monkeypatch, caplog):
+    """The call that needs the kernel then compiles it and raises the error."""
+    seen = []
+
+    def compile_all(given, workers):
+        for i, task in enumerate(given):
+            seen.append(task)
+            yield task, "OSError: no space" if i == 1 else ""
+
+    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
+    with caplog.at_level(logging.INFO, "torch_cute_ops"):
+        compile_ahead(KERNELS, SM90)
+    assert len(seen) == 2
+    text = caplog.text
+    assert "compiling 4 kernels for sm_90a" in text and "a worker failed: OSError: no space" in text
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """Replace the processes by a record of their number and of the order of the tasks. A task of width 96 dies."""
+    state = {}
+
+    class Workers(contextlib.nullcontext):
+        def __init__(self, function, count):
+            super().__init__(self)
+            state["count"] = count
+
+        def map(self, tasks):
+            state["order"] = tasks
+            for task in tasks:
+                yield task, Died(-9) if task.kernel == KERNELS[1] else ""
+
+    monkeypatch.setattr(compile_pool, "Workers", Workers)
+    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: set(range(12)))
+    return state
+
+
+def test_ranks_divide_the_processors_and_begin_at_different_kernels(pool, monkeypatch):
+    tasks = [Task(each, "sm_90a") for each in KERNELS]
+    found = dict(compile_all([*tasks, tasks[0]]))
+    assert found == {**dict.fromkeys(tasks, ""), tasks[1]: "the process that compiled it was killed by signal 9"}
+    assert pool == {"count": 4, "order": tasks}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(4):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert len(dict(compile_all(tasks))) == 4
+        assert pool == {"count": 3, "order": tasks[rank:] + tasks[:rank]}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    dict(compile_all(tasks))
+    assert pool["count"] == 1 and pool["order"] == tasks[3:] + tasks[:3]

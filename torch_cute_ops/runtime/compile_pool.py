@@ -1,0 +1,118 @@
+"""Compilation of kernels in parallel processes, ahead of the calls that need them."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from torch_cute_ops.runtime.arch import ARCHS, Arch
+from torch_cute_ops.runtime.bundle import symbol_of
+from torch_cute_ops.runtime.compiler import (
+    KernelSpec,
+    export_object,
+    is_compiled,
+    is_kept,
+    keep,
+    store,
+    trace_and_compile,
+)
+from torch_cute_ops.runtime.workers import Died, Workers
+
+log = logging.getLogger("torch_cute_ops")
+
+MOST_WORKERS: Final = 32
+"""Maximum number of processes by default. A process needs about 0.7 GB of memory."""
+FEWEST_KERNELS: Final = 3
+"""Fewest kernels that ``compile_ahead`` compiles in a pool. A process starts in the time that two kernels take."""
+
+
+class Task(NamedTuple):
+    """Kernel to compile.
+
+    Attributes:
+        kernel: kernel and its configuration.
+        arch: name of the architecture.
+        path: object file to write, for a bundle; None to write to the cache on disk.
+    """
+
+    kernel: KernelSpec
+    arch: str
+    path: Path | None = None
+
+
+def compile_all(tasks: Iterable[Task], workers: int | None = None) -> Generator[tuple[Task, str], None, None]:
+    """Compile kernels in parallel processes. Yield each task in the order of completion, with the error or an empty
+    string.
+
+    No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
+    processes are ended.
+
+    Args:
+        tasks: kernels to compile; equal tasks count once.
+        workers: number of processes; None for one per processor that this process may use, at most ``MOST_WORKERS``,
+            divided among the ranks of this machine.
+    """
+    distinct = list(dict.fromkeys(tasks))
+    ranks, rank = (int(os.environ.get(name, default)) for name, default in _RANKS)
+    if workers is None:
+        workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // ranks)
+    # Ranks that compile the same kernels begin at different kernels, so that they do not wait for each other.
+    first = len(distinct) * (rank % ranks) // ranks
+    with Workers(_compile, min(workers, len(distinct))) as processes:
+        for task, result in processes.map(distinct[first:] + distinct[:first]):
+            yield task, result if isinstance(result, str) else _fate(result)
+
+
+_RANKS: Final = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+"""Environment variables that ``torchrun`` sets: number of ranks of this machine, and this rank."""
+
+
+def compile_ahead(kernels: Iterable[KernelSpec], arch: Arch, workers: int | None = None) -> None:
+    """Compile, in parallel processes, the kernels that memory, the bundle and the cache on disk lack. Show the progress
+    on a terminal, and log it.
+
+    This function only saves time: if a kernel cannot be compiled or kept on disk, the call that needs the kernel
+    compiles it, or raises the error.
+    """
+    if store() is None:
+        return
+    missing = [each for each in dict.fromkeys(kernels) if not is_compiled(each, arch) and not is_kept(each, arch)]
+    if len(missing) < FEWEST_KERNELS or (workers or len(os.sched_getaffinity(0))) < 2:
+        return
+    started, outcomes = time.monotonic(), compile_all((Task(each, arch.name) for each in missing), workers)
+    log.info("compiling %d kernels for %s in parallel processes", len(missing), arch.name)
+    with contextlib.closing(outcomes), progress(len(missing)) as bar:
+        for task, error in outcomes:
+            if error:
+                log.info("%s is compiled in this process, because a worker failed: %s", task.kernel, error)
+                break
+            bar.update()
+    log.info("%d of %d kernels compiled in %.1f s", bar.n, len(missing), time.monotonic() - started)
+
+
+def progress(total: int, *, always: bool = False) -> Any:
+    """Return a progress bar with the kernels done and the seconds left; without ``always``, only on a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="kernel", desc="compiling", disable=False if always else None)
+
+
+def _compile(task: Task) -> str:
+    """Compile a kernel in a worker. Return the error, or an empty string."""
+    arch = ARCHS[task.arch]
+    try:
+        if task.path is None:
+            keep(task.kernel, arch)
+        else:
+            export_object(trace_and_compile(task.kernel.make(), arch), task.path, symbol_of(task.kernel.digest))
+    except Exception as error:  # the DSL's errors have no common base, and some cannot be sent between processes
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _fate(died: Died) -> str:
+    status = died.status or 0
+    return f"the process that compiled it {f'was killed by signal {-status}' if status < 0 else f'ended with {status}'}"
