@@ -1,18 +1,26 @@
-"""Compile and load the kernels that a model's quantised layers need."""
+"""Compile and load the kernels that a model's quantised layers need.
+
+The layers are called twice with zeros. In the first pass nothing is launched: it collects the kernels of all calls,
+which are then compiled in parallel processes. The second pass loads and launches them.
+"""
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
+from torch_cute_ops.collecting import CollectKernels
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, following_of, link
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm
 from torch_cute_ops.runtime import tuning
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compile_pool import compile_ahead
+from torch_cute_ops.runtime.compiler import KernelSpec
 
 
 @torch.no_grad()
@@ -23,13 +31,15 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     tune: bool = False,
     fused: bool = True,
+    workers: int | None = None,
 ) -> None:
     """Compile and load the kernels of a model's quantised layers, gated MLPs and experts. Of layers that need the same
     kernels, only one is called, with zeros as input.
 
-    Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph. The model's own
-    norms, gates and attention are not called: call the model once before a capture. If layers are divided among ranks,
-    all ranks must call ``warmup``.
+    Kernels that the cache on disk lacks are compiled in parallel processes; a progress bar shows the kernels done and
+    the seconds left. Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph.
+    The model's own norms, gates and attention are not called: call the model once before a capture. If layers are
+    divided among ranks, all ranks must call ``warmup``.
 
     Args:
         model: model with layers of this package at any depth, on the device that serves.
@@ -38,17 +48,42 @@ def warmup(
             only one number per bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
-        fused: True to also call the fused ops that the pass of ``integrations.inductor`` may insert: RMSNorm and
-            SiLU·mul with quantised results; for one row, GEMMs that compute SiLU·mul and the quantisation in their
-            prologue; for few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if its only
-            parameter is a ``weight`` (K,). A gate is expected before a layer with K input features if another layer has
-            2 · K columns.
+        fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
+            RMSNorm and SiLU·mul with quantised results; for one row SiLU·mul and quantisation in the GEMM's prologue;
+            for few rows GEMMs that prefetch the next layer's weight. A module counts as a norm if its only parameter is
+            a ``weight`` (K,); a gate is expected before a layer if another layer has 2 · K columns.
+        workers: number of processes; None for one per processor, at most 32, divided among the ranks of the machine.
 
     Raises:
         ValueError: for a number of rows that is not positive, or for experts with an unknown ``topk``.
         TypeError: for a number of rows that is no integer.
     """
-    numbers = _numbers_of(rows)
+    calls = _calls_of(model, _numbers_of(rows), dtype, tune, fused)
+    if any(each.is_cuda for each in (*model.parameters(), *model.buffers())):
+        with CollectKernels() as collected:
+            calls()
+        for arch, kernels in collected.kernels.items():
+            compile_ahead(kernels, arch, workers)
+    calls()
+
+
+@torch.no_grad()
+def kernels_of(
+    model: nn.Module, rows: int | Iterable[int], arch: Arch, dtype: torch.dtype = torch.bfloat16
+) -> Collection[KernelSpec]:
+    """Return the kernels that :func:`warmup` would load on GPUs of ``arch``, without a GPU. Arguments and errors are as
+    for :func:`warmup`; the model may consist of fake tensors (``FakeTensorMode``) on a CPU."""
+    with CollectKernels(arch) as collected:
+        _calls_of(model, _numbers_of(rows), dtype, tune=False, fused=True)()
+    return collected.kernels.get(arch, {}).keys()
+
+
+def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bool, fused: bool) -> Callable[[], None]:
+    """Return a function that calls one layer of each form with zeros.
+
+    Raises:
+        ValueError: for experts with an unknown ``topk``.
+    """
     forms: dict[object, QuantLinear] = {}
     experts: dict[object, QuantExperts | ExpertLayer] = {}
     gated: dict[object, GatedMLP] = {}
@@ -69,25 +104,29 @@ def warmup(
         elif isinstance(module, QuantLinear):
             forms.setdefault(_form(module), module)
     counts = {bucket(number): number for number in numbers}.values()
-    with tuning.autotune() if tune else contextlib.nullcontext():
-        for module in experts.values():
-            _call_experts(module, numbers, dtype)
-        called = [(layer, layer) for layer in forms.values()] + [(mlp, mlp.gate_up_proj) for mlp in gated.values()]
-        for call, first in called:
-            has_fp8 = first.weight.dtype == torch.float8_e4m3fn
-            for count in counts:
-                x = torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device)
-                if call is not first:
-                    call(x)
-                    continue
-                _call_layer(first, x, None)
-                few = fused and prefetches_with_gemm(count, x.device, has_fp8_weight=has_fp8)
-                if first.can_prefetch and (few or following_of(first) is not None):
-                    _call_layer(first, x, first)
+
+    def calls() -> None:
+        with tuning.autotune() if tune else contextlib.nullcontext():
+            for module in experts.values():
+                _call_experts(module, numbers, dtype)
+            called = [(layer, layer) for layer in forms.values()] + [(mlp, mlp.gate_up_proj) for mlp in gated.values()]
+            for call, first in called:
+                has_fp8 = first.weight.dtype == torch.float8_e4m3fn
+                for count in counts:
+                    x = torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device)
+                    if call is not first:
+                        call(x)
+                        continue
+                    _call_layer(first, x, None)
+                    few = fused and prefetches_with_gemm(count, x.device, has_fp8_weight=has_fp8)
+                    if first.can_prefetch and (few or following_of(first) is not None):
+                        _call_layer(first, x, first)
+            if fused:
+                _call_gated(forms.values(), numbers, dtype)
         if fused:
-            _call_gated(forms.values(), numbers, dtype)
-    if fused:
-        _call_fused(model, forms.values(), dtype)
+            _call_fused(model, forms.values(), dtype)
+
+    return calls
 
 
 def _numbers_of(rows: int | Iterable[int]) -> list[int]:

@@ -1,0 +1,105 @@
+"""Kernels that a model's calls need, collected without launching them."""
+
+import pytest
+import torch
+from support.launch_model import launches  # noqa: F401  a fixture
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_cute_ops
+from torch_cute_ops.collecting import CollectKernels
+from torch_cute_ops.nn import ExpertLayer, QuantExperts, warmup
+from torch_cute_ops.nn.quantize import SCHEMES
+from torch_cute_ops.nn.warmup import kernels_of
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+SM90 = ARCHS["sm_90a"]
+ROWS = (1, 5, 40)
+E, H, I, TOPK = 4, 256, 128, 2  # noqa: E741
+
+
+class Launch(TorchDispatchMode):
+    """Block in which the ops' CUDA implementations compute CPU tensors, by the launch model."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        spec = OPS.get(func.__name__.split(".")[0]) if func.namespace == "cute" else None
+        if spec is None:
+            return func(*args, **(kwargs or {}))
+        return spec.path.run(None, 0, *spec.bind(*args, **(kwargs or {})))
+
+
+def model_of(scheme, activations):
+    """Return layers with undefined weights: a norm, gate and up, and down; and an expert layer with its router."""
+    cls = SCHEMES[scheme]
+    model = nn.Module()
+    model.norm = nn.RMSNorm(H, dtype=torch.bfloat16)
+    model.gate_up = cls(H, 2 * H, activations=activations, parts=(H, H))
+    model.down = cls(H, H, activations=activations)
+    if scheme in ("mxfp4", "fp8_block"):
+        experts = QuantExperts(cls(H, 2 * E * I, parts=[I] * (2 * E)), cls(I, E * H, parts=[H] * E), E, topk=TOPK)
+        model.experts = ExpertLayer(torch.zeros(E, H), experts, TOPK)
+    return model
+
+
+CASES = [("nvfp4", "fp4"), ("nvfp4", "16bit"), ("mxfp4", "fp8"), ("fp8_block", "auto"), ("fp8_channel", "auto")]
+
+
+@pytest.mark.parametrize(("scheme", "activations"), CASES)
+def test_every_launched_kernel_is_collected(launches, scheme, activations):  # noqa: F811
+    """A model of fake tensors needs at least the kernels that ``warmup`` launches for it on a GPU with 132 SMs."""
+    torch.manual_seed(0)
+    model = model_of(scheme, activations)
+    with Launch():
+        warmup(model, ROWS)
+    launched = {(f"{type(each).__module__}.{type(each).__qualname__}", each.config) for each in launches.compiled}
+    launches.anew()
+    with FakeTensorMode():
+        collected = {(each.kernel, each.config) for each in kernels_of(model_of(scheme, activations), ROWS, SM90)}
+    assert len(launched) > 3 and launched <= collected
+    assert not launches.compiled
+
+
+def test_a_call_returns_zeros_and_launches_nothing():
+    x, weight = torch.ones(3, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    out = torch.ones_like(x)
+    with CollectKernels(SM90) as collected:
+        y, scale = torch_cute_ops.fp4_quantize(x)
+        torch_cute_ops.rmsnorm(x, weight, out=out)
+        torch_cute_ops.rmsnorm(x[:0], weight)
+        doubled = x + x
+    assert y.shape == (3, 32) and not y.any() and not scale.view(torch.uint8).any() and not out.any()
+    assert torch.equal(doubled, torch.full_like(x, 2))
+    (kernels,) = collected.kernels.values()
+    expected = [
+        *OPS["fp4_quantize"].kernels(SM90, x),
+        *OPS["rmsnorm"].kernels(SM90, x, weight),
+    ]
+    assert [*kernels] == expected and all(type(each) is KernelSpec for each in expected)
+
+
+def test_a_cpu_computes():
+    """Without an architecture, only calls on a GPU are collected."""
+    x = torch.randn(3, 64)
+    want = torch_cute_ops.rmsnorm(x, torch.ones(64))
+    with CollectKernels() as collected:
+        assert torch.equal(torch_cute_ops.rmsnorm(x, torch.ones(64)), want)
+        out = torch_cute_ops.rmsnorm(x, torch.ones(64), out=torch.empty_like(x))
+    assert torch.equal(out, want) and not collected.kernels
+
+
+def test_refused_calls():
+    """A wrong call raises. A call that only the architecture does not support is noted."""
+    a = torch.zeros(4, 128, dtype=torch.bfloat16, device="meta")
+    b = torch.zeros(64, 64, dtype=torch.uint8, device="meta").t()
+    scale = torch.zeros(64, 8, dtype=torch.float8_e4m3fn, device="meta")
+    with CollectKernels(SM90) as collected:
+        torch_cute_ops.mm_fp4_weight_only(a, b, scale, backend="mma_sync")
+        with pytest.raises(ValueError, match="cute::mm_fp4_weight_only"):
+            torch_cute_ops.mm_fp4_weight_only(a[:, 1:], b, scale)
+    assert not collected.refused and len(collected.kernels[SM90]) == 1
+    with CollectKernels(ARCHS["sm_120a"]) as collected:
+        torch_cute_ops.mm_fp4_weight_only(a, b, scale, backend="wgmma")
+    assert len(collected.refused) == 1 and "wgmma" in str(collected.refused[0]) and not collected.kernels

@@ -1,0 +1,63 @@
+"""Collection of the kernels that a program's calls need, without compiling or launching them."""
+
+from typing import Any
+
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_cute_ops.ops._define import NAMESPACE, as_tuple
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import Arch, arch_of_device
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+
+class CollectKernels(TorchDispatchMode):
+    """Block in which calls of this package's ops launch nothing: their outputs are zeros, and their kernels are
+    collected.
+
+    Zeros are valid ids, offsets and counts for later calls. Ops of PyTorch run as usual.
+
+    Args:
+        arch: architecture whose kernels are collected; the tensors may then be on any device. By default, kernels are
+            collected for each tensor's CUDA device, and calls on other devices run as usual.
+
+    Attributes:
+        kernels: kernels by architecture, each once, in the order of the calls.
+        refused: errors of calls that ``arch`` does not support. Without ``arch``, such a call raises the error.
+    """
+
+    def __init__(self, arch: Arch | None = None) -> None:
+        super().__init__()
+        self.arch = arch
+        self.kernels: dict[Arch, dict[KernelSpec, None]] = {}
+        self.refused: list[ValueError] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        spec = OPS.get(func.__name__.split(".")[0]) if func.namespace == NAMESPACE else None
+        if spec is None:
+            return func(*args, **given)
+        if not all(issubclass(each, FakeTensor) for each in types):
+            return NotImplemented  # a DTensor, for example, calls the op again with its shard
+        outputs = {name: given.pop(name) for name in spec.out_names if name in given}
+        call = spec.bind(*args, **given)
+        if self.arch is None and not call[0].is_cuda:
+            return func(*args, **given, **outputs)
+        spec.path.check_call(call)
+        results = tuple(outputs.values()) or as_tuple(spec.path.empty_outputs(call))
+        if any(each.numel() for each in results):
+            self._collect(spec.path, call)
+        for each in results:
+            each.zero_()
+        return None if outputs else results if len(results) > 1 else results[0]
+
+    def _collect(self, path: Any, call: Any) -> None:
+        device = call[0].device
+        try:
+            kernels = path.kernels(call, self.arch or device)
+        except ValueError as error:
+            if self.arch is None:
+                raise
+            self.refused.append(error)
+        else:
+            self.kernels.setdefault(self.arch or arch_of_device(device.index), {}).update(dict.fromkeys(kernels))
