@@ -24,7 +24,7 @@ from ptx_emulator.parser import Program, parse_all
 from ptx_emulator.tensors import bytes_of, copy_back
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
-from torch_cute_ops.runtime.compiler import key_of, trace_and_compile
+from torch_cute_ops.runtime.compiler import KernelSpec, key_of, trace_and_compile
 from torch_cute_ops.testing import resources
 from torch_cute_ops.testing.resources import Resources
 
@@ -51,8 +51,10 @@ _compiled: dict[Any, Compiled] = {}
 
 
 def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
-    """Compile ``kernel`` for ``arch``. The result is cached in this process."""
-    key = key_of(kernel, arch)
+    """Compile ``kernel`` for ``arch``, once in a process."""
+    cls = type(kernel)
+    spec = KernelSpec(f"{cls.__module__}.{cls.__qualname__}", kernel.config)
+    key = (key_of(spec, arch), kernel.arguments())  # kernels of other packages may take arguments beyond their config
     if key not in _compiled:
         with tempfile.TemporaryDirectory() as folder:
 

@@ -162,21 +162,20 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
     assert len(re.findall(r"^[0-9a-f]{16}  .*RowQuantKernel", listed, re.M)) == 2 and "2 kernels" in listed
     assert main(["cache", "verify"]) == 0
     assert "0 damaged" in capsys.readouterr().out
-    # Copy another kernel's object file and adapt the description. Only the name of its function then reveals the
-    # exchange.
-    first, second = sorted(path.parent for path in cache.rglob("kernel.o"))
-    shutil.copy(first / "kernel.o", second / "kernel.o")
+    # Copy another kernel's object and make the description match it: the function's name reveals the exchange.
+    first, second = sorted(path.parent for path in cache.rglob("kernel.so"))
+    shutil.copy(first / "kernel.so", second / "kernel.so")
     description = json.loads((first / "kernel.json").read_text()) | {"symbol": symbol_of(second.name)}
     description["key"] = json.loads((second / "kernel.json").read_text())["key"]
     (second / "kernel.json").write_text(json.dumps(description))
     with pytest.raises(OSError, match=symbol_of(second.name)):
-        compiler.load_object(second / "kernel.o", symbol_of(second.name))
+        compiler.load_object(second / "kernel.so", symbol_of(second.name))
     assert main(["cache", "verify"]) == 1
     shown = capsys.readouterr().out
-    assert f"{second.name[:16]}  damaged: kernel.o is another kernel's" in shown and "1 damaged" in shown
+    assert f"{second.name[:16]}  damaged: kernel.so is another kernel's" in shown and "1 damaged" in shown
     assert main(["cache", "clear"]) == 0
     assert "2 kernels deleted" in capsys.readouterr().out
-    assert not list(cache.rglob("kernel.o"))
+    assert not list(cache.rglob("kernel.so"))
 
 
 def test_an_object_that_cannot_be_loaded(tmp_path):
@@ -203,7 +202,7 @@ def test_warmup_can_be_stopped(tmp_path, number, status):
     with subprocess.Popen(
         command, env=variables, text=True, start_new_session=True, preexec_fn=hear, **streams
     ) as process:
-        assert wait_until(lambda: list(tmp_path.glob("v1/*/kernel.json")), 60)
+        assert wait_until(lambda: list(tmp_path.glob("v2/*/kernel.json")), 60)
         workers = workers_of(process.pid)
         assert len(workers) >= 2
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)

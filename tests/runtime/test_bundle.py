@@ -353,7 +353,7 @@ def test_without_a_flavour(tmp_path, monkeypatch):
 
 
 def test_no_linker(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle_build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
     with pytest.raises(BundleError, match="linked by a C compiler, and none was found"):
         bundle_build.build(tmp_path / "kernels", [])
 

@@ -12,16 +12,17 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_kernel import PROBLEM, SM90, FakeKernel
+from support.fake_kernel import PROBLEM, SM90
 from support.interpreters import python_in_each, python_in_groups
 from support.processes import kill_at_random
 
 from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.runtime import compiler, files, settings
-from torch_cute_ops.runtime.store import DESCRIPTION, OBJECT, Damaged, Store, symbol_of
+from torch_cute_ops.runtime.store import DESCRIPTION, LIBRARY, OBJECT, Damaged, Store, symbol_of
 
 FORK = multiprocessing.get_context("fork")
 MEGABYTE = 2**20
@@ -389,12 +390,12 @@ def test_killed_writers_leave_a_usable_cache(tmp_path, caplog):
 
 
 def test_key_ingredients(monkeypatch):
-    """Check that each field of the key changes the digest, and that nothing else does."""
-    kernel = FakeKernel(row_quant.plan(PROBLEM, SM90))
+    """Each field of the key changes the digest, and only the fields' values do."""
+    kernel = compiler.KernelSpec(row_quant.KERNEL, row_quant.plan(PROBLEM, SM90))
     key = compiler.key_of(kernel, SM90)
     fields = {field: getattr(key, field) for field in key.__dataclass_fields__}
     assert set(fields) == {
-        *("kernel", "config", "arguments", "arch", "options", "versions", "flavour", "environment", "host", "sources")
+        *("kernel", "config", "arch", "options", "versions", "flavour", "environment", "host", "sources")
     }
     digests = {key.digest}
     for field, value in fields.items():
@@ -425,6 +426,7 @@ try:
     function(*[torch.zeros(4, 4)] * len(Arguments._fields))
 except Exception as error:
     print("refused", type(error).__name__)
+print("DSL", "cutlass" in sys.modules)
 """
 
 
@@ -440,14 +442,35 @@ def test_processes_share_real_kernels(tmp_path):
     assert sorted(output.split()[1] for output in outputs) == ["compiled", "loaded", "loaded"], outputs
     # A loaded function checks its arguments before it launches: it refuses a CPU tensor.
     assert later.split()[1] == "loaded" and "refused ValueError" in later
+    # A process that finds its kernel on disk, or waits for it, does not import the DSL.
+    assert [output.split()[-1] for output in (*outputs, later)].count("False") == 3 and later.endswith("DSL False\n")
     (entry,) = Store(kept, MEGABYTE).entries()
-    truncate(entry[1])
+    assert names_in(entry[1]) == sorted([DESCRIPTION, LIBRARY])
+    os.truncate(entry[1] / LIBRARY, (entry[1] / LIBRARY).stat().st_size - 1)
     ran = python_in_each(PROGRAM, folder, {**folder, "TORCH_CUTE_OPS_CACHE": "0"}, other)
     damaged, off, without = (done.stdout for done in ran)
     lines = [line.split()[:2] for line in damaged.splitlines()[:2]]
     assert lines == [["WARNING", "kernel"], ["INFO", "compiled"]], damaged
     assert off.split()[1] == "compiled"
     assert "compiled" in without, without
+
+
+@pytest.mark.parametrize("linker", [None, "/bin/false"])
+def test_without_a_linker_the_object_file_is_kept(tmp_path, monkeypatch, linker):
+    """Also if linking fails. The DSL loads object files."""
+    compiled = SimpleNamespace(export_to_c=lambda path, function_name: Path(path).write_bytes(content_of(1)))
+    monkeypatch.setattr(compiler, "find_linker", lambda: linker)
+    store = Store(tmp_path, MEGABYTE)
+    assert store.save("1", functools.partial(compiler.export_library, compiled))
+    assert names_in(store.root / digest(1)) == sorted([DESCRIPTION, OBJECT])
+    assert store.load(digest(1), read) == (content_of(1), symbol_of(digest(1)))
+
+
+def test_a_library_in_an_entry_of_an_object_is_damage(store):
+    store.save("1", write(1))
+    (store.root / digest(1) / LIBRARY).write_bytes(content_of(2))
+    with pytest.raises(Damaged, match=f"{LIBRARY} does not match {DESCRIPTION}"):
+        store.read(digest(1))
 
 
 def test_settings_of_the_store(monkeypatch, tmp_path):
@@ -462,7 +485,6 @@ def test_settings_of_the_store(monkeypatch, tmp_path):
 
 
 def test_a_key_prints_no_address():
-    """Check that a key's text, from which the digest is computed, contains no address, so that it is the same in every
-    process."""
-    key = compiler.key_of(FakeKernel(row_quant.plan(PROBLEM, SM90)), SM90)
+    """The digest is computed from the key's text, which must be the same in every process."""
+    key = compiler.key_of(compiler.KernelSpec(row_quant.KERNEL, row_quant.plan(PROBLEM, SM90)), SM90)
     assert " at 0x" not in repr(key) and repr(torch.bfloat16) in repr(key)

@@ -11,6 +11,12 @@ from torch_cute_ops.runtime import compiler, once, settings, toolchain
 from torch_cute_ops.runtime.toolchain import compiler_flavour
 
 
+def forget():
+    """Forget which build was found."""
+    compiler_flavour.cache_clear()
+    toolchain._chosen_flavour.cache_clear()
+
+
 @pytest.fixture
 def dsl(monkeypatch):
     """Return a function that replaces the DSL by a stub with this version and these packages."""
@@ -34,11 +40,11 @@ def dsl(monkeypatch):
 
         monkeypatch.setattr(importlib.metadata, "version", installed)
         monkeypatch.setattr(once, "_given", set())
-        compiler_flavour.cache_clear()
+        forget()
 
     yield install
     monkeypatch.undo()
-    compiler_flavour.cache_clear()
+    forget()
 
 
 def cuda(major):
@@ -74,11 +80,39 @@ def test_installed_dsl():
     assert toolchain.installed_packages()[f"nvidia-cutlass-dsl-libs-{flavour}"] is not None
 
 
+EXPECTED = {
+    "no build": ((13, 0), [], None),
+    "one build, whatever the driver": ((12, 4), ["cu13"], "cu13"),
+    "the newest that the driver supports": ((12, 9), ["cu12", "cu13"], "cu12"),
+    "a new driver": ((14, 1), ["cu12", "cu13"], "cu13"),
+    "no driver": (None, ["cu12", "cu13"], "cu13"),
+    "no build for the driver": ((11, 8), ["cu12", "cu13"], None),
+}
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_expected_flavour(case, dsl, monkeypatch):
+    """The DSL's rule, before its import. Afterwards, the loaded build counts."""
+    driver, packages, flavour = EXPECTED[case]
+    dsl(cuda(12), ["base", *packages])
+    monkeypatch.setattr(toolchain, "driver_version", lambda: driver)
+    monkeypatch.delitem(sys.modules, "cutlass")
+    assert toolchain.expected_flavour() == flavour
+    dsl(cuda(99), ["base", *packages])
+    assert toolchain.expected_flavour() == "cu99"
+
+
+def test_the_installed_build_is_expected():
+    """In a process that has imported the DSL, and in this one before that, the answer is the same."""
+    toolchain._chosen_flavour.cache_clear()
+    assert toolchain._chosen_flavour() == compiler_flavour()
+
+
 def test_builds_share_no_key(dsl):
     keys = []
     for major in (12, 13):
         dsl(cuda(major), ["cu12", "cu13"])
-        keys.append(compiler.key_of(FakeKernel(), SM90))
+        keys.append(compiler.key_of(compiler.KernelSpec("module.Kernel", 0), SM90))
     assert [key.flavour for key in keys] == ["cu12", "cu13"] and keys[0].digest != keys[1].digest
 
 

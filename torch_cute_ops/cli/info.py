@@ -1,6 +1,5 @@
 """``python -m torch_cute_ops info``: versions, devices, ops, cache and settings."""
 
-import ctypes
 import platform
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch_cute_ops.runtime import files, settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
 from torch_cute_ops.runtime.compiler import bundle, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
-from torch_cute_ops.runtime.toolchain import installed_packages
+from torch_cute_ops.runtime.toolchain import driver_version, installed_packages
 
 RECORD = ROOT.parent / "tests" / "gpu_record.json"
 RECORD_BYTES = 2**20
@@ -47,12 +46,8 @@ def versions() -> dict[str, str | None]:
 
 
 def _driver() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    version = ctypes.c_int()
-    if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    version = driver_version()
+    return None if version is None else f"{version[0]}.{version[1]}"
 
 
 def devices() -> list[dict[str, Any]]:

@@ -5,22 +5,20 @@ that loads a bundle needs TVM-FFI and the DSL's runtime library, ``libcute_dsl_r
 DSL.
 """
 
-import ctypes
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from torch_cute_ops.runtime import files, settings, toolchain
 from torch_cute_ops.runtime.provenance import kernel_digest
+from torch_cute_ops.runtime.toolchain import RUNTIME, packaged_runtimes
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2
-RUNTIME: Final = "libcute_dsl_runtime.so"
 MANIFEST_BYTES: Final = 64 * 2**20
 LIBRARY_BYTES: Final = 2**30
 """Size limits: larger files were not made by ``bundle_build``."""
@@ -101,14 +99,9 @@ class Bundle:
     def _load(self, library: dict[str, Any]) -> Any:
         path = self._path(library["file"])
         self._check_digest(path, library["sha256"])
-        import tvm_ffi
-
         runtime = self.runtime()
         try:
-            # RTLD_GLOBAL: the kernels' library does not link the runtime library, so its symbols are looked up
-            # globally.
-            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-            return tvm_ffi.load_module(str(path))
+            return toolchain.load_library(path, runtime)
         except (OSError, RuntimeError) as error:
             raise BundleError(f"the bundle {self.root} cannot be loaded with {runtime}: {error}") from None
 
@@ -161,15 +154,6 @@ class Bundle:
             "skip this check",
         )
         return found
-
-
-def packaged_runtimes(flavour: str) -> Iterator[Path]:
-    """Yield the path of the DSL's runtime library in the installed DSL package, if present."""
-    package = importlib.util.find_spec("nvidia_cutlass_dsl")
-    for folder in (package.submodule_search_locations if package is not None else None) or ():
-        path = Path(folder) / flavour / "lib" / RUNTIME
-        if path.is_file():
-            yield path
 
 
 def symbol_of(digest: str) -> str:

@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -14,9 +12,10 @@ from typing import Any
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.runtime import compiler, files, settings, toolchain
-from torch_cute_ops.runtime.bundle import FORMAT, MANIFEST, RUNTIME, BundleError, packaged_runtimes, symbol_of
+from torch_cute_ops.runtime.bundle import FORMAT, MANIFEST, BundleError, symbol_of
 from torch_cute_ops.runtime.compile_pool import Task, compile_all, progress
 from torch_cute_ops.runtime.provenance import kernel_digest
+from torch_cute_ops.runtime.toolchain import RUNTIME, packaged_runtimes
 
 
 def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]], workers: int | None = None) -> None:
@@ -32,7 +31,7 @@ def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]], work
             runtime library is unknown.
         OSError: if the bundle cannot be written.
     """
-    linker = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    linker = toolchain.find_linker()
     if linker is None:
         raise BundleError("a bundle is linked by a C compiler, and none was found: cc, gcc or clang")
     flavour = toolchain.compiler_flavour()
@@ -55,11 +54,11 @@ def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]], work
                     raise BundleError(f"{task.kernel} cannot be compiled for {task.arch}: {error}")
                 bar.update()
         for arch, library in archs.items():
-            objects = [str(path) for path in sorted(Path(work).glob(f"{arch}-*.o"))]
             linked = Path(work, library["file"])
-            done = subprocess.run([linker, "-shared", "-o", str(linked), *objects], capture_output=True, text=True)
-            if done.returncode:
-                raise BundleError(f"{linker} cannot link {linked.name}: {done.stderr.strip()}")
+            try:
+                toolchain.link(linker, sorted(Path(work).glob(f"{arch}-*.o")), linked)
+            except OSError as error:
+                raise BundleError(str(error)) from None
             content = linked.read_bytes()
             library["sha256"] = hashlib.sha256(content).hexdigest()
             # Replace the library instead of overwriting it, because a process may have mapped the old library.

@@ -1,18 +1,21 @@
 """Compilation of kernels through TVM-FFI, with caches in memory and on disk. Only this module calls the compiler.
 
 A kernel is an object with a frozen ``config``, an ``arguments()`` method that describes its run-time arguments, and a
-``__call__`` that the DSL traces. The code of a kernel depends only on these three, and the cache key contains all of
-them.
+``__call__`` that the DSL traces. Both methods depend on the config and on this package's sources only. So the cache key
+consists of the kernel's name and config, the sources' digest and the toolchain, and is known without the DSL: a process
+that finds its kernels on disk never imports the DSL.
 """
 
 import functools
 import importlib
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +23,18 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 from torch_cute_ops.runtime.provenance import kernel_digest, text_digest
-from torch_cute_ops.runtime.toolchain import compiler_environment, compiler_flavour, compiler_versions, host_features
+from torch_cute_ops.runtime.toolchain import (
+    RUNTIME,
+    compiler_environment,
+    compiler_flavour,
+    compiler_versions,
+    expected_flavour,
+    find_linker,
+    host_features,
+    link,
+    load_library,
+    packaged_runtimes,
+)
 
 if TYPE_CHECKING:
     from torch_cute_ops.runtime.bundle import Bundle
@@ -83,11 +97,10 @@ class Key(_Digested):
     Attributes:
         kernel: module and name of the kernel's class.
         config: configuration of the kernel.
-        arguments: descriptions of the kernel's run-time arguments.
         arch: name of the architecture.
-        options: options passed to the compiler.
-        versions: versions of the DSL's packages and of TVM-FFI.
-        flavour: loaded build of the compiler, ``"cu12"`` or ``"cu13"``, or None if unknown.
+        options: options that the compiler gets.
+        versions: versions of the compiler's packages and of TVM-FFI.
+        flavour: build of the compiler, ``"cu12"`` or ``"cu13"``, or None if unknown.
         environment: environment variables that the compiler reads.
         host: features of the processor that the launching code is compiled for.
         sources: digest of this package's files that kernels are made from.
@@ -95,7 +108,6 @@ class Key(_Digested):
 
     kernel: str
     config: Any
-    arguments: tuple[Argument, ...]
     arch: str
     options: str
     versions: tuple[str, ...]
@@ -105,17 +117,15 @@ class Key(_Digested):
     sources: str
 
 
-def key_of(kernel: Kernel, arch: Arch) -> Key:
-    """Return the cache key of ``kernel`` compiled for ``arch``."""
-    cls = type(kernel)
+def key_of(kernel: KernelSpec, arch: Arch) -> Key:
+    """Return the cache key of ``kernel`` compiled for ``arch``. Does not import the DSL."""
     return Key(
-        kernel=f"{cls.__module__}.{cls.__qualname__}",
+        kernel=kernel.kernel,
         config=kernel.config,
-        arguments=kernel.arguments(),
         arch=arch.name,
         options=OPTIONS,
         versions=compiler_versions(),
-        flavour=compiler_flavour(),
+        flavour=expected_flavour(),
         environment=compiler_environment(),
         host=host_features(),
         sources=kernel_digest(),
@@ -150,11 +160,10 @@ def _find(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
             log.info("from the bundle %s: %s", kernels.root, kernel)
             return function
     try:
-        made = kernel.make()
+        return _from_store(kernel, arch)
     except ModuleNotFoundError as error:
         lacking = "no bundle is in use" if kernels is None else f"the bundle {kernels.root} lacks it"
         raise RuntimeError(f"a kernel cannot be compiled here ({error}), and {lacking}: {kernel}") from None
-    return _from_store(made, arch, key_of(made, arch))
 
 
 def bundle() -> "Bundle | None":
@@ -173,23 +182,37 @@ def _bundle(folder: Path) -> "Bundle":
     return Bundle(folder)
 
 
-def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
-    """Load the function from the cache on disk. If it is absent, compile it and store it there for other processes."""
-    kernels = store()
+def _from_store(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
+    """Load the function from disk, or compile it and store it for the next process.
+
+    Raises:
+        ModuleNotFoundError: if the kernel must be compiled, and the DSL is not installed.
+    """
+    kernels, key = store(), key_of(kernel, arch)
     if kernels is None or key.flavour is None:
-        return _raw(_timed(kernel, arch, key))
-    digest = key.digest
-    function: Callable[..., None] | None = kernels.load(digest, load_object)
+        return _raw(_timed(kernel.make(), arch, key))
+    function: Callable[..., None] | None = kernels.load(key.digest, load_object)
     if function is None:
-        with kernels.writing(digest):
-            # Look again: another process may have compiled the kernel while this process waited for the lock.
-            function = kernels.load(digest, load_object)
+        with kernels.writing(key.digest):
+            # Another process may have compiled the kernel meanwhile.
+            function = kernels.load(key.digest, load_object)
             if function is None:
-                compiled = _timed(kernel, arch, key)
-                kernels.save(repr(key), functools.partial(export_object, compiled))
-                return _raw(compiled)
+                return _compiled_and_kept(kernels, kernel, arch, key)
     log.info("loaded %s: %s", key.kernel, key)
     return function
+
+
+def _compiled_and_kept(kernels: "Store", kernel: KernelSpec, arch: Arch, key: Key) -> Callable[..., None]:
+    made = kernel.make()
+    loaded = replace(key, flavour=compiler_flavour())
+    if loaded != key:  # the DSL has loaded another build than expected
+        function: Callable[..., None] | None = kernels.load(loaded.digest, load_object) if loaded.flavour else None
+        if function is not None:
+            return function
+    compiled = _timed(made, arch, loaded)
+    if loaded.flavour is not None:
+        kernels.save(repr(loaded), functools.partial(export_library, compiled))
+    return _raw(compiled)
 
 
 def keep(kernel: KernelSpec, arch: Arch) -> None:
@@ -202,12 +225,11 @@ def keep(kernel: KernelSpec, arch: Arch) -> None:
     if kernels is None:
         raise RuntimeError(f"no kernels are kept on disk: {reason_no_store()}")
     with _lock:
-        made = kernel.make()
-        key = key_of(made, arch)
-        if key.flavour is None:
+        if expected_flavour() is None:
+            kernel.make()  # raises an error without the DSL
             raise RuntimeError("no kernels are kept on disk: it is unknown which build of the DSL compiles them")
-        _from_store(made, arch, key)
-        if not kernels.has(key.digest):
+        _from_store(kernel, arch)
+        if not kernels.has(key_of(kernel, arch).digest):
             raise RuntimeError(f"the kernel is compiled, but cannot be kept in {kernels.root}: {kernels.failure}")
 
 
@@ -221,10 +243,7 @@ def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
     found, kernels = bundle(), store()
     if found is not None and found.has(kernel.digest, arch.name):
         return True
-    try:
-        return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
-    except ModuleNotFoundError:  # the cache key needs the DSL, which is not installed
-        return False
+    return kernels is not None and expected_flavour() is not None and kernels.has(key_of(kernel, arch).digest)
 
 
 def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
@@ -271,19 +290,57 @@ def export_object(compiled: Any, path: Path, symbol: str) -> None:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 
+def export_library(compiled: Any, path: Path, symbol: str) -> None:
+    """Write a compiled kernel as ``export_object`` does, then link it, if a linker is present, to a shared library next
+    to ``path``, which replaces the object file. Only the DSL can load an object file.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    export_object(compiled, path, symbol)
+    if (linker := find_linker()) is not None:
+        try:
+            link(linker, [path], path.with_suffix(".so"))
+        except OSError as error:
+            log.info("the kernel stays an object file, which only the DSL can load: %s", error)
+        else:
+            path.unlink()
+
+
 def load_object(path: Path, symbol: str) -> Callable[..., None]:
-    """Load the function ``symbol`` from an object file.
+    """Load the function ``symbol`` from a shared library, or from an object file, which imports the DSL.
 
     Raises:
         OSError: if loading fails. The DSL does not report whether the file is damaged or this process lacks something.
     """
-    from cutlass.cute.runtime import load_module
-
     try:
-        function: Callable[..., None] = getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
-    except Exception as error:  # the DSL raises exceptions without a common base class
+        function: Callable[..., None]
+        if path.suffix == ".so":
+            runtime = settings.DSL_RUNTIME or next(packaged_runtimes(expected_flavour() or ""), None)
+            if runtime is None:
+                raise OSError(f"the DSL's package contains no {RUNTIME}")
+            function = getattr(_loaded(path, runtime), symbol)
+        else:
+            from cutlass.cute.runtime import load_module
+
+            function = getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
+    except OSError:
+        raise
+    except Exception as error:  # the DSL's errors have no common base
         raise OSError(f"{type(error).__name__}: {error}") from None
     return function
+
+
+def _loaded(path: Path, runtime: Path) -> Any:
+    """Load a copy of a library of the cache. Another host may delete the entry, and a library that is mapped from a
+    network file system would then be lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, path.name)
+        try:
+            shutil.copyfile(path, copy)
+            return load_library(copy, runtime)
+        except (OSError, RuntimeError):  # for example, no code can be loaded from the folder of temporary files
+            return load_library(path, runtime)
 
 
 def trace_and_compile(kernel: Kernel, arch: Arch, options: str = "") -> Any:

@@ -1,11 +1,11 @@
 """Cache of compiled kernels on disk, shared by processes.
 
-An entry is a folder ``<root>/<digest>`` that contains an object file and its description. The digest is the SHA-256 of
-the cache key. The description contains the cache key, and the function in the object file is named after the digest. A
-new entry is written under a temporary name and then renamed, which is atomic on local and on network file systems. An
-entry never changes afterwards. An entry whose content contradicts its description or its name is deleted; an unreadable
-entry stays. In both cases the kernel is compiled again. If nothing can be written, kernels stay in memory, and each
-kind of error is logged once.
+An entry is a folder ``<root>/<digest>`` that contains a shared library, or an object file if no linker was present, and
+its description. The digest is the SHA-256 of
+the cache key, which the description contains; the object file's function is named after the digest. Entries appear by
+renaming, which is atomic on local and on network file systems, and never change. An entry whose content contradicts its
+description or its name is deleted; an unreadable entry is kept. In both cases the kernel is compiled again. If nothing
+can be written, kernels stay in memory, with one warning per kind of error.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ from torch_cute_ops.runtime.provenance import text_digest
 log = logging.getLogger("torch_cute_ops")
 
 OBJECT: Final = "kernel.o"
+LIBRARY: Final = "kernel.so"
 DESCRIPTION: Final = "kernel.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the entries' format. Each version uses its own folder, so that different package versions can coexist."""
 PATIENCE_SECONDS: Final = 120.0
 """Longest wait for another process that compiles the same kernel. Compiling takes 0.5 to 5 s on an idle machine."""
@@ -67,6 +68,12 @@ def symbol_of(digest: str) -> str:
     return f"k{digest[:16]}"
 
 
+def file_of(folder: Path) -> Path:
+    """Return the path of an entry's shared library or object file."""
+    library = folder / LIBRARY
+    return library if os.path.lexists(library) else folder / OBJECT
+
+
 class Store:
     """Compiled kernels in one folder.
 
@@ -97,12 +104,12 @@ class Store:
         folder = self.root / digest
         try:
             try:
-                function = load(folder / OBJECT, self.read(digest).symbol)
+                function = load(file_of(folder), self.read(digest).symbol)
             except FileNotFoundError:
                 raise
             except OSError:  # the disk or network failed, or too many files are open; such errors may be temporary
                 time.sleep(files.RETRY_SECONDS)
-                function = load(folder / OBJECT, self.read(digest).symbol)
+                function = load(file_of(folder), self.read(digest).symbol)
         except FileNotFoundError:
             return None
         except Damaged as error:
@@ -132,7 +139,8 @@ class Store:
         folder = self.root / digest
         try:
             entry = _entry(files.read(folder / DESCRIPTION, DESCRIPTION_BYTES))
-            content = files.read(folder / OBJECT, OBJECT_BYTES)
+            file = file_of(folder)
+            content = files.read(file, OBJECT_BYTES)
             is_named = text_digest(entry.key) == digest and entry.symbol == symbol_of(digest)
         except ValueError as error:
             raise Damaged(str(error)) from None
@@ -143,9 +151,9 @@ class Store:
         if not is_named:
             raise Damaged(f"{DESCRIPTION} describes another kernel")
         if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise Damaged(f"{OBJECT} does not match {DESCRIPTION}")
+            raise Damaged(f"{file.name} does not match {DESCRIPTION}")
         if entry.symbol.encode() not in content:
-            raise Damaged(f"{OBJECT} is another kernel's: it contains no function {entry.symbol}")
+            raise Damaged(f"{file.name} is another kernel's: it contains no function {entry.symbol}")
         return entry
 
     def has(self, digest: str) -> bool:
@@ -160,8 +168,8 @@ class Store:
 
         Args:
             key: text of the cache key.
-            export: function that writes an object file, given its path and the name of its function, or raises
-                ``OSError``.
+            export: function that writes an object file, given its path and the name of its function, or a shared
+                library ``LIBRARY`` in the same folder; or raises ``OSError``.
 
         Returns:
             True if the kernel is stored, by this or by another process.
@@ -172,13 +180,14 @@ class Store:
         try:
             files.make_folder(work)
             export(work / OBJECT, symbol)
-            content = files.read(work / OBJECT, OBJECT_BYTES)
+            file = file_of(work)
+            content = files.read(file, OBJECT_BYTES)
             if symbol.encode() not in content:
-                raise OSError(f"the object file contains no function {symbol}")
+                raise OSError(f"{file.name} contains no function {symbol}")
             entry = Entry(symbol, len(content), hashlib.sha256(content).hexdigest(), key, time.time())
             files.write(work / DESCRIPTION, json.dumps(asdict(entry), indent=1).encode())
-            _flush(work / OBJECT)
-            (work / OBJECT).chmod(0o644)
+            _flush(file)
+            file.chmod(0o644)
             try:
                 work.rename(self.root / digest)
             except OSError:
@@ -219,7 +228,7 @@ class Store:
         with contextlib.suppress(OSError):
             for _, folder in self.entries():
                 with contextlib.suppress(OSError):
-                    found.append(((folder / DESCRIPTION).stat().st_mtime, (folder / OBJECT).stat().st_size, folder))
+                    found.append(((folder / DESCRIPTION).stat().st_mtime, file_of(folder).stat().st_size, folder))
         return sorted(found)
 
     def prune(self) -> None:

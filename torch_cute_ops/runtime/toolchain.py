@@ -1,14 +1,24 @@
-"""Identify the toolchain: installed packages, the loaded build of the DSL, the processor, the environment."""
+"""Identification of the toolchain: packages, the build of the DSL, the processor, the environment; and its linker and
+runtime library."""
 
+import ctypes
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Final
 
 from torch_cute_ops.runtime import once
 
+RUNTIME: Final = "libcute_dsl_runtime.so"
+LINK_SECONDS: Final = 120.0
 _LIBRARIES = "nvidia-cutlass-dsl-libs-"
 
 
@@ -59,6 +69,80 @@ def compiler_flavour() -> str | None:
         _version("nvidia-cutlass-dsl"),
     )
     return None
+
+
+def expected_flavour() -> str | None:
+    """Return ``compiler_flavour()`` without importing the DSL, by the DSL's own rule: the newest installed build that
+    the driver supports, or without a driver the newest build. Return None if no build is installed."""
+    if "cutlass" in sys.modules:
+        return compiler_flavour()
+    return _chosen_flavour()
+
+
+@functools.cache
+def _chosen_flavour() -> str | None:
+    prefix = f"{_LIBRARIES}cu"
+    installed = installed_packages().items()
+    majors = [int(name.removeprefix(prefix)) for name, version in installed if version and name.startswith(prefix)]
+    if len(majors) > 1 and (driver := driver_version()) is not None:
+        majors = [major for major in majors if major <= driver[0]]
+    return f"cu{max(majors)}" if majors else None
+
+
+def driver_version() -> tuple[int, int] | None:
+    """Return the CUDA version that the driver supports, or None without a driver. Does not initialise CUDA."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
+
+
+def packaged_runtimes(flavour: str) -> Iterator[Path]:
+    """Yield the DSL's runtime library in its installed package, if present."""
+    package = importlib.util.find_spec("nvidia_cutlass_dsl")
+    for folder in (package.submodule_search_locations if package is not None else None) or ():
+        path = Path(folder) / flavour / "lib" / RUNTIME
+        if path.is_file():
+            yield path
+
+
+def find_linker() -> str | None:
+    """Return the path of a C compiler, which links object files, or None."""
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def link(linker: str, objects: Iterable[Path], library: Path) -> None:
+    """Link object files to a shared library.
+
+    Raises:
+        OSError: if linking fails.
+    """
+    command = [linker, "-shared", "-o", str(library), *map(str, objects)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LINK_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(str(error)) from None
+    if done.returncode:
+        raise OSError(f"{linker} cannot link {library.name}: {done.stderr.strip()}")
+
+
+def load_library(path: Path, runtime: Path) -> Any:
+    """Load a shared library of kernels, whose attributes are their functions, without the DSL.
+
+    Args:
+        path: shared library that ``link`` made.
+        runtime: the DSL's runtime library.
+
+    Raises:
+        OSError, RuntimeError: if a library cannot be loaded.
+    """
+    import tvm_ffi
+
+    # RTLD_GLOBAL, because the library's undefined symbols are looked up among the global symbols.
+    ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    return tvm_ffi.load_module(str(path))
 
 
 _INSTRUCTION_SETS = re.compile(
