@@ -1,4 +1,4 @@
-"""``python -m torch_cute_ops``: installation report, kernel cache, compiling ahead of time, tuning."""
+"""``python -m torch_cute_ops``: installation report, kernel cache, compiling ahead of time, tuning, replay of calls."""
 
 import signal
 import sys

@@ -120,6 +120,9 @@ def _register(spec: OpSpec) -> None:
     if settings.CHECK:
         # Imported in debug mode only, because the import takes time and memory.
         path.verifier = importlib.import_module("torch_cute_ops.verification").Verifier(spec)
+    recorder = None
+    if settings.DUMP is not None:
+        recorder = importlib.import_module("torch_cute_ops.dump").recorder_of(spec)
     _library.define(spec.signature.schema, tags=spec.signature.tags)
     _library.define(spec.signature.out_schema)
     rest = {"CompositeExplicitAutograd": elsewhere}
@@ -130,8 +133,12 @@ def _register(spec: OpSpec) -> None:
         for key, implementation in implementations.items():
             if key == "Autograd" and not has_autograd_key:
                 continue
-            logs = settings.LOG == "debug" and key in ("CPU", "CUDA")
-            _library.impl(overload, logged(overload, implementation) if logs else implementation, key)
+            if key in ("CPU", "CUDA"):
+                if recorder is not None:
+                    implementation = recorder.recorded(implementation)
+                if settings.LOG == "debug":
+                    implementation = logged(overload, implementation)
+            _library.impl(overload, implementation, key)
     if spec.updated and below_inplace is not None:
         functional = getattr(torch.ops.cute, spec.name).default
         _library.impl(spec.name, written, "ADInplaceOrView", with_keyset=True)

@@ -5,8 +5,10 @@ the reference. The results of GEMMs may differ by the bounds of ``gemm.error_bou
 code. Only if the setting is on, the registry installs a :class:`Verifier` for each op.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Final
 
@@ -41,6 +43,17 @@ SHARE: Final = 100
 """After sums in another order, one code or scale in this many may differ by one step."""
 
 _calls = itertools.count()
+_compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)
+
+
+@contextlib.contextmanager
+def every_row() -> Iterator[None]:
+    """Compare all rows of results in this block, instead of a few."""
+    token = _compares_all.set(True)
+    try:
+        yield
+    finally:
+        _compares_all.reset(token)
 
 
 class Verifier:
@@ -112,7 +125,10 @@ def _scales_of(spec: OpSpec) -> tuple[str, ...]:
 
 
 def _chosen(rows: int, device: torch.device) -> Tensor:
-    """Return the indices of the first row, the last row, and two other rows, which vary from call to call."""
+    """Return the indices of the first row, the last row, and two other rows, which vary from call to call; or of all
+    rows."""
+    if _compares_all.get():
+        return torch.arange(rows, device=device)
     number = next(_calls) * 7919
     return torch.tensor([0, rows - 1, number % rows, number // 3 % rows][:ROWS], device=device)
 
@@ -214,16 +230,20 @@ def _difference(got: Tensor, want: Tensor, allowed: Tensor | float = 0.0) -> str
         return None
     at = tuple(wrong.nonzero()[0].tolist())
     return (
-        f"{int(wrong.sum())} of {wrong.numel()} compared elements differ; the first is {got[at].item():.6g}, expected "
-        f"{want[at].item():.6g}"
+        f"{int(wrong.sum())} of {wrong.numel()} compared elements differ; the first, at {list(at)}, is "
+        f"{got[at].item():.6g}, expected {want[at].item():.6g}"
     )
 
 
 def _wrong_steps(steps: Tensor, limit: Tensor | int, whole: int) -> str | None:
-    """Return a description if a code differs by more than ``limit`` steps or too many codes differ, or else None."""
-    wrong, count = int((steps > limit).sum()), int((steps > 0).sum())
-    if wrong:
-        return f"{wrong} of {steps.numel()} compared codes differ by more than a step, at most by {int(steps.max())}"
+    """Return a description if a code differs by more than ``limit`` steps or too many codes differ, else None."""
+    wrong, count = steps > limit, int((steps > 0).sum())
+    if bool(wrong.any()):
+        at, most = wrong.nonzero()[0].tolist(), int(steps.max())
+        return (
+            f"{int(wrong.sum())} of {steps.numel()} compared codes differ by more than a step, at most by {most}; the "
+            f"first at {at}"
+        )
     if count > whole + steps.numel() // SHARE:
         return f"{count} of {steps.numel()} compared codes differ by a step"
     return None

@@ -15,6 +15,7 @@ import torch
 from torch_cute_ops import __version__, deployment, registry
 from torch_cute_ops.cli import cache, info
 from torch_cute_ops.cli.jobs import UsageError, add_jobs, read_gemm_jobs, read_jobs
+from torch_cute_ops.cli.replay import add_replay
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
 from torch_cute_ops.runtime.toolchain import compiler_flavour
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_warmup(commands)
     _add_tune(commands)
     _add_build(commands)
+    add_replay(commands)
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)

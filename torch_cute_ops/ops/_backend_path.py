@@ -211,6 +211,11 @@ class BackendPath(CallPath[Call]):
                 found |= dict.fromkeys(choice.backend.kernels(problem, choice.tactic, target.arch))
         return tuple(found)
 
+    def tactic(self, call: Any, device: torch.device) -> tuple[Any, ...]:
+        target = gemm_package().select.target_of(device)
+        choice = self._choose(self.problem(call), bucket(call.a.shape[-2]), target, call.backend)
+        return choice.backend.name, choice.tactic
+
     def backends(self, call: Any, where: torch.device | Arch) -> dict[str, str | None]:
         select = gemm_package().select
         reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(where))

@@ -166,6 +166,10 @@ class CallPath(abc.ABC, Generic[Call]):
         None."""
         raise NotImplementedError
 
+    def tactic(self, call: Call, device: torch.device) -> tuple[Any, ...]:
+        """Return the backend, and the tactic, that compute a call on a CUDA device."""
+        raise NotImplementedError
+
     def output_shapes(self, call: Call) -> list[Output]:
         """Describe the outputs of a checked call, by the function in ``fake/<op>.py``."""
         fake = importlib.import_module(f"torch_cute_ops.fake.{self.op}")

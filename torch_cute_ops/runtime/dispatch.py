@@ -32,7 +32,7 @@ NEEDS_REDISPATCH: str
 act earlier."""
 
 NEEDS_DISPATCHER: str
-"""Expression that is true if a compiler, tracer, dispatch mode, transform, dual level or log must see the call.
+"""Expression that is true if a compiler, tracer, dispatch mode, transform, dual level, log or dump must see the call.
 
 If it is false, the op's Python function bypasses the dispatcher, which saves 2.5 µs (torch 2.11). The expression does
 not test for ``__torch_function__`` modes and the profiler. These see kernels and calls of ``torch.ops.cute``, but not
@@ -65,7 +65,7 @@ else:
         "forward_ad": forward_ad,
         "is_dynamo_compiling": is_dynamo_compiling,
         "is_tracing": _is_tracing,
-        "logs_calls": settings.LOG == "debug",
+        "logs_calls": settings.LOG == "debug" or settings.DUMP is not None,
         "dispatch_modes": _len_torch_dispatch_stack,
         "peek_interpreter_stack": peek_interpreter_stack,
     }

@@ -86,20 +86,20 @@ def make_folder(path: Path) -> None:
             folder.mkdir(mode=0o755, exist_ok=True)
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a new file, and wait until its content is on disk.
+def write(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a new file with these permissions, and wait until its content is on disk.
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with open(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(descriptor)
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Create or replace a file atomically: readers find either the old or the new content.
 
     If ``path`` is a symbolic link, its target is replaced and the link stays.
@@ -114,7 +114,7 @@ def replace(path: Path, content: bytes) -> None:
                 left.unlink()
     work = target.with_name(f"{target.name}.{os.getpid()}-{uuid.uuid4().hex}.tmp")
     try:
-        write(work, content)
+        write(work, content, mode)
         work.replace(target)
     finally:
         work.unlink(missing_ok=True)

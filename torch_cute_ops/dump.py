@@ -1,0 +1,299 @@
+"""Dumps of calls, ``TORCH_CUTE_OPS_DUMP=folder``: the last call of each op on disk, and its replay.
+
+A dump is a safetensors file: the call's tensors as they were before the call, and a description in the metadata. It is
+written before the op runs, so it survives a CUDA error, a time-out and the end of the process. The registry wraps each
+op with a :class:`Recorder`, only if the setting is on.
+"""
+
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from torch_cute_ops._version import __version__
+from torch_cute_ops.ops._define import OpSpec, as_tuple
+from torch_cute_ops.runtime import files, settings
+from torch_cute_ops.runtime.provenance import source_digest
+from torch_cute_ops.runtime.toolchain import driver_version, installed_packages
+
+log = logging.getLogger("torch_cute_ops")
+
+FORMAT: Final = 1
+KEY: Final = "torch_cute_ops"
+"""Key of the description, JSON, in a file's metadata."""
+ADDRESS: Final = 256
+"""Addresses are kept modulo this number of bytes: kernels distinguish alignments up to 128."""
+NATIVE: Final = frozenset(
+    (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.bool)
+)
+"""Dtypes that are stored as they are; tensors of other dtypes are stored as bytes."""
+
+_calls = itertools.count(1)
+
+
+class Recorder:
+    """Writer of the last call of one op.
+
+    Args:
+        spec: op.
+        folder: folder of the dumps; created at the first call.
+        limit: maximum size of a call's tensors in a dump, bytes. The largest tensors beyond it are only described.
+
+    Attributes:
+        path: file of the dump. Its name contains the process's id, because each process has its own last call.
+    """
+
+    def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
+        self.spec, self.limit = spec, limit
+        self.folder = folder
+
+    @property
+    def path(self) -> Path:
+        """Path of the dump."""
+        return self.folder / f"{self.spec.name}-{os.getpid()}.safetensors"
+
+    def recorded(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap an implementation of the op, so that each call is written before it runs."""
+
+        @functools.wraps(implementation)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.record(args, kwargs)
+            try:
+                return implementation(*args, **kwargs)
+            except Exception:
+                log.error("cute::%s failed; the call's dump is %s", self.spec.name, self.path)
+                raise
+
+        return call
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Write a call, or log the reason that it cannot be written. The previous dump then stays."""
+        try:
+            outputs = {name: kwargs[name] for name in self.spec.out_names if name in kwargs}
+            call = self.spec.bind(*args, **{name: value for name, value in kwargs.items() if name not in outputs})
+            given = self.spec.path.arguments(call)
+            described, stored = self._described(given, self.limit)
+            about = {
+                "format": FORMAT,
+                "op": self.spec.name,
+                "schema": self.spec.signature.out_schema if outputs else self.spec.signature.schema,
+                "number": next(_calls),
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "tactic": _tactic(self.spec, call),
+                "versions": versions(),
+                "arguments": described,
+                "outputs": self._described(outputs, 0)[0],
+            }
+            files.make_folder(self.folder)
+            files.replace(self.path, save(stored, {KEY: json.dumps(about)}), mode=0o600)
+        except Exception as error:  # of any kind: after a CUDA error, no tensor can be read
+            log.error("cute::%s: the call is not dumped: %s: %s", self.spec.name, type(error).__name__, error)
+
+    def _described(self, given: dict[str, Any], limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return descriptions of all arguments, and the contents of tensors that are kept, by name.
+
+        While a graph is captured, no contents can be read.
+        """
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        described = {name: value if name in tensors else _scalar(value) for name, value in given.items()}
+        capturing = any(each.is_cuda for each in tensors.values()) and torch.cuda.is_current_stream_capturing()
+        stored: dict[str, Tensor] = {}
+        seen: dict[Any, str] = {}
+        for name, tensor in sorted(tensors.items(), key=lambda pair: pair[1].numel() * pair[1].itemsize):
+            view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            first = seen.setdefault(view, name)
+            distinct = _distinct(tensor)
+            limit -= 0 if first != name else distinct.numel() * tensor.itemsize
+            if first == name and limit >= 0 and not capturing:
+                content = distinct.detach().to("cpu", copy=True).contiguous()
+                stored[name] = content if tensor.dtype in NATIVE else content.view(torch.uint8)
+            described[name] = {
+                "tensor": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride()),
+                "device": str(tensor.device),
+                "address": tensor.data_ptr() % ADDRESS,
+                "same_as": None if first == name else first,
+                "stored": name in stored,
+            }
+        return described, stored
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor without the repetitions of expanded dimensions."""
+    for dim, (extent, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and extent > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _scalar(value: Any) -> Any:
+    """Return a value that JSON can represent."""
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    return value
+
+
+def _tactic(spec: OpSpec, call: Any) -> Any:
+    """Return the backend and tactic that a GEMM on a GPU would use, or None."""
+    if not spec.has_backends or not call[0].is_cuda:
+        return None
+    try:
+        return spec.path.tactic(call, call[0].device)
+    except ValueError as error:  # of a wrong call, or without a backend
+        return str(error)
+
+
+@functools.cache
+def versions() -> dict[str, Any]:
+    """Return versions and devices that a call's result can depend on."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return {
+        "torch_cute_ops": __version__,
+        "sources": source_digest(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(gpus)],
+        **installed_packages(),
+    }
+
+
+class DumpError(ValueError):
+    """File that is no dump, or whose call cannot be replayed here."""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A call that was read from a file.
+
+    Attributes:
+        about: description of the call, as ``Recorder.record`` writes it.
+        stored: contents of the stored tensors, by argument.
+    """
+
+    about: dict[str, Any]
+    stored: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, path: Path) -> "Dump":
+        """Read a dump.
+
+        Raises:
+            DumpError: if the file is not a dump of this format.
+            OSError: if the file cannot be read.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is no file")
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                about = json.loads((file.metadata() or {})[KEY])
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no iterable
+        except OSError:
+            raise
+        except Exception as error:  # of safetensors, whose errors have no common base, or of JSON
+            raise DumpError(f"{path} is no dump of a call: {type(error).__name__}: {error}") from None
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise DumpError(f"{path} is no dump of a call in format {FORMAT}")
+        return cls(about, stored)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the tensors whose contents were not stored."""
+        return [name for name, each in self._tensors() if not each["stored"] and each["same_as"] is None]
+
+    def _tensors(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, value in self.about["arguments"].items():
+            if isinstance(value, dict) and "tensor" in value:
+                yield name, value
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """Return the call's arguments by name, on ``device``, with the strides and alignments of the original call.
+        Tensors whose contents were not stored are zeros, which are valid ids, offsets and counts."""
+        found = {name: _value(value) for name, value in self.about["arguments"].items()}
+        for name, value in self._tensors():
+            found[name] = _tensor(value, self.stored.get(name), device)
+        for name, value in self._tensors():
+            if value["same_as"] is not None:
+                found[name] = found[value["same_as"]]
+        return found
+
+    def outputs(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return uninitialised tensors like the outputs that the call was given, or an empty tuple."""
+        return tuple(_tensor(value, None, device) for value in self.about["outputs"].values())
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, dict) and "dtype" in value:
+        return getattr(torch, value["dtype"])
+    return float(value["float"]) if isinstance(value, dict) and "float" in value else value
+
+
+def _tensor(about: dict[str, Any], content: Tensor | None, device: torch.device) -> Tensor:
+    """Return a tensor with the described dtype, strides and alignment, and with this content or zeros."""
+    dtype, shape, strides = getattr(torch, about["tensor"]), about["shape"], about["stride"]
+    kind = torch.uint8 if dtype.itemsize == 1 else dtype  # few functions support every dtype of one byte
+    extents = [1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True)]
+    count = 1 + sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True) if extent)
+    begin = about["address"] // kind.itemsize
+    memory = torch.zeros(begin + count, dtype=kind, device=device)
+    if content is not None and 0 not in shape:
+        memory.as_strided(extents, strides, begin).copy_(content.view(kind).reshape(extents))
+    return memory.as_strided(shape, strides, begin).view(dtype)
+
+
+def replay(dump: Dump, spec: OpSpec, device: torch.device, backend: str | None = None) -> tuple[Any, Any, Any]:
+    """Run a call again.
+
+    Args:
+        dump: the call.
+        spec: its op.
+        device: device to run on.
+        backend: backend to use instead of the call's, for a GEMM.
+
+    Returns:
+        The call as the op's path represents it, copies of the arguments that it updated, and its outputs.
+
+    Raises:
+        DumpError: for ``backend`` with an op without backends.
+        Exception: that the op raises.
+    """
+    given = dump.arguments(device)
+    if backend is not None:
+        if "backend" not in given:
+            raise DumpError(f"{spec.name} has no backends")
+        given["backend"] = backend
+    call = spec.bind(**given)
+    old = {name: given[name].clone() for name in (*spec.updated, *(("input",) if spec.updated else ()))}
+    op = getattr(torch.ops.cute, spec.name)
+    outputs = dump.outputs(device)
+    with torch.no_grad():
+        if outputs:
+            op.out(**given, **dict(zip(spec.out_names, outputs, strict=True)))
+        else:
+            outputs = as_tuple(op.default(**given))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return call, old, outputs
+
+
+def recorder_of(spec: OpSpec) -> Recorder:
+    """Return the recorder that the settings ask for."""
+    assert settings.DUMP is not None
+    return Recorder(spec, settings.DUMP, settings.DUMP_MB * 2**20)
