@@ -11,7 +11,8 @@ from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.registry import OPS, properties_of
 from torch_cute_ops.runtime import files, settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
-from torch_cute_ops.runtime.compiler import bundle, store
+from torch_cute_ops.runtime.bundle import Bundle
+from torch_cute_ops.runtime.compiler import bundle, packaged_bundles, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
 from torch_cute_ops.runtime.toolchain import driver_version, installed_packages
 
@@ -111,9 +112,13 @@ def bundle_state() -> dict[str, Any]:
     except ValueError as error:
         return {"folder": str(settings.BUNDLE), "error": str(error)}
     if found is None:
-        return {"folder": None}
-    kernels = {arch: len(library["kernels"]) for arch, library in found.manifest["archs"].items()}
-    return {"folder": str(found.root), "created": found.manifest["created"], "kernels": kernels, "error": None}
+        return {"folder": None, "packages": {each.root.parent.name: _counts(each) for each in packaged_bundles()}}
+    return {"folder": str(found.root), "created": found.manifest["created"], "kernels": _counts(found), "error": None}
+
+
+def _counts(found: Bundle) -> dict[str, int]:
+    """Return the number of kernels in a bundle, by architecture."""
+    return {arch: len(library["kernels"]) for arch, library in found.manifest["archs"].items()}
 
 
 def record() -> dict[str, Any]:
@@ -159,6 +164,9 @@ def text(report: dict[str, Any]) -> str:
     if bundled["folder"] is not None:
         held = ", ".join(f"{count} for {arch}" for arch, count in bundled.get("kernels", {}).items())
         lines += ["Bundle", f"  {bundled['error'] or f'{held}, in ' + bundled['folder']}"]
+    for name, kernels in bundled.get("packages", {}).items():
+        held = ", ".join(f"{count} for {arch}" for arch, count in kernels.items())
+        lines += ["Packages of kernels", f"  {name}: {held}"]
     lines.append("Settings")
     for setting in report["settings"]:
         lines.append(f"  {setting['variable']:<32}{setting['value']}  ({setting['source']})")

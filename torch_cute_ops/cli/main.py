@@ -2,11 +2,12 @@
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch_cute_ops.cli.jobs import UsageError, add_jobs, read_gemm_jobs, read_j
 from torch_cute_ops.cli.replay import add_replay
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
+from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.toolchain import compiler_flavour
 
 
@@ -81,28 +83,69 @@ def _add_build(commands: Any) -> None:
         description=_build.__doc__,
     )
     parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"one of {', '.join(ARCHS)}")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="folder of the bundle")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="folder to write to")
+    parser.add_argument("--models", type=_names, metavar="NAME,...", help="kernels of these models instead of an op's")
+    parser.add_argument("--rows", type=_counts, metavar="N,...", help="numbers of rows that --models will serve")
+    parser.add_argument(
+        "--wheel", action="store_true", help="a wheel for each architecture, found once it is installed"
+    )
+    parser.add_argument(
+        "--with-runtime",
+        action="store_true",
+        help="include the DSL's runtime library, which is NVIDIA's, so that the kernels run without the DSL",
+    )
     _add_workers(parser)
     add_jobs(parser)
     parser.set_defaults(run=_build)
 
 
 def _build(options: argparse.Namespace) -> int:
-    """Compile the kernels of an op, or of a deployment's file, for one or more architectures into a folder. Options
-    with several values stand for every combination. Processes load the kernels from the folder that
-    TORCH_CUTE_OPS_BUNDLE names. Needs a C compiler to link with, and no GPU."""
-    from torch_cute_ops.runtime.bundle_build import build
+    """Compile the kernels of an op, of a deployment's file, or of models, for one or more architectures into a folder.
+    Options with several values stand for every combination. Processes load the kernels from the folder that
+    TORCH_CUTE_OPS_BUNDLE names, or from an installed wheel. Needs a C compiler to link with, and no GPU."""
+    from torch_cute_ops.runtime.bundle_build import add_runtime, build
 
-    pairs = []
-    for job, arch in itertools.product(read_jobs(options), _archs(options)):
+    pairs = list(dict.fromkeys(_pairs(options)))
+    if not options.wheel:
+        build(options.output, pairs, options.workers)
+        if options.with_runtime:
+            add_runtime(options.output)
+        _tell_flavour()
+        print(f"{len(pairs)} kernels are in {options.output}")
+        return 0
+    text = f"Kernels of {', '.join(options.models)}" if options.models else f"Kernels of {options.op or options.config}"
+    for arch in _archs(options):
+        kernels = [kernel for kernel, name in pairs if name == arch]
+        how = {"with_runtime": options.with_runtime, "workers": options.workers}
+        path = _kernel_wheels().build_wheel(options.output, arch_named(arch), kernels, f"{text}, for {arch}.", **how)
+        print(f"{len(kernels)} kernels are in {path}, {path.stat().st_size / 2**20:.1f} MB")
+    _tell_flavour()
+    return 0
+
+
+def _pairs(options: argparse.Namespace) -> Iterator[tuple[KernelSpec, str]]:
+    """Yield the kernels that the arguments of ``build`` name, each with its architecture."""
+    archs = _archs(options)
+    if options.models:
+        if options.op is not None or options.config is not None:
+            raise UsageError("name models, or an op and its properties, or a file with --config")
+        for model, arch in itertools.product(options.models, archs):
+            rows = {} if options.rows is None else {"rows": options.rows}
+            try:
+                yield from ((kernel, arch) for kernel in _kernel_wheels().kernels_of_model(model, ARCHS[arch], **rows))
+            except ValueError as error:
+                raise UsageError(error) from None
+        return
+    for job, arch in itertools.product(read_jobs(options), archs):
         try:
-            pairs += [(kernel, arch) for kernel in registry.kernels_of(job.op, arch, **dict(job.properties))]
+            yield from ((kernel, arch) for kernel in registry.kernels_of(job.op, arch, **dict(job.properties)))
         except (TypeError, ValueError) as error:
             raise UsageError(f"{job} {arch}: {error}") from None
-    build(options.output, pairs, options.workers)
-    _tell_flavour()
-    print(f"{len(set(pairs))} kernels are in {options.output}")
-    return 0
+
+
+def _kernel_wheels() -> Any:
+    # By name, because models belong to a layer above the commands.
+    return importlib.import_module("torch_cute_ops.kernel_wheels")
 
 
 def _add_warmup(commands: Any) -> None:
@@ -120,6 +163,14 @@ def _add_warmup(commands: Any) -> None:
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     text = "number of processes (default: one per processor, at most 32)"
     parser.add_argument("--workers", type=_count, metavar="N", help=text)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(name) for name in _names(text)]
 
 
 def _count(text: str) -> int:

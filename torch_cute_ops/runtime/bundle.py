@@ -7,13 +7,14 @@ DSL.
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from torch_cute_ops.runtime import files, settings, toolchain
+from torch_cute_ops.runtime import files, once, settings, toolchain
 from torch_cute_ops.runtime.provenance import kernel_digest
 from torch_cute_ops.runtime.toolchain import RUNTIME, packaged_runtimes
 
@@ -22,6 +23,11 @@ FORMAT: Final = 2
 MANIFEST_BYTES: Final = 64 * 2**20
 LIBRARY_BYTES: Final = 2**30
 """Size limits: larger files were not made by ``bundle_build``."""
+
+
+GROUP: Final = "torch_cute_ops.kernels"
+"""Group of the entry points by which installed packages offer bundles. The value of an entry point is the name of a
+package with a folder ``bundle``."""
 
 
 class BundleError(ValueError):
@@ -159,6 +165,26 @@ class Bundle:
 def symbol_of(digest: str) -> str:
     """Return the name of a kernel's function in a library."""
     return f"k{digest[:24]}"
+
+
+def installed_bundles() -> list[Bundle]:
+    """Return the bundles of installed packages that fit this process. Warn about the others, with the reason."""
+    found = []
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            package = importlib.util.find_spec(entry.value)
+            folders = (package.submodule_search_locations if package is not None else None) or ()
+            if not folders:
+                raise BundleError(f"there is no package {entry.value}")
+            found.append(Bundle(Path(next(iter(folders)), "bundle")))
+        except (BundleError, ImportError) as error:
+            warn_ignored(entry.value, error)
+    return found
+
+
+def warn_ignored(package: str, error: Exception) -> None:
+    """Warn, once, that the kernels of an installed package are not used."""
+    once.warn(("kernels", package), "the kernels of the package %s are not used: %s", package, error)
 
 
 _FILE: Final = {"file": re.compile(r"[^\0]+"), "sha256": re.compile("[0-9a-f]{64}")}

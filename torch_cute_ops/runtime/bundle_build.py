@@ -12,7 +12,7 @@ from typing import Any
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.runtime import compiler, files, settings, toolchain
-from torch_cute_ops.runtime.bundle import FORMAT, MANIFEST, BundleError, symbol_of
+from torch_cute_ops.runtime.bundle import FORMAT, MANIFEST, Bundle, BundleError, symbol_of
 from torch_cute_ops.runtime.compile_pool import Task, compile_all, progress
 from torch_cute_ops.runtime.provenance import kernel_digest
 from torch_cute_ops.runtime.toolchain import RUNTIME, packaged_runtimes
@@ -76,3 +76,9 @@ def build(folder: Path, kernels: Iterable[tuple[compiler.KernelSpec, str]], work
         "archs": archs,
     }
     files.replace(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def add_runtime(folder: Path) -> None:
+    """Copy the DSL's runtime library into a bundle, which then needs no DSL. The library is NVIDIA's: mind its licence
+    when you pass it on."""
+    files.replace(folder / RUNTIME, Bundle(folder).runtime().read_bytes(), mode=0o755)

@@ -159,6 +159,8 @@ def _find(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
         if function is not None:
             log.info("from the bundle %s: %s", kernels.root, kernel)
             return function
+    if (function := _from_package(kernel, arch)) is not None:
+        return function
     try:
         return _from_store(kernel, arch)
     except ModuleNotFoundError as error:
@@ -173,6 +175,30 @@ def bundle() -> "Bundle | None":
         BundleError: if this process cannot use the bundle.
     """
     return _bundle(settings.BUNDLE) if settings.BUNDLE is not None else None
+
+
+def _from_package(kernel: KernelSpec, arch: Arch) -> Callable[..., None] | None:
+    """Load the function from the bundle of an installed package, or return None."""
+    from torch_cute_ops.runtime.bundle import BundleError, warn_ignored
+
+    for found in packaged_bundles():
+        if found.has(kernel.digest, arch.name):
+            try:
+                function = found.function(kernel.digest, arch.name)
+            except BundleError as error:
+                warn_ignored(found.root.parent.name, error)
+            else:
+                log.info("from the package %s: %s", found.root.parent.name, kernel)
+                return function
+    return None
+
+
+@functools.cache
+def packaged_bundles() -> "tuple[Bundle, ...]":
+    """Return the bundles of installed packages that fit this process."""
+    from torch_cute_ops.runtime.bundle import installed_bundles
+
+    return tuple(installed_bundles())
 
 
 @functools.cache
@@ -239,9 +265,9 @@ def is_compiled(kernel: KernelSpec, arch: Arch) -> bool:
 
 
 def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
-    """Return True if the bundle in use or the cache on disk contains ``kernel`` for ``arch``."""
-    found, kernels = bundle(), store()
-    if found is not None and found.has(kernel.digest, arch.name):
+    """Return True if the bundle in use, an installed package or the cache on disk contains ``kernel`` for ``arch``."""
+    bundles, kernels = [each for each in (bundle(), *packaged_bundles()) if each is not None], store()
+    if any(each.has(kernel.digest, arch.name) for each in bundles):
         return True
     return kernels is not None and expected_flavour() is not None and kernels.has(key_of(kernel, arch).digest)
 

@@ -1,0 +1,166 @@
+"""Kernels of well-known models, and wheels of kernels, which a process without the DSL finds."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.interpreters import python
+
+import torch_cute_ops
+from torch_cute_ops import kernel_wheels
+from torch_cute_ops.cli.main import main
+from torch_cute_ops.kernel_wheels import MODELS, kernels_of_model
+from torch_cute_ops.registry import kernels_of
+from torch_cute_ops.runtime.arch import ARCHS
+
+SM90 = ARCHS["sm_90a"]
+BF16 = torch.bfloat16
+
+
+def test_kernels_of_a_dense_model():
+    """The kernels of each layer's GEMM and of the norm before it are among them, for each format and number of rows."""
+    found = set(kernels_of_model("llama-8b", SM90, (1, 256)))
+    merged = {(6144, 4096), (28672, 4096)}  # each part of a merged layer has a global scale
+    for n, k in (*merged, (4096, 4096), (4096, 14336)):
+        for m in (1, 256):
+            size = {"n": n, "k": k, "m": m, "static_weight": True}
+            assert found >= {*kernels_of("mm_fp8_block", "sm_90a", **size)}, size
+            size["alpha"] = "column" if (n, k) in merged else "one"
+            assert found >= {*kernels_of("mm_fp4_weight_only", "sm_90a", **size, dtype=BF16)}, size
+            assert found >= {*kernels_of("mm_fp4", "sm_90a", **size)}, size
+    norm = {"hidden": 4096, "dtype": BF16, "weight_dtype": BF16}
+    assert found >= {*kernels_of("add_rmsnorm_fp4quant", "sm_90a", **norm, global_scale=True)}
+    assert found >= {*kernels_of("silu_mul_fp8quant", "sm_90a", hidden=28672, dtype=BF16, granularity="block128")}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].experts is not None])
+def test_kernels_of_experts(name):
+    """The two grouped GEMMs of the experts, with the model's sizes and biases."""
+    model = MODELS[name]
+    experts = model.experts
+    found = {(each.kernel.split(".")[-1], each.config) for each in kernels_of_model(name, SM90, (64,))}
+    scheme, _ = model.formats[0]
+    op, of_scheme = ("grouped_mm_fp8", {}) if scheme == "fp8_block" else ("grouped_mm_fp8_fp4", {"block_size": 32})
+    bias = {"bias_dtype": BF16} if experts.has_bias else {}
+    for n, k in ((2 * experts.width, model.hidden), (model.hidden, experts.width)):
+        size = {"n": n, "k": k, "m": 64 * experts.topk, "experts": experts.count, "counts": False}
+        size |= {"static_weight": True}
+        wanted = kernels_of(op, "sm_90a", **size, **of_scheme, **bias)
+        assert found >= {(each.kernel.split(".")[-1], each.config) for each in wanted}, size
+
+
+def test_unknown_models(capsys, tmp_path):
+    with pytest.raises(ValueError, match="'gpt-5' is no known model; the models are llama-8b, "):
+        next(kernels_of_model("gpt-5", SM90))
+    arguments = ["build", "--wheel", "--arch", "sm_90a", "-o", str(tmp_path), "--models"]
+    assert main([*arguments, "gpt-5"]) == 2
+    assert "is no known model" in capsys.readouterr().err
+    assert main([*arguments, "llama-8b", "fp4_quantize"]) == 2
+    assert "name models, or an op" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names():
+    assert kernel_wheels.wheel_name("sm_90a") == "torch_cute_ops_kernels_sm90"
+    assert kernel_wheels.wheel_name("sm_100a") == "torch_cute_ops_kernels_sm100"
+
+
+QUANTIZE = ["fp4_quantize", "--hidden", "64", "--dtype", "bf16", "--arch", "sm_90a"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return a folder in which a wheel of one kernel is installed, with the DSL's runtime library."""
+    if shutil.which("cc") is None:
+        pytest.skip("a bundle is linked by a C compiler")
+    folder = tmp_path_factory.mktemp("wheels")
+    assert main(["build", "--wheel", "--with-runtime", *QUANTIZE, "--workers", "1", "-o", str(folder)]) == 0
+    (wheel,) = folder.iterdir()
+    version = torch_cute_ops.__version__
+    assert wheel.name.startswith(f"torch_cute_ops_kernels_sm90-{version}-py3-none-linux_")
+    with zipfile.ZipFile(wheel) as file:
+        metadata = file.read(f"torch_cute_ops_kernels_sm90-{version}.dist-info/METADATA").decode()
+    assert f"Requires-Dist: torch-cute-ops=={version}\n" in metadata and "Kernels of fp4_quantize" in metadata
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder / "site"]
+    subprocess.run([*pip, wheel], check=True)
+    return folder / "site"
+
+
+PROGRAM = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+def find_no_dsl(name, path=None, target=None):
+    return None if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl") else find_spec(name, path, target)
+PathFinder.find_spec = find_no_dsl
+import torch
+from torch_cute_ops.registry import kernels_of
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import compile_kernel, is_kept
+for width in (64, 128):
+    (kernel,) = kernels_of("fp4_quantize", "sm_90a", hidden=width, dtype=torch.bfloat16)
+    print(is_kept(kernel, ARCHS["sm_90a"]))
+    try:
+        compile_kernel(kernel, ARCHS["sm_90a"])(torch.zeros(3, 3))
+    except (TypeError, RuntimeError) as error:
+        print(type(error).__name__, str(error).splitlines()[0][:60])
+print("the program goes on")
+"""
+
+
+def ran(folder, tmp_path):
+    """Run the program without the DSL and without a C compiler; return its lines."""
+    variables = {"PYTHONPATH": ":".join([str(folder), *sys.path]), "PATH": "/nowhere", "TORCH_CUTE_OPS_LOG": ""}
+    done = python(PROGRAM, **variables, TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path / "cache"))
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_is_found(installed, tmp_path):
+    """Its kernel runs without the DSL, and another kernel is refused."""
+    kept, loaded, refused, other, error, end = ran(installed, tmp_path)
+    assert (kept, other, end) == ("True", "False", "the program goes on")
+    assert loaded.startswith("INFO from the package torch_cute_ops_kernels_sm90: KernelSpec(")
+    assert refused.startswith("TypeError Expects 15 parameters when calling")
+    assert error.startswith("RuntimeError a kernel cannot be compiled here")
+
+
+def other_sources(bundle):
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps(manifest | {"sources": "0" * 64}))
+
+
+def no_bundle(bundle):
+    shutil.rmtree(bundle)
+
+
+def damaged_library(bundle):
+    (bundle / "sm_90a.so").write_bytes(b"")
+
+
+MISMATCHES = {
+    other_sources: "does not fit: its digest of the kernel sources is 0000",
+    no_bundle: "is not a bundle: FileNotFoundError",
+    damaged_library: "is damaged",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", MISMATCHES, ids=lambda spoil: spoil.__name__)
+def test_a_wheel_that_does_not_fit_is_ignored(installed, tmp_path, spoil):
+    """One warning says why, and the program goes on as without the wheel."""
+    copy = Path(shutil.copytree(installed, tmp_path / "site"))
+    spoil(copy / "torch_cute_ops_kernels_sm90" / "bundle")
+    lines = ran(copy, tmp_path)
+    (warning,) = [line for line in lines if line.startswith("WARNING")]
+    assert warning.startswith("WARNING the kernels of the package torch_cute_ops_kernels_sm90 are not used: ")
+    assert MISMATCHES[spoil] in warning or MISMATCHES[spoil] in warning.replace(str(copy), "")
+    errors = [line for line in lines if line.startswith("RuntimeError a kernel cannot be compiled here")]
+    assert len(errors) == 2 and lines[-1] == "the program goes on"
