@@ -30,7 +30,9 @@ layers.
 
 `python -m benchmarks performance` writes this file from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 
-{table}
+{summary}
+
+{sections}
 """
 
 
@@ -57,19 +59,27 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
 def document(results: Path = RESULTS) -> str:
     """Return the text of `docs/performance.md`."""
     files = measured(results)
-    body = []
+    summary, sections, every = [], [], []
     for name, notes, _, marks in files:
+        body = []
         for mark in marks:
             target, value, verdict = report.judged(mark)
             which = mark.notes or notes
             why = f"[{which}](notes/{which}.md)" if mark.passed is False else ""
-            body.append([name, mark.name, target, value, verdict, why])
-    every = [mark.passed for *_, marks in files for mark in marks if mark.passed is not None]
+            body.append([mark.name, target, value, verdict, why])
+        plot = f"![{name}: times and bandwidths](../benchmarks/results/{name}.png)\n\n"
+        text = plot if (results / f"{name}.png").exists() else ""
+        table = report.table(["what", "target", "measured", "", "notes"], body) if body else "There are no targets."
+        sections.append(f"## {name}\n\n{text}{table}")
+        judged = [mark.passed for mark in marks if mark.passed is not None]
+        every += judged
+        summary.append([name, f"{sum(judged)} of {len(judged)}"])
     return TEXT.format(
         gpus=" and ".join(sorted({gpu for _, _, gpu, _ in files})),
         reached=sum(every),
         judged=len(every),
-        table=report.table(["op", "what", "target", "measured", "", "notes"], body),
+        summary=report.table(["op or benchmark", "targets reached"], summary),
+        sections="\n\n".join(sections),
     )
 
 

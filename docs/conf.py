@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torch_cute_ops import __version__  # noqa: E402
+from torch_cute_ops.registry import OPS  # noqa: E402
 
 project = "torch_cute_ops"
 version = release = __version__
@@ -18,7 +19,8 @@ version = release = __version__
 root_doc = "docs/index"
 include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "ptx_emulator/README.md"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_exclude = ".linenos, .gp, .go"
 myst_heading_anchors = 4
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -32,9 +34,13 @@ nitpick_ignore_regex = [
     ("py:.*", rf"({other})\..*") for other in ("torch", "collections", "pathlib", "typing", "types")
 ]
 
-html_theme = "alabaster"
-html_theme_options = {"page_width": "1200px", "sidebar_width": "300px", "fixed_sidebar": True}
+html_theme = "furo"
+html_title = f"torch_cute_ops {version}"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+# The whole page of a note or a table is read on one screen: no list of headings that only repeats a number.
+html_theme_options = {"top_of_page_buttons": []}
 
 
 def section(lines: list[str], title: str) -> tuple[int, int, list[str]] | None:
@@ -86,8 +92,40 @@ def restore_attribute(app: Any, what: str, name: str, obj: Any, options: Any, li
         lines[:] = written.pop(name)
 
 
+def ops_of_readme() -> dict[str, list[tuple[list[str], str]]]:
+    """Return the rows of the README's table of ops by heading: the ops of a row, and its text."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Ops\n")[1].split("\n## ")[0]
+    found: dict[str, list[tuple[list[str], str]]] = {}
+    rows = [line.strip("|").split("|", 1) for line in table.splitlines() if line.startswith("| ")]
+    for first, text in rows[2:]:
+        if "**" in first:
+            found[first.strip(" *")] = []
+        else:
+            found[list(found)[-1]].append((re.findall(r"`(\w+)`", first), text.strip()))
+    return found
+
+
+def list_ops(app: Any, docname: str, source: list[str]) -> None:
+    """Append the entries of all ops to the page of ops, in the order and under the headings of the README."""
+    if docname == "docs/ops":
+        lines = [".. currentmodule:: torch_cute_ops"]
+        for heading, rows in ops_of_readme().items():
+            lines += ["", heading, "-" * len(heading)]
+            for names, _ in rows:
+                for name in names:
+                    lines += ["", f".. autofunction:: {name}"]
+        source[0] += "\n" + "\n".join(lines) + "\n"
+
+
+def skip_ops(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave the ops out of the page of all other names."""
+    return True if name in OPS and app.env.docname == "docs/api" else None
+
+
 def setup(app: Any) -> None:
     """Connect the functions before and after Napoleon, whose priority is 500."""
+    app.connect("source-read", list_ops)
+    app.connect("autodoc-skip-member", skip_ops)
     for function in (list_results, split_attributes, keep_attribute):
         app.connect("autodoc-process-docstring", function, priority=400)
     app.connect("autodoc-process-docstring", restore_attribute, priority=600)

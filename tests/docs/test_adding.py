@@ -39,6 +39,7 @@ def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
     # Copy the bytecode too, so that it need not be compiled: it is valid for sources of equal size and date.
     for folder in ("torch_cute_ops", "tests", "benchmarks", "docs", "examples", "tools", "ptx_emulator"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results"))
+    (tmp_path / "benchmarks" / "results").symlink_to(ROOT / "benchmarks" / "results")  # documents show its pictures
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tmp_path / name)
     paths = re.findall(r"`([\w/.<>]+)`", "".join(re.findall(r"^\| (`.*?) \|", TEXT, re.MULTILINE)))

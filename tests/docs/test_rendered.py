@@ -17,7 +17,8 @@ try:
     version("sphinx")
 except PackageNotFoundError:
     pytest.skip("needs sphinx", allow_module_level=True)
-pytest.importorskip("myst_parser")
+for name in ("myst_parser", "furo", "sphinx_copybutton"):
+    pytest.importorskip(name)
 
 
 def test_documents_render(tmp_path: Path) -> None:
