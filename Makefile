@@ -10,7 +10,7 @@ dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 # A worker that dies ends the run: pytest-xdist can wait for its successor for ever.
 workers = -n logical --maxprocesses 32 --dist loadgroup --max-worker-restart 0
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel demo-experts test lint format typecheck docs bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel demo-experts test lint format typecheck docs bench release venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -62,6 +62,9 @@ docs:          ## Render the documents and the API reference into build/docs
 
 bench:         ## Measure on a GPU: make bench ARGS=rmsnorm_fp4quant
 	@$(dev) --extras dev,bench -- -m benchmarks $(ARGS)
+
+release:       ## Build sdist, wheel and a wheel of kernels into dist/, and check them
+	@$(dev) --extras dev,release -- tools/release.py $(ARGS)
 
 venv:          ## Create the environment only
 	@$(dev)

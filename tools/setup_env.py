@@ -7,6 +7,9 @@ A suitable torch is kept. If the Python that runs this script can import one (in
 another virtual environment), that Python's packages are made visible in the new environment, and only missing packages
 are installed. Otherwise torch is installed at the version in constraints.txt. An existing environment at --venv is
 completed, not replaced. This script needs only the standard library.
+
+The variable PINS lists requirements, separated by spaces, that replace the constraints of the same packages:
+PINS="torch==2.9.1 nvidia-cutlass-dsl==4.8.0"; a name without a version stands for the newest version.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ def main() -> None:
     python = venv / "bin" / "python"
     stamp = venv / "torch_cute_ops.json"
     extras = {extra for extra in args.extras.split(",") if extra}
-    inputs = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes(), bytes(ROOT)]
+    pins = os.environ.get("PINS", "").encode()
+    inputs = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes(), bytes(ROOT), pins]
     key = hashlib.sha256(b"\0".join(inputs)).hexdigest()
 
     done = json.loads(stamp.read_text()) if stamp.exists() and python.exists() else {}
@@ -103,7 +107,8 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         _run(*pip, requirement("setuptools"))
     else:
         print("installing torch (minutes the first time)", flush=True)
-        _run(*pip, "-c", str(CONSTRAINTS), "torch", requirement("setuptools"))
+        torch = next((line for line in constraints() if _name(line) == "torch"), "torch")
+        _run(*pip, torch, requirement("setuptools"))
         found = probe(python)
     if found["torch"] is None:
         sys.exit(f"torch does not import: {found['error']}")
@@ -117,16 +122,22 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
     print(f"installing {target}", flush=True)
     # Keep the versions of torch and of packages from outside this environment.
     kept = {"torch", *map(_name, found["foreign"])}
-    pins = [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in kept]
+    pins = [line for line in constraints() if _name(line) not in kept]
     with tempfile.TemporaryDirectory() as folder:
-        constraints = Path(folder, "constraints.txt")
-        constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
+        file = Path(folder, "constraints.txt")
+        file.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
         # Build without isolation: an isolated build would import the linked Python's setuptools, which may be too old.
-        _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
-    # Compile bytecode with all processors, because pip would use one. Ignore errors: some packages contain files that
-    # do not compile.
+        _run(*pip, "-c", str(file), "--no-build-isolation", "-e", target)
+    # pip compiles in one process; compileall uses all processors. Some packages contain files that do not compile.
     subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
     return found
+
+
+def constraints() -> list[str]:
+    """Return the lines of constraints.txt, except for packages in PINS, and the requirements in PINS."""
+    pins = os.environ.get("PINS", "").split()
+    named = {_name(pin) for pin in pins}
+    return [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in named] + pins
 
 
 def probe(python: str | Path) -> dict[str, Any]:

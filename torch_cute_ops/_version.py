@@ -1,3 +1,3 @@
 """Version of the package, which the build reads without importing torch."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
