@@ -195,6 +195,44 @@ def test_an_entry_that_is_deleted_while_it_is_read_is_no_damage(store, monkeypat
     assert store.load(name, read) is None and not caplog.records
 
 
+def test_an_entry_that_appears_while_it_is_read_is_no_damage(store, monkeypatch, caplog):
+    """A reader finds no description; then another process stores the entry, as a whole. The reader must not take the
+    entry for half an entry and delete it: the other process would find nothing right after its compilation."""
+    name, real, missed = digest(1), files.read, []
+
+    def read_before_it_appears(path, limit):
+        if not missed:
+            missed.append(path)
+            store.save("1", write(1))
+            raise FileNotFoundError(errno.ENOENT, "missing", str(path))
+        return real(path, limit)
+
+    store.root.mkdir()
+    with monkeypatch.context() as patch:
+        saves = iter([read_before_it_appears])
+        patch.setattr(files, "read", lambda path, limit: next(saves, real)(path, limit))
+        assert store.load(name, read) == (content_of(1), symbol_of(name))
+    assert missed and store.has(name) and not caplog.records
+
+
+def test_only_the_damaged_entry_is_deleted(store, monkeypatch):
+    """A reader finds damage. Before it deletes the entry, another process has replaced it by a whole entry, which
+    stays."""
+    name, real = digest(1), store._delete
+    store.save("1", write(1))
+    truncate(store.root / name)
+
+    def delete_late(folder, identity=None):
+        real(folder)
+        Store(store.root.parent, MEGABYTE).save("1", write(1))
+        real(folder, identity)
+
+    monkeypatch.setattr(store, "_delete", delete_late)
+    assert store.load(name, read) is None
+    assert store.load(name, read) == (content_of(1), symbol_of(name))
+    assert names_in(store.root / "work") == []
+
+
 TRANSIENT = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
 

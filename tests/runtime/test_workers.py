@@ -41,7 +41,7 @@ def test_tasks_are_answered_until_the_block_is_left():
                 at_work = [pid for pid in workers.pids if is_alive(pid)]
                 started = time.monotonic()
                 raise Leave
-    assert time.monotonic() - started < 2 and not any(map(is_alive, workers.pids))
+    assert time.monotonic() - started < 20 and not any(map(is_alive, workers.pids))
     assert answers == {-1.0: Died(-signal.SIGKILL), -2.0: Died(-signal.SIGKILL), 0.01: "slept 0.01"}
     assert at_work and set(at_work) <= set(workers.pids[2:])
 
@@ -66,7 +66,7 @@ def test_workers_end_with_their_parent(tmp_path):
         (worker,) = map(int, parent.stdout.readline().strip("[]\n").split(","))
         assert worker in children_of(parent.pid)
         parent.kill()
-        assert wait_until(lambda: not is_alive(worker), 2.0)
+        assert wait_until(lambda: not is_alive(worker), 20.0)  # its task lasts 600 s
 
 
 def blocked(_):

@@ -102,6 +102,7 @@ class Store:
             Result of ``load``, or None if no usable entry exists.
         """
         folder = self.root / digest
+        identity = _identity(folder)
         try:
             try:
                 function = load(file_of(folder), self.read(digest).symbol)
@@ -115,7 +116,7 @@ class Store:
         except Damaged as error:
             log.warning("kernel cache: %s is damaged (%s); the kernel is compiled again", folder, error)
             with contextlib.suppress(OSError):
-                self._delete(folder)
+                self._delete(folder, identity)
             return None
         except OSError as error:
             once.warn(
@@ -138,16 +139,21 @@ class Store:
         """
         folder = self.root / digest
         try:
-            entry = _entry(files.read(folder / DESCRIPTION, DESCRIPTION_BYTES))
-            file = file_of(folder)
-            content = files.read(file, OBJECT_BYTES)
-            is_named = text_digest(entry.key) == digest and entry.symbol == symbol_of(digest)
-        except ValueError as error:
-            raise Damaged(str(error)) from None
-        except (FileNotFoundError, NotADirectoryError) as error:
+            entry, file, content = _content(folder)
+        except (FileNotFoundError, NotADirectoryError):
             if not folder.exists():
                 raise FileNotFoundError(folder) from None
-            raise Damaged(f"{Path(error.filename).name} is missing") from None
+            # The entry may have appeared since, as a whole. Only a file that is still missing is damage.
+            try:
+                entry, file, content = _content(folder)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if not folder.exists():
+                    raise FileNotFoundError(folder) from None
+                raise Damaged(f"{Path(error.filename).name} is missing") from None
+        try:
+            is_named = text_digest(entry.key) == digest and entry.symbol == symbol_of(digest)
+        except ValueError as error:  # the key cannot be encoded
+            raise Damaged(str(error)) from None
         if not is_named:
             raise Damaged(f"{DESCRIPTION} describes another kernel")
         if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
@@ -267,8 +273,11 @@ class Store:
                 errors.append(error)
         return len(folders) - len(errors), errors
 
-    def _delete(self, folder: Path) -> None:
+    def _delete(self, folder: Path, identity: tuple[int, int] | None = None) -> None:
         """Delete an entry. The entry is renamed first, so that no process finds a half-deleted entry.
+
+        With ``identity``, an entry that has replaced the entry with this identity is put back: another process has
+        deleted the damaged entry, and compiled the kernel again.
 
         Raises:
             OSError: if the entry cannot be renamed or deleted.
@@ -277,7 +286,35 @@ class Store:
         files.make_folder(doomed.parent)
         with contextlib.suppress(FileNotFoundError):  # another process has already deleted the entry
             folder.rename(doomed)
+            if identity is not None and _identity(doomed) != identity:
+                with contextlib.suppress(OSError):  # a third process has stored the kernel meanwhile
+                    doomed.rename(folder)
+                    return
             _remove(doomed)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return numbers that tell an entry from another entry of the same name, and stay when it is renamed; None without
+    an entry."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _content(folder: Path) -> tuple[Entry, Path, bytes]:
+    """Return the description, and the path and content of the library or object file, of an entry.
+
+    Raises:
+        Damaged: if the description is none, or a file is not regular or too large.
+        OSError: if a file is missing or cannot be read.
+    """
+    try:
+        entry, file = _entry(files.read(folder / DESCRIPTION, DESCRIPTION_BYTES)), file_of(folder)
+        return entry, file, files.read(file, OBJECT_BYTES)
+    except ValueError as error:
+        raise Damaged(str(error)) from None
 
 
 def _entry(content: bytes) -> Entry:
