@@ -51,7 +51,7 @@ _compiled: dict[Any, Compiled] = {}
 
 
 def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
-    """Compile ``kernel`` for ``arch``, once in a process."""
+    """Compile ``kernel`` for ``arch``. The result is cached in this process."""
     cls = type(kernel)
     spec = KernelSpec(f"{cls.__module__}.{cls.__qualname__}", kernel.config)
     key = (key_of(spec, arch), kernel.arguments())  # kernels of other packages may take arguments beyond their config
