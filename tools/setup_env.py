@@ -128,7 +128,8 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         file.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
         # Build without isolation: an isolated build would import the linked Python's setuptools, which may be too old.
         _run(*pip, "-c", str(file), "--no-build-isolation", "-e", target)
-    # pip compiles in one process; compileall uses all processors. Some packages contain files that do not compile.
+    # Compile bytecode with all processors, because pip would use one. Ignore errors: some packages contain files that
+    # do not compile.
     subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
     return found
 

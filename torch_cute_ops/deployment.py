@@ -213,8 +213,8 @@ def compile_jobs(
     """Compile the kernels of jobs for architectures into the cache on disk, in parallel processes. Yield each outcome
     as soon as it is known.
 
-    No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
-    processes are ended.
+    No GPU is needed. The processes end when the iterator is closed, or when an exception such as ``KeyboardInterrupt``
+    occurs in it.
 
     Args:
         jobs: jobs to compile.

@@ -428,7 +428,7 @@ def test_killed_writers_leave_a_usable_cache(tmp_path, caplog):
 
 
 def test_key_ingredients(monkeypatch):
-    """Each field of the key changes the digest, and only the fields' values do."""
+    """Check that each field of the key changes the digest, and that nothing else does."""
     kernel = compiler.KernelSpec(row_quant.KERNEL, row_quant.plan(PROBLEM, SM90))
     key = compiler.key_of(kernel, SM90)
     fields = {field: getattr(key, field) for field in key.__dataclass_fields__}
@@ -523,6 +523,7 @@ def test_settings_of_the_store(monkeypatch, tmp_path):
 
 
 def test_a_key_prints_no_address():
-    """The digest is computed from the key's text, which must be the same in every process."""
+    """Check that a key's text, from which the digest is computed, contains no address, so that it is the same in every
+    process."""
     key = compiler.key_of(compiler.KernelSpec(row_quant.KERNEL, row_quant.plan(PROBLEM, SM90)), SM90)
     assert " at 0x" not in repr(key) and repr(torch.bfloat16) in repr(key)

@@ -57,7 +57,8 @@ with Workers(sleep, 1) as workers:
 
 
 def test_workers_end_with_their_parent(tmp_path):
-    """The parent is killed, so it cannot end them. Its main module is not run again in the workers."""
+    """Check that workers end even if their parent is killed, and so cannot end them. The parent's main module is not
+    run again in the workers."""
     program = tmp_path / "program.py"
     program.write_text(PARENT)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
@@ -84,7 +85,7 @@ with Workers(blocked, 1) as workers:
 
 
 def test_the_first_process_blocks_ctrl_c(tmp_path):
-    """In a fresh interpreter, which has no other threads or processes."""
+    """Check that the first worker blocks Ctrl-C, in a fresh interpreter without other threads or processes."""
     program = tmp_path / "program.py"
     program.write_text(BLOCKED)
     command = [sys.executable, str(program), os.path.dirname(__file__)]

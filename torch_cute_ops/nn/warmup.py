@@ -48,10 +48,11 @@ def warmup(
             only one number per bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
-        fused: True to also call the ops that the pass of ``integrations.inductor`` may substitute before the layers:
-            RMSNorm and SiLU·mul with quantised results; for one row SiLU·mul and quantisation in the GEMM's prologue;
-            for few rows GEMMs that prefetch the next layer's weight. A module counts as a norm if its only parameter is
-            a ``weight`` (K,); a gate is expected before a layer if another layer has 2 · K columns.
+        fused: True to also call the fused ops that the pass of ``integrations.inductor`` may insert: RMSNorm and
+            SiLU·mul with quantised results; for one row, GEMMs that compute SiLU·mul and the quantisation in their
+            prologue; for few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if its only
+            parameter is a ``weight`` (K,). A gate is expected before a layer with K input features if another layer has
+            2 · K columns.
         workers: number of processes; None for one per processor, at most 32, divided among the ranks of the machine.
 
     Raises:

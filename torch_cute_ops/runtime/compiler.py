@@ -98,8 +98,8 @@ class Key(_Digested):
         kernel: module and name of the kernel's class.
         config: configuration of the kernel.
         arch: name of the architecture.
-        options: options that the compiler gets.
-        versions: versions of the compiler's packages and of TVM-FFI.
+        options: options passed to the compiler.
+        versions: versions of the DSL's packages and of TVM-FFI.
         flavour: build of the compiler, ``"cu12"`` or ``"cu13"``, or None if unknown.
         environment: environment variables that the compiler reads.
         host: features of the processor that the launching code is compiled for.
@@ -220,7 +220,7 @@ def _from_store(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
     function: Callable[..., None] | None = kernels.load(key.digest, load_object)
     if function is None:
         with kernels.writing(key.digest):
-            # Another process may have compiled the kernel meanwhile.
+            # Look again: another process may have compiled the kernel while this process waited for the lock.
             function = kernels.load(key.digest, load_object)
             if function is None:
                 return _compiled_and_kept(kernels, kernel, arch, key)

@@ -1,11 +1,11 @@
 """Cache of compiled kernels on disk, shared by processes.
 
-An entry is a folder ``<root>/<digest>`` that contains a shared library, or an object file if no linker was present, and
-its description. The digest is the SHA-256 of
-the cache key, which the description contains; the object file's function is named after the digest. Entries appear by
-renaming, which is atomic on local and on network file systems, and never change. An entry whose content contradicts its
-description or its name is deleted; an unreadable entry is kept. In both cases the kernel is compiled again. If nothing
-can be written, kernels stay in memory, with one warning per kind of error.
+An entry is a folder ``<root>/<digest>`` that contains a shared library, or an object file if no linker was present,
+and its description. The digest is the SHA-256 of the cache key. The description contains the cache key, and the
+function in the library is named after the digest. A new entry is written under a temporary name and then renamed,
+which is atomic on local and on network file systems. An entry never changes afterwards. An entry whose content
+contradicts its description or its name is deleted; an unreadable entry stays. In both cases the kernel is compiled
+again. If nothing can be written, kernels stay in memory, and each kind of error is logged once.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""Identification of the toolchain: packages, the build of the DSL, the processor, the environment; and its linker and
-runtime library."""
+"""Identify the toolchain: installed packages, the build of the DSL, the processor, the environment; link and load
+libraries."""
 
 import ctypes
 import functools
@@ -140,7 +140,7 @@ def load_library(path: Path, runtime: Path) -> Any:
     """
     import tvm_ffi
 
-    # RTLD_GLOBAL, because the library's undefined symbols are looked up among the global symbols.
+    # RTLD_GLOBAL: the kernels' library does not link the runtime library, so its symbols are looked up globally.
     ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     return tvm_ffi.load_module(str(path))
 
