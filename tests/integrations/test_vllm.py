@@ -1,210 +1,429 @@
-"""vLLM plugin, tested with stubs of vLLM 0.33.0's interfaces."""
+"""vLLM's quantisation methods, with stubs of vLLM."""
 
 from __future__ import annotations
 
-import enum
 import importlib
 import sys
 import types
-from abc import ABC, abstractmethod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import weights
+from support import vllm_stub, weights
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_cute_ops
-
-
-class PlatformEnum(enum.Enum):
-    CUDA = enum.auto()
-    CPU = enum.auto()
-
-
-class NvFp4LinearKernel(ABC):
-    def __init__(self, config) -> None:
-        assert self.can_implement(config)[0]
-        assert self.is_supported()[0]
-        self.config = config
-
-    def input_quant_key(self):
-        return None
-
-    @classmethod
-    @abstractmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]: ...
-
-    @classmethod
-    @abstractmethod
-    def can_implement(cls, config) -> tuple[bool, str | None]: ...
-
-    @abstractmethod
-    def process_weights_after_loading(self, layer: nn.Module) -> None: ...
-
-    @abstractmethod
-    def apply_weights(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor: ...
-
-
-def replace_parameter(layer: nn.Module, param_name: str, new_tensor: torch.Tensor | None) -> None:
-    old = getattr(layer, param_name)
-    if isinstance(old, nn.Parameter):
-        old.data = new_tensor
-    else:
-        setattr(layer, param_name, nn.Parameter(new_tensor, requires_grad=False))
-
-
-class Marlin:
-    """Stub of one of vLLM's kernel classes."""
-
-
-class VLLM:
-    """Stubs of the vLLM modules that the plugin imports."""
-
-    def __init__(self) -> None:
-        self.kernels = {PlatformEnum.CUDA: [Marlin]}
-        self.config: SimpleNamespace | None = None
-        self.modules = {
-            "vllm.config": {"get_current_vllm_config_or_none": lambda: self.config},
-            "vllm.model_executor.kernels.linear": {
-                "_POSSIBLE_NVFP4_KERNELS": self.kernels,
-                "register_linear_kernel": self.register_linear_kernel,
-            },
-            "vllm.model_executor.kernels.linear.nvfp4.base": {"NvFp4LinearKernel": NvFp4LinearKernel},
-            "vllm.model_executor.utils": {"replace_parameter": replace_parameter},
-            "vllm.platforms.interface": {"PlatformEnum": PlatformEnum},
-        }
-
-    def register_linear_kernel(self, kernel_class: type, platform: PlatformEnum, kernel_type: str = "mp") -> None:
-        assert kernel_type == "nvfp4"
-        self.kernels[platform].append(kernel_class)
+from torch_cute_ops import registry
+from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
+from torch_cute_ops.nn.quantize import SCHEMES
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import ARCHS
 
 
 @pytest.fixture
 def vllm(monkeypatch):
-    stub = VLLM()
-    made: dict[str, types.ModuleType] = {}
-    for name, content in stub.modules.items():
-        parts = name.split(".")
-        for i in range(1, len(parts) + 1):
-            prefix = ".".join(parts[:i])
-            made.setdefault(prefix, types.ModuleType(prefix)).__path__ = []
-            if i > 1:
-                setattr(made[".".join(parts[: i - 1])], parts[i - 1], made[prefix])
-        vars(made[name]).update(content)
-    for name, module in made.items():
+    """Put the stubs in the place of vLLM, and return the integration's modules by name."""
+    for name, module in vllm_stub.modules():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "torch_cute_ops.integrations.vllm", raising=False)
-    stub.plugin = importlib.import_module("torch_cute_ops.integrations.vllm")
-    yield stub
-    sys.modules.pop("torch_cute_ops.integrations.vllm", None)
+    monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
+    vllm_stub.forget()
+    names = ("_config", "_checkpoints", "_linear", "_gemms", "_prepare")
+    made = {name: importlib.import_module(f"{vllm_stub.OURS}.{name}") for name in names}
+    yield SimpleNamespace(root=importlib.import_module(vllm_stub.OURS), **made)
+    vllm_stub.forget()
 
 
-def layer_of(n: int, k: int, device: str = "cpu", bias: bool = False) -> tuple[nn.Module, np.ndarray]:
-    """Return a layer with the tensors that vLLM loads, and its decoded weight in float64."""
-    layer = nn.Module()
-    codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
-    scale = (torch.rand(n, k // 16) + 0.1).to(torch.float8_e4m3fn)
-    own = {"weight": codes, "weight_scale": scale, "weight_global_scale": torch.tensor(0.125)}
-    for name, tensor in own.items():
-        setattr(layer, name, nn.Parameter(tensor.to(device), requires_grad=False))
-    layer.bias = nn.Parameter(torch.randn(n, device=device).bfloat16(), requires_grad=False) if bias else None
-    return layer, weights.fp4(codes, scale, 0.125)
+# Choice of the method
 
 
-@pytest.fixture
-def supported(vllm, monkeypatch):
-    """Pretend that our kernels support the layer: without a GPU only the reference runs, which vLLM would not
-    select."""
-    monkeypatch.setattr(vllm.plugin.CuteNvFp4LinearKernel, "is_supported", classmethod(lambda cls: (True, None)))
-    return vllm.plugin.CuteNvFp4LinearKernel(None)
+def compressed(fmt: str, inputs: dict[str, Any] | None = None, **own: Any) -> dict[str, Any]:
+    stored = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}.get(fmt, "float-quantized")
+    group = {"weights": compressed_arguments(fmt), "input_activations": inputs, "targets": ["Linear"]}
+    return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"0": group}, **own}
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@torch.no_grad()
-def test_values(bias, supported, device):
-    layer, weight = layer_of(72, 192, device, bias)
-    supported.process_weights_after_loading(layer)
-    assert layer.weight_scale.shape == (1, 3, 32, 4, 4) and isinstance(layer.weight_scale, nn.Parameter)
-    x = torch.randn(2, 3, 192, device=device).bfloat16()
-    got = supported.apply_weights(layer, x, layer.bias)
-    assert got.shape == (2, 3, 72) and got.dtype == torch.bfloat16
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4"}, "d": {"quant_algo": "MXFP8"}},
+}
+INT4 = {"quant_method": "gptq", "bits": 4}
+MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+
+
+@pytest.mark.parametrize("config", [compressed("nvfp4"), NVFP4, DEEPSEEK, MIXED, {"quantization": NVFP4, **NVFP4}])
+@pytest.mark.parametrize("name", ["torch_cute_ops", "torch_cute_ops_fp4", "torch_cute_ops_fp8"])
+def test_users_choose_the_method(config, name, vllm, monkeypatch):
+    chosen = [each for each in vllm._config.CONFIGS if each.name == name]
+    others = [each for each in vllm._config.CONFIGS if each.name != name]
+    assert [each.override_quantization_method(config, name) for each in chosen] == [name]
+    assert [each.override_quantization_method(config, name, hf_config=None) for each in others] == [None, None]
+    for user in (None, "modelopt"):
+        assert [each.override_quantization_method(config, user) for each in chosen] == [None]
+    activations = {"torch_cute_ops": "auto"}.get(name, name[-3:])
+    monkeypatch.setattr(settings, "VLLM", activations)
+    assert [each.override_quantization_method(config, None) for each in (*chosen, *others)] == [name, None, None]
+    assert chosen[0].override_quantization_method(config, "modelopt") is None
+
+
+@pytest.mark.parametrize(
+    "config", [INT4, MXFP8, {**DEEPSEEK, "weight_block_size": None}, {**MIXED, "quantized_layers": {}}]
+)
+def test_other_checkpoints_are_left_to_vllm(config, vllm):
+    cls = vllm._config.CONFIGS[0]
+    assert cls.override_quantization_method(config, cls.name) is None
+    with pytest.raises(
+        ValueError, match=r"--quantization torch_cute_ops: quant_method is '\w+'.*expected a checkpoint"
+    ):
+        cls.from_config(config)
+
+
+def test_register(vllm, monkeypatch):
+    """A second call, as vLLM makes in each process, changes nothing."""
+    monkeypatch.setattr(vllm_stub, "REGISTERED", {})
+    before = list(vllm_stub.QUANTIZATION_METHODS)
+    try:
+        for _ in range(2):
+            vllm.root.register()
+        assert [*before, *vllm.root.METHODS.values()] == vllm_stub.QUANTIZATION_METHODS
+    finally:
+        vllm_stub.QUANTIZATION_METHODS[:] = before
+    assert {name: cls.activations for name, cls in vllm_stub.REGISTERED.items()} == {
+        name: activations for activations, name in vllm.root.METHODS.items()
+    }
+
+
+FP8_INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+LAYERS = [
+    (compressed("nvfp4"), "a", LayerScheme("nvfp4", "compressed-tensors", "16bit")),
+    (compressed("mxfp4"), "a", LayerScheme("mxfp4", "compressed-tensors", "16bit")),
+    (compressed("fp8_channel", FP8_INPUTS), "a", LayerScheme("fp8_channel", "compressed-tensors", "fp8")),
+    (compressed("fp8_block", FP8_INPUTS), "a", LayerScheme("fp8_block", "compressed-tensors", "fp8")),
+    (compressed("nvfp4", transform_config={"config_groups": {}}), "a", None),
+    (compressed("nvfp4", ignore=["a"]), "a", None),
+    (NVFP4, "a", LayerScheme("nvfp4", "modelopt", "fp4")),
+    ({**NVFP4, "quant_algo": "W4A16_NVFP4"}, "a", LayerScheme("nvfp4", "modelopt", "16bit")),
+    ({**NVFP4, "ignore": ["a"]}, "a", None),
+    ({**NVFP4, "quant_algo": "FP8"}, "a", LayerScheme("fp8_tensor", "modelopt", "fp8_static")),
+    ({**NVFP4, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "a", LayerScheme("fp8_channel", "modelopt", "fp8")),
+    ({**NVFP4, "quant_algo": "FP8_PB_WO"}, "a", LayerScheme("fp8_block", "modelopt", "fp8")),
+    (DEEPSEEK, "a", LayerScheme("fp8_block", "deepseek", "fp8")),
+    (MIXED, "a", LayerScheme("fp8_tensor", "modelopt", "fp8_static")),
+    (MIXED, "b", LayerScheme("nvfp4", "modelopt", "16bit")),
+    (MIXED, "d", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "prefix", "scheme"), LAYERS)
+def test_method_of_a_layer(config, prefix, scheme, vllm):
+    made = vllm._config.CONFIGS[1].from_config(config)
+    assert made.get_supported_act_dtypes() == [torch.bfloat16, torch.float16] and made.get_min_capability() == 90
+    method = made.get_quant_method(vllm_stub.LinearBase(), prefix)
+    if scheme is None:
+        is_quantised = config.get("transform_config") or prefix == "d"
+        assert isinstance(method, vllm_stub.OwnMethod if is_quantised else vllm_stub.UnquantizedLinearMethod)
+    else:
+        assert isinstance(method, vllm._linear.CuteLinearMethod)
+        assert (method.scheme, method.prefix, method.activations) == (scheme, prefix, "fp4")
+        assert method.preparation is made.get_quant_method(vllm_stub.LinearBase(), prefix).preparation
+    assert made.get_quant_method(nn.Module(), prefix) is None  # attention, embeddings, experts: vLLM's
+
+
+# Loading and values
+
+Stored = list[dict[str, torch.Tensor]]
+"""Tensors of a checkpoint for each merged layer, by the last component of their names."""
+
+
+def stored_layer(scheme: LayerScheme, n: int, k: int) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """Return random tensors of one layer as a checkpoint stores them, and its weight in float64."""
+    factor = float(2.0 ** torch.randint(-6, 3, ())) * 1.25
+    if scheme.format in ("nvfp4", "mxfp4"):
+        codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+        is_nvfp4 = scheme.format == "nvfp4"
+        scale = (torch.rand(n, k // 16) + 0.1).to(torch.float8_e4m3fn)
+        if not is_nvfp4:
+            scale = torch.randint(120, 130, (n, k // 32), dtype=torch.uint8)
+        weight = weights.fp4(codes, scale, factor if is_nvfp4 else 1.0)
+        if scheme.style == "modelopt":
+            own = {"weight_scale_2": torch.tensor(factor), "input_scale": torch.tensor(0.01)}
+            return {"weight": codes, "weight_scale": scale, **(own if is_nvfp4 else {})}, weight
+        tensors = {"weight_packed": codes, "weight_scale": scale}
+        if is_nvfp4:
+            tensors["weight_global_scale"] = torch.tensor([1 / factor])
+            if scheme.activations == "fp4":
+                tensors["input_global_scale"] = torch.tensor([100.0])
+        return tensors, weight
+    elements = (torch.randn(n, k) * 50).to(torch.float8_e4m3fn)
+    if scheme.format == "fp8_block":
+        scale = torch.rand(-(-n // 128), -(-k // 128)) + 0.1
+        stored = scale[:, None, :, None] if scheme.style == "modelopt" else scale
+        name = "weight_scale_inv" if scheme.style == "deepseek" else "weight_scale"
+        return {"weight": elements, name: stored}, weights.fp8_blocks(elements, scale)
+    if scheme.format == "fp8_channel":
+        scale = (torch.rand(n) + 0.1) * factor
+        tensors = {"weight": elements, "weight_scale": scale if scheme.style == "modelopt" else scale[:, None]}
+        return tensors, weights.fp8_rows(elements, scale)
+    tensors = {
+        "weight": elements,
+        "weight_scale": torch.tensor(factor).reshape(() if scheme.style == "modelopt" else 1),
+    }
+    if scheme.activations == "fp8_static":
+        tensors["input_scale"] = torch.tensor(0.02)
+    return tensors, weights.fp8_rows(elements, torch.tensor(factor))
+
+
+def load(layer: nn.Module, stored: Stored, parts: tuple[int, ...]) -> None:
+    """Load a checkpoint's tensors as vLLM's loaders of merged layers do."""
+    for i, (tensors, rows) in enumerate(zip(stored, parts, strict=True)):
+        begin = sum(parts[:i])
+        for name, tensor in tensors.items():
+            parameter = getattr(layer, name)
+            if isinstance(parameter, vllm_stub.PerTensorScaleParameter):
+                parameter.data[i] = tensor.reshape(())
+                continue
+            per_scale = 128 if isinstance(parameter, vllm_stub.BlockQuantScaleParameter) else 1
+            assert parameter.output_dim == 0
+            span = slice(begin // per_scale, -(-(begin + rows) // per_scale))
+            assert parameter.data[span].shape == tensor.shape, name
+            parameter.data[span] = tensor.to(parameter.device)
+
+
+def loaded(vllm, scheme, parts, k, *, activations="auto", device="cpu", bias=False, dtype=torch.bfloat16):
+    """Return a layer that has loaded random tensors, its method, and its weight in float64."""
+    made = [stored_layer(scheme, rows, k) for rows in parts]
+    layer = vllm_stub.LinearBase()
+    layer.input_size, layer.has_bias = k, bias
+    layer.bias = nn.Parameter(torch.randn(sum(parts), device=device).to(dtype), requires_grad=False) if bias else None
+    method = vllm._linear.CuteLinearMethod(
+        scheme, "model.layer", activations, vllm._prepare.Preparation(), vllm_stub.OwnMethod
+    )
+    with torch.device(device):
+        method.create_weights(layer, k, list(parts), k, sum(parts), dtype, weight_loader=None)
+    load(layer, [tensors for tensors, _ in made], parts)
+    method.process_weights_after_loading(layer)
+    return layer, method, np.concatenate([weight for _, weight in made])
+
+
+def check_values(layer, method, weight, k, device, bound, dtype=torch.bfloat16):
+    x = torch.randn(2, 3, k, device=device).to(dtype)
+    with torch.no_grad():
+        got = method.apply(layer, x, layer.bias)
+    assert got.shape == (2, 3, len(weight)) and got.dtype == dtype
     want = x.double().cpu().numpy() @ weight.T
-    if bias:
+    if layer.bias is not None:
         want = want + layer.bias.double().cpu().numpy()
-    assert np.linalg.norm(got.double().cpu().numpy() - want) < 2**-7 * np.linalg.norm(want)
-    compiled = torch.compile(lambda x: supported.apply_weights(layer, x, layer.bias), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), got)
+    for each in range(3):  # errors of a layer with small factors do not hide behind a layer with large ones
+        span = slice(each * 64, each * 64 + 64)
+        apart = np.linalg.norm(got.double().cpu().numpy()[..., span] - want[..., span])
+        assert apart < bound * np.linalg.norm(want[..., span]), (apart, np.linalg.norm(want[..., span]))
+    return x, got
 
 
-def test_unsupported_sizes(supported):
-    layer, _ = layer_of(72, 48)
-    with pytest.raises(ValueError, match="in_features is 48; expected a positive multiple of 32; disable CuteNvFp4"):
-        supported.process_weights_after_loading(layer)
+BOUNDS = {"16bit": 2**-7, "fp8": 0.05, "fp4": 0.2}
+"""Largest relative error, by the format of activations."""
+FORMATS = [
+    ("nvfp4", "modelopt", "16bit"), ("nvfp4", "modelopt", "fp4"), ("nvfp4", "compressed-tensors", "16bit"),
+    ("nvfp4", "compressed-tensors", "fp4"), ("mxfp4", "compressed-tensors", "16bit"), ("mxfp4", "modelopt", "16bit"),
+    ("fp8_tensor", "modelopt", "fp8_static"), ("fp8_tensor", "compressed-tensors", "fp8"),
+    ("fp8_channel", "modelopt", "fp8"), ("fp8_channel", "compressed-tensors", "fp8"),
+]  # fmt: skip
 
 
-def test_is_supported(vllm, monkeypatch):
-    kernel = vllm.plugin.CuteNvFp4LinearKernel
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernel.is_supported() == (False, "torch_cute_ops needs a CUDA device")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def old(index):
-        raise RuntimeError("compute capability 8.0")
-
-    monkeypatch.setattr(vllm.plugin, "arch_of_device", old)
-    assert kernel.is_supported(80) == (False, "compute capability 8.0")
-    monkeypatch.setattr(vllm.plugin, "arch_of_device", lambda index: None)
-    assert kernel.is_supported(90) == (True, None) and kernel.can_implement(None) == (True, None)
+@pytest.mark.parametrize(("fmt", "style", "stored_for"), FORMATS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_of_merged_layers(fmt, style, stored_for, bias, vllm, device):
+    """Each merged layer keeps its own scales."""
+    scheme = LayerScheme(fmt, style, stored_for)
+    layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, device=device, bias=bias)
+    chosen = "16bit" if fmt in ("nvfp4", "mxfp4") else "fp8"
+    x, got = check_values(layer, method, weight, 192, device, BOUNDS[chosen])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: method.apply(layer, x, layer.bias), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), got)
 
 
-@pytest.mark.parametrize(("plugins", "place"), [(None, 1), ("other", 1), ("other, torch_cute_ops", 0)])
-def test_register(plugins, place, vllm, monkeypatch):
-    """Check that our kernel is registered last, or first if the user names it, and only once if vLLM calls register
-    several times."""
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if plugins:
-        monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    for _ in range(2):
-        vllm.plugin.register()
-    kernels = vllm.kernels[PlatformEnum.CUDA]
-    assert len(kernels) == 2 and kernels[place] is vllm.plugin.CuteNvFp4LinearKernel
+@pytest.mark.parametrize("style", ["modelopt", "compressed-tensors", "deepseek"])
+def test_values_of_block_scales(style, vllm, device):
+    scheme = LayerScheme("fp8_block", style, "fp8")
+    layer, method, weight = loaded(vllm, scheme, (256, 128, 64), 384, device=device)
+    check_values(layer, method, weight, 384, device, BOUNDS["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "stored_for", "activations", "chosen"),
+    [
+        ("nvfp4", "fp4", "fp4", "fp4"), ("nvfp4", "16bit", "fp4", "16bit"), ("nvfp4", "16bit", "fp8", "fp8"),
+        ("mxfp4", "16bit", "fp4", "fp4"), ("mxfp4", "16bit", "fp8", "fp8"), ("fp8_channel", "fp8", "fp4", "fp8"),
+    ],
+)  # fmt: skip
+def test_formats_of_activations(fmt, stored_for, activations, chosen, vllm, device):
+    """FP4 activations of NVFP4 need input scales; layers without them keep 16 bits."""
+    scheme = LayerScheme(fmt, "compressed-tensors", stored_for)
+    layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, activations=activations, device=device)
+    check_values(layer, method, weight, 192, device, BOUNDS[chosen])
+    called = [op for op, _ in vllm._gemms.gemm_of(method._form).calls(method._form, 1)]
+    assert called[0].startswith({"16bit": "mm_fp4_weight_only"}.get(chosen, f"{chosen}_quantize"))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "parts", "k"),
+    [("nvfp4", (60, 64, 65), 192), ("nvfp4", (64, 64, 64), 208), ("mxfp4", (63, 64, 64), 192),
+     ("fp8_tensor", (60, 64, 65), 192), ("fp8_channel", (64, 64, 64), 200), ("fp8_block", (128, 128, 60), 384)],
+)  # fmt: skip
+def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
+    """The weight is decoded exactly, and rounded once."""
+    scheme = LayerScheme(fmt, "compressed-tensors", "fp8" if fmt.startswith("fp8") else "16bit")
+    layer, _, weight = loaded(vllm, scheme, parts, k, device=device)
+    want = torch.from_numpy(weight).float().bfloat16()
+    assert torch.equal(layer.weight.cpu(), want) and [*dict(layer.named_parameters())] == ["weight"]
+    assert not vllm._prepare.jobs_of([], 16, ARCHS["sm_90a"])
+
+
+def test_blocks_that_ranks_would_share_are_left_to_vllm(vllm):
+    for fmt, parts, k in [("fp8_block", [64, 64], 256), ("fp8_block", [128], 192), ("nvfp4", [64], 24)]:
+        layer = vllm_stub.LinearBase()
+        layer.input_size, layer.quant_method = k, None
+        method = vllm._linear.CuteLinearMethod(
+            LayerScheme(fmt, "compressed-tensors", "fp8"), "x", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+        )
+        method.create_weights(layer, k, parts, k, sum(parts), torch.bfloat16, weight_loader=None)
+        assert isinstance(layer.quant_method, vllm_stub.OwnMethod) and layer.weight.shape == (sum(parts), k)
+        assert not method.preparation.forms
+
+
+def test_a_checkpoint_without_a_scale(vllm):
+    scheme = LayerScheme("nvfp4", "modelopt", "fp4")
+    layer = vllm_stub.LinearBase()
+    method = vllm._linear.CuteLinearMethod(scheme, "model.q", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod)
+    layer.input_size = 64
+    method.create_weights(layer, 64, [64, 64], 64, 128, torch.bfloat16, weight_loader=None)
+    tensors, _ = stored_layer(scheme, 64, 64)
+    load(layer, [tensors, {**tensors, "weight_scale_2": torch.tensor(torch.nan)}], (64, 64))
+    with pytest.raises(
+        ValueError, match=r"model\.q: the checkpoint has no weight_scale_2, or not for every merged layer"
+    ):
+        method.process_weights_after_loading(layer)
+
+
+def test_tied_output_head(vllm):
+    """A tied head gets the embedding's weight and method, and keeps no tensor of its own."""
+    head, embedding = vllm_stub.ParallelLMHead(), nn.Module()
+    method = vllm._linear.CuteLinearMethod(
+        LayerScheme("nvfp4", "modelopt", "fp4"), "lm_head", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+    )
+    method.create_weights(head, 64, [128], 64, 128, torch.bfloat16, weight_loader=None)
+    embedding.weight = nn.Parameter(torch.randn(128, 64))
+    embedding.quant_method = vllm_stub.UnquantizedLinearMethod()
+    assert method.tie_weights(head, embedding) is head
+    assert head.weight is embedding.weight and head.quant_method is embedding.quant_method
+    assert [*dict(head.named_parameters())] == ["weight"]
+
+
+# Preparation
+
+
+class Recorded(TorchDispatchMode):
+    """Record the ops of this package that a block calls, on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "cute":
+            self.calls.append((func._schema.name.removeprefix("cute::"), args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def on_meta(vllm, form: Any) -> Any:
+    """Return an object with the tensors of a layer on the meta device."""
+    cls: Any = SCHEMES[form.scheme]
+    parts = None if form.parts == 1 else (form.n // form.parts,) * form.parts
+    module = cls(
+        form.k, form.n, parts=parts, activations=form.activations, has_input_scale=form.has_input_scale, device="meta"
+    )
+    return SimpleNamespace(**vllm._gemms.tensors_of(module))
+
+
+FORMS = [
+    ("nvfp4", "16bit", 1, False), ("nvfp4", "16bit", 2, True), ("nvfp4", "fp4", 2, True), ("nvfp4", "fp8", 1, False),
+    ("mxfp4", "16bit", 1, False), ("mxfp4", "fp4", 2, False), ("mxfp4", "fp8", 1, False),
+    ("fp8_block", "fp8", 1, False), ("fp8_tensor", "fp8", 1, True), ("fp8_tensor", "fp8", 2, False),
+    ("fp8_channel", "fp8", 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "activations", "parts", "has_input_scale"), FORMS)
+def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has_input_scale, vllm):
+    """Calls with any number of rows, captured or not, need no kernel that was not compiled before."""
+    arch, most = ARCHS["sm_90a"], 600
+    for has_bias, dtype in ((False, torch.bfloat16), (True, torch.float16)):
+        form = vllm._gemms.Form(scheme, activations, 1024, 512, parts, has_input_scale, dtype, has_bias)
+        assert form.reason_unsupported is None
+        jobs = vllm._prepare.jobs_of([form], most, arch)
+        digest = {
+            kernel.digest for job in jobs for kernel in registry.kernels_of(job.op, arch.name, **dict(job.properties))
+        }
+        assert len(jobs) <= len(digest)  # each call is there for a kernel of its own
+        gemm, layer = vllm._gemms.gemm_of(form), on_meta(vllm, form)
+        bias = torch.zeros(1024, dtype=dtype, device="meta") if has_bias else None
+        for m in (1, 2, 7, 16, 31, 64, 100, 129, 500, most):
+            with Recorded() as recorded:
+                result = gemm(layer, torch.empty(m, 512, dtype=dtype, device="meta"), bias)
+            assert result.shape == (m, 1024) and result.dtype == dtype
+            assert recorded.calls
+            for op, args, kwargs in recorded.calls:
+                needed = {kernel.digest for kernel in registry.OPS[op].kernels(arch, *args, **kwargs)}
+                assert needed <= digest, (op, m)
+
+
+def test_captured_sizes_are_called(vllm):
+    form = vllm._gemms.Form("nvfp4", "16bit", 256, 128, 1, False, torch.bfloat16, False)
+    jobs = vllm._prepare.jobs_of([form], 2048, ARCHS["sm_90a"], [1, 2, 4, 8, 16, 24])
+    assert [dict(job.properties)["m"] for job in jobs] == [1, 8, 16, 24]
 
 
 @pytest.mark.gpu
-def test_captured_sizes_are_made_ready(supported, vllm):
-    """Check that after loading, calls with the sizes that vLLM captures compile nothing."""
-    vllm.config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+def test_nothing_is_compiled_after_loading(vllm, monkeypatch, tmp_path):
+    """After loading, sizes that vLLM captures compile nothing."""
+    vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 16]),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
-    layer, _ = layer_of(64, 320, "cuda")
-    supported.process_weights_after_loading(layer)
+    layer, method, _ = loaded(vllm, LayerScheme("nvfp4", "modelopt", "16bit"), (64,), 320, device="cuda")
     x = torch.randn(2, 320, device="cuda").bfloat16()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        y = supported.apply_weights(layer, x)
+        y = method.apply(layer, x)
     graph.replay()
     with torch.no_grad():
-        assert torch.equal(y, supported.apply_weights(layer, x))
+        assert torch.equal(y, method.apply(layer, x))
+
+
+# The package
 
 
 def test_entry_point(vllm):
-    """Check that the entry point in the package's metadata is the plugin's function."""
+    """The entry point in the package's metadata is the function."""
     project = Path(torch_cute_ops.__file__).parents[1] / "pyproject.toml"
     line = next(line for line in project.read_text().splitlines() if line.startswith("torch_cute_ops = "))
     module, _, name = line.split('"')[1].partition(":")
-    assert getattr(importlib.import_module(module), name) is vllm.plugin.register
-    assert vllm.plugin.PLUGIN == "torch_cute_ops"
+    assert getattr(importlib.import_module(module), name) is vllm.root.register
 
 
 def test_without_vllm(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch_cute_ops.integrations.vllm", raising=False)
+    vllm_stub.forget()
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
-    with pytest.raises(ModuleNotFoundError, match=r"needs vllm.config as in vLLM 0.33"):
-        importlib.import_module("torch_cute_ops.integrations.vllm")
+    with pytest.raises(ModuleNotFoundError, match=r"needs vllm.model_executor as in vLLM 0.32"):
+        importlib.import_module(vllm_stub.OURS).register()
+    vllm_stub.forget()

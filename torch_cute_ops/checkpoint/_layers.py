@@ -107,7 +107,7 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     ("compressed-tensors", "fp8_channel"): _fp8(lambda n, k: (n, 1), _one_row),
 }
 """Tensors that are stored for each (style, format) that can be both read and written."""
-_READ: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
+READ: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     **FIELDS,
     ("deepseek", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale_inv")),
     ("modelopt", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale")),
@@ -158,7 +158,7 @@ def read_layer(
     try:
         layer: QuantLinear = cls.from_tensors(**tensors, bias=bias, activations=activations)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        weight = "_weight_qdata" if scheme.style == "torchao" else _READ[scheme.style, scheme.format][0].stored
+        weight = "_weight_qdata" if scheme.style == "torchao" else READ[scheme.style, scheme.format][0].stored
         raise ValueError(f"{files.describe(f'{name}.{weight}')}: {error}") from error
     return layer
 
@@ -170,7 +170,7 @@ def lacks_input_scale(files: Files, name: str, scheme: LayerScheme) -> bool:
     """
     if scheme.style == "torchao" or scheme.activations not in ("fp4", "fp8_static"):
         return False
-    field = next((each for each in _READ[scheme.style, scheme.format] if each.is_optional), None)
+    field = next((each for each in READ[scheme.style, scheme.format] if each.is_optional), None)
     if field is None or (scheme.format != "nvfp4" and scheme.activations == "fp4"):
         return False
     return _is_uncalibrated(files, f"{name}.{field.stored}", field)
@@ -210,7 +210,7 @@ def read_tensors(
     is_fp4 = scheme.format in ("nvfp4", "mxfp4")
     is_left_out = not has_input_scale or (is_fp4 and scheme.activations == "fp8_static") or scheme.format == "mxfp4"
     fields = [
-        field for field in _READ[scheme.style, scheme.format] if not (field.is_optional and scheme.activations == "fp8")
+        field for field in READ[scheme.style, scheme.format] if not (field.is_optional and scheme.activations == "fp8")
     ]
     _refuse_unknown(files, name, scheme, {field.stored for field in fields})
     weight = f"{name}.{fields[0].stored}"

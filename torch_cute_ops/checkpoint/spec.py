@@ -191,12 +191,22 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
         layers = given.get("quantized_layers")
         if not layers:
             raise ValueError(f"{path}: quant_algo is 'MIXED_PRECISION', but quantized_layers is missing or empty")
-        groups = [(_modelopt_scheme(path, f"of {name}, ", layer), (name,)) for name, layer in layers.items()]
+        groups = [(modelopt_scheme(path, f"of {name}, ", layer), (name,)) for name, layer in layers.items()]
         return QuantSpec(path, "modelopt", tuple(groups), ignore)
-    return QuantSpec(path, "modelopt", ((_modelopt_scheme(path, "", given), ("Linear",)),), ignore)
+    return QuantSpec(path, "modelopt", ((modelopt_scheme(path, "", given), ("Linear",)),), ignore)
 
 
-def _modelopt_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
+def modelopt_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
+    """Return the scheme of ModelOpt's settings for a layer, or for all layers.
+
+    Args:
+        path: file that contains the settings, for messages.
+        prefix: place in the file, for messages.
+        given: settings with ``quant_algo``.
+
+    Raises:
+        ValueError: for an unsupported setting.
+    """
     _expect(path, prefix, given, quant_algo=(*_MODELOPT_READ,))
     fmt, activations = _MODELOPT_READ[given["quant_algo"]]
     sizes = (16, 32, 0, None) if given["quant_algo"] == "W4A8_NVFP4_FP8" else _MODELOPT_BLOCKS.get(fmt, (None,))
@@ -239,7 +249,7 @@ def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
         if not isinstance(group, Mapping):
             raise ValueError(f"{path}: the group {name} is {group!r}; expected weights and targets")
         groups.append(
-            (_compressed_scheme(path, f"group {name}: ", group, given.get("format")), tuple(group.get("targets") or ()))
+            (compressed_scheme(path, f"group {name}: ", group, given.get("format")), tuple(group.get("targets") or ()))
         )
     if not groups:
         raise ValueError(f"{path}: config_groups is missing or empty")
@@ -260,7 +270,18 @@ def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
             _expect(path, f"transform_config: {name}: ", each, location=_OFFLINE)
 
 
-def _compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
+def compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
+    """Return the scheme of a group of compressed-tensors.
+
+    Args:
+        path: file that contains the group, for messages.
+        prefix: place in the file, for messages.
+        group: ``weights``, ``input_activations`` and, optionally, ``format``.
+        overall: format of groups that name none.
+
+    Raises:
+        ValueError: for an unsupported setting.
+    """
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
     # A format of compressed-tensors can have several strategies, such as per tensor and per channel. This package

@@ -106,6 +106,15 @@ CACHE_MB: Final = _read("TORCH_CUTE_OPS_CACHE_MB", 1024, _megabytes, "a whole nu
 TUNING: Final = _path("TORCH_CUTE_OPS_TUNING", "a file")
 """File of tuned choices. None: use a file in the cache folder, if kernels are kept on disk."""
 
+VLLM: Final = _read(
+    "TORCH_CUTE_OPS_VLLM",
+    "",
+    lambda text: {"": "", "auto": "auto", "fp4": "fp4", "fp8": "fp8"}[text],
+    "auto, fp4 or fp8",
+)
+"""Serve every supported checkpoint of vLLM with ``--quantization torch_cute_ops`` (auto), ``torch_cute_ops_fp4`` or
+``torch_cute_ops_fp8``, unless the user names a method."""
+
 
 def cache_folder() -> Path | None:
     """Return the configured cache folder, or else the user's cache folder. Without a home folder, warn and return

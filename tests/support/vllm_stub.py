@@ -1,0 +1,323 @@
+"""Stubs of the classes and functions of vLLM that ``integrations.vllm`` uses, with vLLM's signatures.
+
+``tests/engines/test_vllm_interface.py`` compares the signatures with vLLM's, where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import Parameter
+
+QUANTIZATION_METHODS: list[str] = ["modelopt"]
+REGISTERED: dict[str, type] = {}
+LOADER_V2: list[str] = []
+VLLM_CONFIG: list[Any] = [None]
+"""Result of ``get_current_vllm_config_or_none``, as the only element."""
+
+
+def get_current_vllm_config_or_none() -> Any:
+    return VLLM_CONFIG[0]
+
+
+class _Logger(logging.Logger):
+    def warning_once(self, message: str, *args: Any) -> None:
+        self.warning(message, *args)
+
+
+def init_logger(name: str) -> _Logger:
+    return _Logger(name)
+
+
+class QuantizeMethodBase(ABC):
+    @abstractmethod
+    def create_weights(self, layer: nn.Module, *weight_args, **extra_weight_attrs): ...
+
+    @abstractmethod
+    def apply(self, layer: nn.Module, *args, **kwargs) -> torch.Tensor: ...
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module):
+        layer.weight = embed_tokens.weight
+        return layer
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        return
+
+
+class LinearMethodBase(QuantizeMethodBase):
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ): ...
+
+    @abstractmethod
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class UnquantizedLinearMethod(LinearMethodBase):
+    def __init__(self) -> None: ...
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ):
+        shape = sum(output_partition_sizes), input_size_per_partition
+        layer.weight = Parameter(torch.zeros(shape, dtype=params_dtype), requires_grad=False)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None: ...
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight, bias)
+
+
+def register_weight_loader_v2_supported_method(cls):
+    LOADER_V2.append(cls.__name__)
+    return cls
+
+
+class LinearBase(nn.Module):
+    """A layer whose output sizes are those of merged layers on this rank."""
+
+
+class ParallelLMHead(nn.Module):
+    """An output head."""
+
+
+class QuantizationConfig(ABC):
+    def __init__(self):
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+    @abstractmethod
+    def get_name(self) -> str: ...
+
+    @abstractmethod
+    def get_supported_act_dtypes(self) -> list[torch.dtype]: ...
+
+    @classmethod
+    @abstractmethod
+    def get_min_capability(cls) -> int: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_config_filenames() -> list[str]: ...
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig: ...
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        return None
+
+    @abstractmethod
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None: ...
+
+
+def register_quantization_config(quantization: str):
+    def register(config: type) -> type:
+        QUANTIZATION_METHODS.append(quantization)
+        REGISTERED[quantization] = config
+        return config
+
+    return register
+
+
+class OwnMethod:
+    """vLLM's own method for a quantised layer."""
+
+    create_weights = UnquantizedLinearMethod.create_weights
+
+
+class _Checkpoint(QuantizationConfig):
+    """A configuration as vLLM has one for each style. Layers whose name contains an ignored name are not quantised."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.ignored = config.get("ignore") or []
+
+    def get_name(self) -> str:
+        return "own"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 75
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> _Checkpoint:
+        return cls(config)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, (LinearBase, ParallelLMHead)):
+            return None
+        return UnquantizedLinearMethod() if any(name in prefix for name in self.ignored) else OwnMethod()
+
+
+class _Arguments:
+    """compressed-tensors' ``QuantizationArgs``."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def model_dump(self, mode: str) -> dict[str, Any]:
+        assert mode == "json"
+        return self.values
+
+
+class CompressedTensorsConfig(_Checkpoint):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.quant_format = config.get("format")
+        self.transform_config = config.get("transform_config")
+
+    def get_scheme_dict(self, layer: nn.Module, layer_name: str | None = None) -> dict[str, Any] | None:
+        if any(name in (layer_name or "") for name in self.ignored):
+            return None
+        if isinstance(layer, ParallelLMHead):
+            raise ValueError("no target fits")
+        group = next(iter(self.config["config_groups"].values()))
+        dumped = {
+            name: _Arguments(group[name]) for name in ("weights", "input_activations") if group.get(name) is not None
+        }
+        return {**dumped, "format": group.get("format") or self.quant_format}
+
+
+class Fp8Config(_Checkpoint):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.weight_block_size = config.get("weight_block_size")
+
+
+class ModelOptFp8Config(_Checkpoint):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.quant_method = config["quant_algo"]
+
+
+class ModelOptNvFp4Config(ModelOptFp8Config):
+    pass
+
+
+class ModelOptMixedPrecisionConfig(_Checkpoint):
+    def _resolve_quant_algo(self, prefix: str) -> str | None:
+        layer = self.config["quantized_layers"].get(prefix)
+        return None if layer is None else layer["quant_algo"]
+
+
+class BasevLLMParameter(Parameter):
+    def __new__(cls, data: torch.Tensor | None, **kwargs):
+        return super().__new__(cls, data=data, requires_grad=False)
+
+    def __init__(self, data: torch.Tensor, weight_loader: Callable):
+        self.weight_loader = weight_loader
+
+
+class _Column(BasevLLMParameter):
+    def __init__(self, output_dim: int, **kwargs):
+        self.output_dim = output_dim
+        super().__init__(**kwargs)
+
+
+class _Row(BasevLLMParameter):
+    def __init__(self, input_dim: int, **kwargs):
+        self.input_dim = input_dim
+        super().__init__(**kwargs)
+
+
+class ModelWeightParameter(_Column, _Row):
+    pass
+
+
+class BlockQuantScaleParameter(_Column, _Row):
+    pass
+
+
+class ChannelQuantScaleParameter(_Column):
+    pass
+
+
+class PerTensorScaleParameter(BasevLLMParameter):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm.config": {"get_current_vllm_config_or_none": get_current_vllm_config_or_none},
+    "vllm.logger": {"init_logger": init_logger},
+    "vllm.model_executor.layers.linear": {
+        each.__name__: each
+        for each in (
+            LinearBase, LinearMethodBase, UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+        )
+    },
+    "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
+    "vllm.model_executor.parameter": {
+        each.__name__: each
+        for each in (
+            BlockQuantScaleParameter, ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+        )
+    },
+    _QUANTIZATION: {
+        "QUANTIZATION_METHODS": QUANTIZATION_METHODS,
+        "register_quantization_config": register_quantization_config,
+    },
+    f"{_QUANTIZATION}.base_config": {"QuantizationConfig": QuantizationConfig},
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": {"CompressedTensorsConfig": CompressedTensorsConfig},
+    f"{_QUANTIZATION}.fp8": {"Fp8Config": Fp8Config},
+    f"{_QUANTIZATION}.modelopt": {
+        each.__name__: each for each in (ModelOptFp8Config, ModelOptMixedPrecisionConfig, ModelOptNvFp4Config)
+    },
+}  # fmt: skip
+"""Names that the integration imports, by vLLM's module."""
+
+
+def modules() -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield the stubs as modules, with their packages."""
+    made: dict[str, types.ModuleType] = {}
+    for name, content in MODULES.items():
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:i])
+            made.setdefault(prefix, types.ModuleType(prefix)).__path__ = []  # type: ignore[attr-defined]
+            if i > 1:
+                setattr(made[".".join(parts[: i - 1])], parts[i - 1], made[prefix])
+        vars(made[name]).update(content)
+    yield from made.items()
+
+
+OURS = "torch_cute_ops.integrations.vllm"
+
+
+def forget() -> None:
+    """Forget the integration's modules, so that the next import uses other modules of vLLM."""
+    for name in [name for name in sys.modules if name == OURS or name.startswith(f"{OURS}.")]:
+        del sys.modules[name]

@@ -1,0 +1,201 @@
+"""Calls of ops that multiply a layer's input by its weight, for each format of weight and activations.
+
+The calls go through ``torch.ops.cute``, so that ``torch.compile`` sees one node for each op and traces no code of this
+package, whose files vLLM would hash.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.nn import QuantLinear
+from torch_cute_ops.nn.quantize import SCHEMES
+
+Call = tuple[str, dict[str, Any]]
+"""Name of an op, with the static properties of a call as ``torch_cute_ops.warmup`` takes them."""
+
+_BLOCK: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
+_STATIC: Final = {"static_weight": True}
+"""Promise that a weight is not written while the previous launch runs. vLLM synchronises after it loads weights."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Static description of a layer: layers with equal forms call the same kernels.
+
+    Attributes:
+        scheme: format of the weight, a key of ``SCHEMES``.
+        activations: ``"16bit"``, ``"fp4"`` or ``"fp8"``.
+        n: rows of the weight on this rank.
+        k: columns of the weight on this rank.
+        parts: number of merged layers, each with its own scale of the tensor if the format has one.
+        has_input_scale: True if the layer has a calibrated scale of its input, which is used unless ``activations`` is
+            ``"16bit"``.
+        dtype: dtype of input, result and bias.
+        has_bias: True if the GEMM adds a bias.
+    """
+
+    scheme: str
+    activations: str
+    n: int
+    k: int
+    parts: int
+    has_input_scale: bool
+    dtype: torch.dtype
+    has_bias: bool
+
+    @property
+    def reason_unsupported(self) -> str | None:
+        """Reason that no kernel supports the size of the weight, or None."""
+        reason: str | None = SCHEMES[self.scheme].reason_unsupported(self.n, self.k, self.activations)  # type: ignore[arg-type]
+        if reason is None and self.scheme in ("fp8_tensor", "fp8_channel") and (self.n % 8 or self.k % 64):
+            return f"the weight is ({self.n}, {self.k}); expected multiples of 8 and 64"
+        return reason
+
+    @property
+    def alpha(self) -> str | None:
+        """Kind of the factor of an FP4 GEMM's result, or None if it has no factor."""
+        if self.scheme != "nvfp4":
+            return None
+        return "column" if self.parts > 1 else "one"
+
+
+class Gemm(Protocol):
+    """Product of a layer's input and its weight."""
+
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``rows · Wᵀ + bias``, (M, N), for rows (M, K) and the tensors that are attributes of ``layer``."""
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        """Yield the calls of ops for ``m`` rows."""
+
+
+def gemm_of(form: Form) -> Gemm:
+    """Return the product for a form."""
+    if form.scheme == "fp8_block":
+        return _FP8Block()
+    if form.scheme not in _BLOCK:
+        return _FP8(form.has_input_scale)
+    of: dict[str, Callable[[str], Gemm]] = {"16bit": _FP4WeightOnly, "fp4": _FP4, "fp8": _FP8FP4}
+    return of[form.activations](form.scheme)
+
+
+def tensors_of(module: QuantLinear) -> Mapping[str, Tensor]:
+    """Return the tensors of a layer of ``torch_cute_ops.nn`` under the names that a ``Gemm`` reads them by."""
+    return {name: tensor for name, tensor in module.named_buffers() if not name.startswith("_")}
+
+
+@dataclass(frozen=True)
+class _FP4Weight:
+    scheme: str
+
+    @property
+    def block_size(self) -> int:
+        """Elements with a common scale in a row of the weight."""
+        return _BLOCK[self.scheme]
+
+    def alpha(self, layer: Any) -> Tensor | None:
+        """Return the factor of the result: of the merged layers' columns, or of a layer."""
+        if self.scheme != "nvfp4":
+            return None
+        alpha: Tensor = layer.alpha if hasattr(layer, "alpha") else layer.weight_scale_2
+        return alpha
+
+    def properties(self, form: Form, m: int) -> dict[str, Any]:
+        """Return the properties that all GEMMs with an FP4 weight have."""
+        return _properties(form, m, alpha=form.alpha, block_size=self.block_size)
+
+
+class _FP4WeightOnly(_FP4Weight):
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.cute.mm_fp4_weight_only(
+            rows, layer.weight.t(), layer.weight_scale, self.alpha(layer), bias, block_size=self.block_size, **_STATIC
+        )
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        yield "mm_fp4_weight_only", {**self.properties(form, m), "dtype": form.dtype}
+
+
+class _FP4(_FP4Weight):
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        scale = layer.input_global_scale if self.scheme == "nvfp4" else None
+        a, a_scale = torch.ops.cute.fp4_quantize(rows, scale, block_size=self.block_size)
+        return torch.ops.cute.mm_fp4(
+            a, layer.weight.t(), a_scale, layer.weight_scale, self.alpha(layer), bias, rows.dtype, self.block_size,
+            **_STATIC,
+        )  # fmt: skip
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        yield (
+            "fp4_quantize",
+            {
+                "hidden": form.k,
+                "dtype": form.dtype,
+                "global_scale": self.scheme == "nvfp4",
+                "block_size": self.block_size,
+            },
+        )
+        yield "mm_fp4", {**self.properties(form, m), "out_dtype": form.dtype}
+
+
+class _FP8FP4(_FP4Weight):
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        a, a_scale = torch.ops.cute.fp8_quantize(rows, granularity="block128")
+        return torch.ops.cute.mm_fp8_fp4(
+            a, layer.weight.t(), a_scale, layer.weight_scale, self.alpha(layer), bias, rows.dtype, self.block_size,
+            **_STATIC,
+        )  # fmt: skip
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        yield "fp8_quantize", {"hidden": form.k, "dtype": form.dtype, "granularity": "block128"}
+        yield "mm_fp8_fp4", {**self.properties(form, m), "out_dtype": form.dtype}
+
+
+@dataclass(frozen=True)
+class _FP8Block:
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        a, a_scale = torch.ops.cute.fp8_quantize(rows, granularity="block128")
+        return torch.ops.cute.mm_fp8_block(
+            a, layer.weight.t(), a_scale, layer.weight_scale_inv, None, bias, rows.dtype, **_STATIC
+        )
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        yield "fp8_quantize", {"hidden": form.k, "dtype": form.dtype, "granularity": "block128"}
+        yield "mm_fp8_block", _properties(form, m, out_dtype=form.dtype)
+
+
+@dataclass(frozen=True)
+class _FP8:
+    """Product of weights with a scale per tensor or per row. ``row_scale`` has one factor for each row of merged
+    tensors.
+
+    Attributes:
+        is_static: True if the layer has a scale of its input; otherwise each row gets a scale.
+    """
+
+    is_static: bool
+
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        scale = layer.input_scale if self.is_static else None
+        a, a_scale = torch.ops.cute.fp8_quantize(rows, scale, granularity="tensor" if self.is_static else "token")
+        factor = layer.weight_scale
+        if hasattr(layer, "row_scale") and factor.numel() > 1:
+            factor = layer.row_scale
+        return torch.ops.cute.mm_fp8(a, layer.weight.t(), a_scale, factor.view(-1), bias, rows.dtype, **_STATIC)
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        granularity = "tensor" if self.is_static else "token"
+        yield "fp8_quantize", {"hidden": form.k, "dtype": form.dtype, "granularity": granularity}
+        one = form.scheme == "fp8_tensor" and form.parts == 1
+        yield "mm_fp8", _properties(form, m, out_dtype=form.dtype, one_a_scale=self.is_static, one_b_scale=one)
+
+
+def _properties(form: Form, m: int, **own: Any) -> dict[str, Any]:
+    """Return the properties that all GEMMs have, and ``own``, without values that are None."""
+    bias = form.dtype if form.has_bias else None
+    given = {"n": form.n, "k": form.k, "m": m, "bias_dtype": bias, **own, **_STATIC}
+    return {name: value for name, value in given.items() if value is not None}

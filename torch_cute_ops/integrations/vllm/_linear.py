@@ -1,0 +1,268 @@
+"""Method for vLLM's linear layers: the tensors that it loads, and the product with the input."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+
+from torch_cute_ops.checkpoint._layers import READ, Field
+from torch_cute_ops.checkpoint.spec import LayerScheme
+from torch_cute_ops.integrations.vllm._gemms import Form, Gemm, gemm_of, tensors_of
+from torch_cute_ops.integrations.vllm._prepare import Preparation
+from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn.quantize import SCHEMES
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks
+
+logger = init_logger(__name__)
+
+_UNLOADED: Final = 0xFF
+"""Byte that is NaN in every format of scales; it marks scales that the checkpoint does not contain."""
+
+
+@register_weight_loader_v2_supported_method
+class CuteLinearMethod(LinearMethodBase):
+    """Method that multiplies by quantised weights with this package's kernels.
+
+    A layer whose size has no kernel is decoded to 16 bits when it is loaded. A layer whose blocks of scales cannot be
+    divided among its parts or ranks gets vLLM's own method.
+
+    Args:
+        scheme: format of the layer in the checkpoint.
+        prefix: name of the layer, for messages.
+        activations: format of activations for FP4 weights.
+        preparation: kernels of the model's layers; this layer adds its own.
+        own: function that returns vLLM's method for this layer.
+    """
+
+    def __init__(
+        self,
+        scheme: LayerScheme,
+        prefix: str,
+        activations: Activations,
+        preparation: Preparation,
+        own: Callable[[], Any],
+    ) -> None:
+        self.scheme, self.prefix, self.activations = scheme, prefix, activations
+        self.preparation, self._own = preparation, own
+        self._parts: tuple[int, ...] = ()
+        self._form: Form | None = None
+        self._gemm: Gemm | None = None
+        self._decoded: UnquantizedLinearMethod | None = None
+
+    # Loading
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Add a parameter for each tensor of the checkpoint. Arguments are as for vLLM's ``LinearMethodBase``."""
+        self._parts, k = tuple(output_partition_sizes), input_size_per_partition
+        if self._divides_blocks(k, is_vocabulary=not hasattr(layer, "input_size")):
+            method: Any = self._own()
+            logger.warning_once("%s: blocks of scales are divided; vLLM's own method computes it", self.prefix)
+            layer.quant_method = method
+            method.create_weights(
+                layer, k, output_partition_sizes, input_size, output_size, params_dtype, **extra_weight_attrs
+            )
+            return
+        if self.scheme.format == "fp8_block":
+            vars(layer)["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]  # vLLM's loaders read it
+        for field in self._fields():
+            layer.register_parameter(field.stored, self._parameter(field, k, extra_weight_attrs["weight_loader"]))
+        is_static = any(field.is_optional for field in self._fields())
+        self._form = self._form_of(k, params_dtype, is_static, _adds_bias(layer))
+        if self._form.reason_unsupported is None:
+            self.preparation.add(self._form)
+
+    def _fields(self) -> Iterator[Field]:
+        """Yield the tensors that the checkpoint contains for a layer."""
+        for field in READ[self.scheme.style, self.scheme.format]:
+            # ModelOpt's weight-only checkpoints may contain input scales.
+            is_there = self.scheme.activations in ("fp4", "fp8_static") or self.scheme.style == "modelopt"
+            if not field.is_optional or (is_there and self.scheme.activations != "fp8"):
+                yield field
+
+    def _divides_blocks(self, k: int, *, is_vocabulary: bool) -> bool:
+        """Return True if parts, ranks or a padded vocabulary would share a block of scales."""
+        if self.scheme.format == "fp8_block":
+            return is_vocabulary or k % FP8_BLOCK != 0 or any(rows % FP8_BLOCK for rows in self._parts[:-1])
+        block = {"nvfp4": 16, "mxfp4": 32}.get(self.scheme.format, 1)
+        return k % block != 0
+
+    def _parameter(self, field: Field, k: int, loader: Callable[..., None]) -> nn.Parameter:
+        """Return vLLM's parameter for a stored tensor: its class says how merged layers and ranks divide it."""
+        dtype, n = field.dtypes[0], sum(self._parts)
+        shape = field.shape(n, k)
+        options: dict[str, Any] = {"weight_loader": loader}
+        kind: Any = PerTensorScaleParameter
+        if len(shape) == 2 and field.name == "weight_scale_inv":
+            kind, options = BlockQuantScaleParameter, {**options, "output_dim": 0, "input_dim": 1}
+            if self.scheme.style == "modelopt":
+                shape, options["input_dim"] = (shape[0], 1, shape[1], 1), 2
+        elif self.scheme.format == "fp8_channel" and field.name == "weight_scale":
+            kind, options = ChannelQuantScaleParameter, {**options, "output_dim": 0}
+        elif len(shape) == 2:
+            kind, options = ModelWeightParameter, {**options, "output_dim": 0, "input_dim": 1}
+            if dtype == torch.uint8:
+                options["weight_loader"] = _loader_of_bytes(loader)
+        else:
+            shape = (len(self._parts),)
+        data = torch.empty(shape, dtype=dtype)
+        if "scale" in field.stored:
+            data.view(torch.uint8).fill_(_UNLOADED)
+        parameter: nn.Parameter = kind(data=data, **options)
+        return parameter
+
+    def _form_of(self, k: int, dtype: torch.dtype, has_input_scale: bool, has_bias: bool) -> Form:
+        fmt, parts = self.scheme.format, self._parts
+        activations = SCHEMES[fmt].choices[0] if self.activations == "auto" else self.activations
+        if activations not in SCHEMES[fmt].choices:
+            activations = SCHEMES[fmt].choices[0]
+        if fmt == "nvfp4" and activations == "fp4" and not has_input_scale:
+            activations = "16bit"
+        if activations == "fp8" and fmt in ("nvfp4", "mxfp4") and k % 64:
+            activations = "16bit"
+        return Form(fmt, activations, sum(parts), k, len(parts), has_input_scale, dtype, has_bias)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replace the loaded tensors by those that the kernels read, and prepare the kernels.
+
+        Raises:
+            ValueError: if the checkpoint lacks a tensor of the layer.
+        """
+        form = self._form
+        assert form is not None
+        tensors = self._taken(layer)
+        has_input_scale = "input_scale" in tensors
+        form = self._form_of(form.k, form.dtype, has_input_scale, form.has_bias)
+        if form.reason_unsupported is not None:
+            logger.warning_once("%s: %s; the weight is decoded to 16 bits", self.prefix, form.reason_unsupported)
+            weight = _decoded(form, tensors, self._parts)
+            layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+            self._decoded = UnquantizedLinearMethod()
+            self._decoded.process_weights_after_loading(layer)
+            return
+        cls: Any = SCHEMES[form.scheme]
+        module = cls.from_tensors(**tensors, parts=self._parts, activations=form.activations)
+        for name, tensor in tensors_of(module).items():
+            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self._form, self._gemm = form, gemm_of(form)
+        self.preparation.run(module.weight.device)
+
+    def _taken(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Remove the loaded parameters from a layer; return them by the names of ``torch_cute_ops.nn``.
+
+        Raises:
+            ValueError: if the checkpoint lacks a tensor of the layer.
+        """
+        taken = {}
+        for field in self._fields():
+            tensor: Tensor = getattr(layer, field.stored).data
+            delattr(layer, field.stored)
+            if field.name == "input_scale":
+                shared = _largest(tensor.reciprocal() if field.is_reciprocal else tensor)
+                if shared is not None and self.scheme.format != "mxfp4":
+                    taken[field.name] = shared
+                continue
+            if "scale" in field.stored and bool(_is_unloaded(tensor).any()):
+                raise ValueError(
+                    f"{self.prefix}: the checkpoint has no {field.stored}, or not for every merged layer; a layer that "
+                    "is not quantised belongs in the ignored layers of quantization_config"
+                )
+            if field.name == "weight_scale_inv":
+                tensor = tensor.flatten(1)
+            taken[field.name] = tensor.reciprocal() if field.is_reciprocal else tensor
+        return taken
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """Let an output head share the embedding's weight and method: a tied head has no tensors of its own."""
+        for field in self._fields():
+            delattr(layer, field.stored)
+        method: Any = embed_tokens.quant_method
+        layer.quant_method = method
+        tied: nn.Module = method.tie_weights(layer, embed_tokens)
+        return tied
+
+    # Use
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x · Wᵀ + bias``, (..., N) in the dtype of ``x``, (..., K)."""
+        if self._decoded is not None:
+            decoded: Tensor = self._decoded.apply(layer, x, bias)
+            return decoded
+        assert self._gemm is not None
+        y = self._gemm(layer, x.reshape(-1, x.shape[-1]), bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _adds_bias(layer: Any) -> bool:
+    """Return True if vLLM passes a bias to ``apply``: of layers whose K is divided among ranks, on the first rank."""
+    is_row_parallel = hasattr(layer, "input_is_parallel")
+    return (
+        bool(getattr(layer, "has_bias", False))
+        and not getattr(layer, "skip_bias_add", False)
+        and not (is_row_parallel and layer.tp_rank > 0)
+    )
+
+
+def _loader_of_bytes(loader: Callable[..., None]) -> Callable[..., None]:
+    """Return a loader that copies bytes of codes or of e8m0 scales, whatever dtype the checkpoint gives them."""
+
+    @functools.wraps(loader)
+    def load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        loader(param, loaded_weight.view(torch.uint8), *args, **kwargs)
+
+    return load
+
+
+def _is_unloaded(scale: Tensor) -> Tensor:
+    """Return True for each scale that still has the value from before loading."""
+    return scale == _UNLOADED if scale.dtype == torch.uint8 else scale.float().isnan()
+
+
+def _largest(scales: Tensor) -> Tensor | None:
+    """Return the largest calibrated scale, (1,), or None without one: merged layers share their input."""
+    calibrated = scales.flatten()[scales.flatten().isfinite() & (scales.flatten() > 0)]
+    return calibrated.max().reshape(1) if calibrated.numel() else None
+
+
+def _decoded(form: Form, tensors: dict[str, Tensor], parts: Sequence[int]) -> Tensor:
+    """Return the weight (N, K) in the dtype of the model, rounded once."""
+    weight, dtype = tensors["weight"], form.dtype
+    if form.scheme == "fp8_block":
+        return decode_fp8_blocks(weight, tensors["weight_scale_inv"], dtype)
+    if form.scheme in ("fp8_tensor", "fp8_channel"):
+        return (weight.float() * _by_row(tensors["weight_scale"], parts)).to(dtype)
+    block = 16 if form.scheme == "nvfp4" else 32
+    codes = fp4_dequantize(
+        weight, tensors["weight_scale"], scale_layout="linear", block_size=block, out_dtype=torch.float32
+    )
+    return (codes if block == 32 else codes * _by_row(tensors["weight_scale_2"], parts)).to(dtype)
+
+
+def _by_row(scale: Tensor, parts: Sequence[int]) -> Tensor:
+    """Return a factor for each row, (N, 1), from a factor for each part or each row."""
+    if scale.numel() == sum(parts):
+        return scale.reshape(-1, 1)
+    return scale.reshape(-1).repeat_interleave(torch.tensor(parts, device=scale.device)).reshape(-1, 1)
