@@ -135,6 +135,19 @@ def test_method_of_a_layer(config, prefix, scheme, vllm):
     assert made.get_quant_method(nn.Module(), prefix) is None  # attention, embeddings, experts: vLLM's
 
 
+def test_quantised_output_heads(vllm):
+    """compressed-tensors' target "Linear" includes an output head, which in vLLM is no linear layer."""
+    for config, scheme in (
+        (compressed("nvfp4"), LayerScheme("nvfp4", "compressed-tensors", "16bit")),
+        (NVFP4, LayerScheme("nvfp4", "modelopt", "fp4")),
+    ):
+        method = vllm._config.CONFIGS[0].from_config(config).get_quant_method(vllm_stub.ParallelLMHead(), "lm_head")
+        assert method.scheme == scheme
+        excluded = vllm._config.CONFIGS[0].from_config({**config, "ignore": ["lm_head"]})
+        method = excluded.get_quant_method(vllm_stub.ParallelLMHead(), "lm_head")
+        assert isinstance(method, vllm_stub.UnquantizedLinearMethod)
+
+
 # Loading and values
 
 Stored = list[dict[str, torch.Tensor]]
@@ -389,6 +402,37 @@ def test_captured_sizes_are_called(vllm):
     form = vllm._gemms.Form("nvfp4", "16bit", 256, 128, 1, False, torch.bfloat16, False)
     jobs = vllm._prepare.jobs_of([form], 2048, ARCHS["sm_90a"], [1, 2, 4, 8, 16, 24])
     assert [dict(job.properties)["m"] for job in jobs] == [1, 8, 16, 24]
+
+
+# Norms
+
+
+def test_norms(vllm, device):
+    """Registered norms have the values of vLLM's ops, up to a rounding, and update the residual in place."""
+    norms = importlib.import_module(f"{vllm_stub.OURS}._norms")
+    ops = vllm_stub.IR_OPS
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        op.impls.pop(norms.PROVIDER, None)
+    for _ in range(2):
+        norms.register()
+    plain, fused = (op.impls[norms.PROVIDER] for op in (ops.rms_norm, ops.fused_add_rms_norm))
+    assert (plain.inplace, fused.inplace) == (False, True)
+    x, residual = (torch.randn(5, 96, device=device).bfloat16() for _ in range(2))
+    weight = torch.rand(96, device=device).bfloat16()
+    assert plain.supports_args(x, weight, 1e-5) and fused.supports_args(x, residual, weight, 1e-5)
+    assert not plain.supports_args(x, None, 1e-5) and not plain.supports_args(x, weight, 1e-5, 48)
+    assert not plain.supports_args(x, weight.half(), 1e-5)
+    assert not fused.supports_args(x, residual.float(), weight, 1e-5)
+
+    def normed(rows: np.ndarray) -> np.ndarray:
+        return rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * weight.double().cpu().numpy()
+
+    given = x.double().cpu().numpy()
+    np.testing.assert_allclose(plain.function(x, weight, 1e-5).double().cpu(), normed(given), rtol=2**-8)
+    summed = (x.double() + residual.double()).bfloat16()
+    got, updated = fused.function(x, residual, weight, 1e-5)
+    assert updated is residual and torch.equal(residual, summed)
+    np.testing.assert_allclose(got.double().cpu(), normed(summed.double().cpu().numpy()), rtol=2**-8)
 
 
 @pytest.mark.gpu

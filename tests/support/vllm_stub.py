@@ -197,17 +197,21 @@ class CompressedTensorsConfig(_Checkpoint):
         super().__init__(config)
         self.quant_format = config.get("format")
         self.transform_config = config.get("transform_config")
+        group = next(iter(config["config_groups"].values()))
+        self.target_scheme_map = {
+            "Linear": {
+                "format": group.get("format"),
+                **{n: _Arguments(group[n]) for n in ("weights", "input_activations") if group.get(n) is not None},
+            }
+        }
 
     def get_scheme_dict(self, layer: nn.Module, layer_name: str | None = None) -> dict[str, Any] | None:
         if any(name in (layer_name or "") for name in self.ignored):
             return None
-        if isinstance(layer, ParallelLMHead):
-            raise ValueError("no target fits")
-        group = next(iter(self.config["config_groups"].values()))
-        dumped = {
-            name: _Arguments(group[name]) for name in ("weights", "input_activations") if group.get(name) is not None
-        }
-        return {**dumped, "format": group.get("format") or self.quant_format}
+        if "Linear" not in type(layer).__name__:  # no target fits
+            return None
+        group = self.target_scheme_map["Linear"]
+        return {**group, "format": group.get("format") or self.quant_format}
 
 
 class Fp8Config(_Checkpoint):
@@ -230,6 +234,52 @@ class ModelOptMixedPrecisionConfig(_Checkpoint):
     def _resolve_quant_algo(self, prefix: str) -> str | None:
         layer = self.config["quantized_layers"].get(prefix)
         return None if layer is None else layer["quant_algo"]
+
+
+class IrOp:
+    """An op of vLLM's IR, with its implementations by provider."""
+
+    def __init__(
+        self,
+        name: str,
+        native_impl: Callable,
+        activations: list[str] | None = None,
+        registration_stack: list[str] | None = None,
+    ):
+        self.name = name
+        self.impls: dict[str, Any] = {"native": native_impl}
+
+    def register_impl(
+        self,
+        provider: str,
+        *,
+        supported: bool = True,
+        supports_args: Callable[..., bool] | None = None,
+        inplace: bool = False,
+    ) -> Callable[[Callable[..., Any]], Any]:
+        def register(function: Callable[..., Any]) -> Any:
+            assert provider not in self.impls
+            self.impls[provider] = types.SimpleNamespace(
+                function=function, supports_args=supports_args, inplace=inplace
+            )
+            return function
+
+        return register
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None): ...
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+): ...
+
+
+IR_OPS = types.SimpleNamespace(**{each.__name__: IrOp(each.__name__, each) for each in (rms_norm, fused_add_rms_norm)})
 
 
 class BasevLLMParameter(Parameter):
@@ -272,6 +322,9 @@ class PerTensorScaleParameter(BasevLLMParameter):
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 MODULES: dict[str, dict[str, Any]] = {
     "vllm.config": {"get_current_vllm_config_or_none": get_current_vllm_config_or_none},
+    "vllm.ir": {"ops": IR_OPS},
+    "vllm.ir.op": {"IrOp": IrOp},
+    "vllm.ir.ops.layernorm": {"rms_norm": rms_norm, "fused_add_rms_norm": fused_add_rms_norm},
     "vllm.logger": {"init_logger": init_logger},
     "vllm.model_executor.layers.linear": {
         each.__name__: each
@@ -309,7 +362,7 @@ def modules() -> Iterator[tuple[str, types.ModuleType]]:
             prefix = ".".join(parts[:i])
             made.setdefault(prefix, types.ModuleType(prefix)).__path__ = []  # type: ignore[attr-defined]
             if i > 1:
-                setattr(made[".".join(parts[: i - 1])], parts[i - 1], made[prefix])
+                vars(made[".".join(parts[: i - 1])]).setdefault(parts[i - 1], made[prefix])
         vars(made[name]).update(content)
     yield from made.items()
 

@@ -15,7 +15,9 @@ differ, instead of a setting, because vLLM's cache of compiled models depends on
 
 
 def register() -> None:
-    """Register the quantisation methods of ``METHODS`` with vLLM. A second call changes nothing.
+    """Register the quantisation methods of ``METHODS`` with vLLM, and norms under the provider ``torch_cute_ops``.
+
+    A second call changes nothing. The norms are used only if the user puts the provider into vLLM's ``ir_op_priority``.
 
     If the environment variable ``TORCH_CUTE_OPS_VLLM`` names a key of ``METHODS``, that method is also chosen for every
     supported checkpoint that is served without ``--quantization``.
@@ -26,6 +28,7 @@ def register() -> None:
     try:
         from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
+        from torch_cute_ops.integrations.vllm import _norms
         from torch_cute_ops.integrations.vllm._config import CONFIGS
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
@@ -34,3 +37,4 @@ def register() -> None:
     for config in CONFIGS:
         if config.name not in QUANTIZATION_METHODS:
             register_quantization_config(config.name)(config)
+    _norms.register()

@@ -25,6 +25,9 @@ from torch_cute_ops.nn._base import Activations
 _CONFIG: Final = Path("config.json")
 """File that error messages of the checkpoint reader name."""
 
+_LINEAR: Final = nn.Linear(1, 1, device="meta")
+"""Layer whose class the targets of compressed-tensors match as they match an output head's in transformers."""
+
 if TYPE_CHECKING:
     _Base = Any
 else:
@@ -77,13 +80,14 @@ class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
         supports."""
         if self.transform_config is not None:
             return None
+        # The target "Linear" includes an output head, which is no linear layer in vLLM's model.
+        group = self.get_scheme_dict(_LINEAR if isinstance(layer, ParallelLMHead) else layer, prefix)
+        if not group or group.get("weights") is None:
+            return None
         try:
-            group = self.get_scheme_dict(layer, prefix)
-            if not group or group.get("weights") is None:
-                return None
             plain = {name: _plain(value) for name, value in group.items()}
             return compressed_scheme(_CONFIG, f"{prefix}: ", plain, self.quant_format)
-        except ValueError:  # no target fits an output head, or the format is not ours
+        except ValueError:  # a format of vLLM only
             return None
 
 
