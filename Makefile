@@ -10,7 +10,7 @@ dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 # A worker that dies ends the run: pytest-xdist can wait for its successor for ever.
 workers = -n logical --maxprocesses 32 --dist loadgroup --max-worker-restart 0
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel demo-experts test lint format typecheck docs bench release venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel demo-experts test test-vllm lint format typecheck docs bench release venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -46,6 +46,9 @@ demo-experts:  ## Run a model in the shape of DeepSeek-V3 or gpt-oss: examples/e
 test:          ## Run the tests on every processor; with a GPU also the kernels
 	@$(dev) -- -m pytest $(workers) $(ARGS)
 
+test-vllm:     ## Serve tiny models with vLLM on a CPU, in an environment of its own
+	@$(PYTHON) tools/setup_vllm.py --venv $(VENV)-vllm -- -m pytest tests/engines tests/integrations/test_vllm.py $(ARGS)
+
 lint:          ## Check style and formatting
 	@$(dev) -- -m ruff check
 	@$(dev) -- -m ruff format --check
@@ -70,4 +73,4 @@ venv:          ## Create the environment only
 	@$(dev)
 
 clean:         ## Remove the environment, build outputs and caches
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

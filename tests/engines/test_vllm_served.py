@@ -1,0 +1,351 @@
+"""Tiny models that ``save`` wrote, served by vLLM on a CPU, against the same checkpoints in transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the model is in this process, where tests can call its layers
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+import pytest
+import torch
+import transformers
+import vllm
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import torch_cute_ops.nn
+from torch_cute_ops import checkpoint
+from torch_cute_ops.integrations import transformers as cute_transformers
+from torch_cute_ops.integrations.vllm import METHODS
+from torch_cute_ops.integrations.vllm._linear import CuteLinearMethod
+from torch_cute_ops.runtime import settings
+
+PROMPTS = [[1, 5, 9, 33, 7], [1, *range(40, 61)], [1, 100]]
+TOKENS = 12
+GAP = 0.1
+"""Difference of log probabilities within which either of two tokens is right."""
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 256, "seed": 0,
+    "skip_tokenizer_init": True,
+}  # fmt: skip
+OURS = METHODS["auto"]
+
+
+class Answer(NamedTuple):
+    """Greedy tokens, and the log probabilities of the likeliest tokens at each step."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+
+class Served(NamedTuple):
+    """Answers to ``PROMPTS``, and the number of the model's linear layers by the class of their method."""
+
+    answers: list[Answer]
+    methods: Counter[str]
+
+
+def model_of(kind: str = "Llama", seed: int = 0, **sizes: Any) -> nn.Module:
+    """Return a random model whose logits are of the size of a trained model's."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.dim() == 2:
+                is_tied = "embed" in name and config.tie_word_embeddings
+                each.normal_(std=0.1 if is_tied else 1.0 if "embed" in name else 1.5 / each.shape[1] ** 0.5)
+            elif "bias" in name:
+                each.normal_(std=0.5)
+    return model.bfloat16()
+
+
+def save(folder: Path, scheme: str, style: str, *, calibrated: bool = False, ignore: Any = None, **of: Any) -> Path:
+    """Quantise a random model, and save it as a checkpoint."""
+    model, how = model_of(**of), {} if ignore is None else {"ignore": ignore}
+    if calibrated:
+        how["calibrate"] = lambda model: model(torch.randint(4, 500, (4, 32)))
+        how |= {"activations": "fp4"} if scheme == "nvfp4" else {}
+    with torch.no_grad():
+        torch_cute_ops.nn.quantize_(model, scheme, **how)
+    checkpoint.save(model, folder, style)
+    return folder
+
+
+def serve(
+    folder: Path, quantization: str | None = OURS, check: Callable[[nn.Module], Any] | None = None, **options: Any
+) -> Served:
+    """Serve a checkpoint, and call ``check`` with vLLM's model."""
+    llm = vllm.LLM(str(folder), quantization=quantization, **{**OPTIONS, "enforce_eager": True, **options})
+    try:
+        parameters = vllm.SamplingParams(
+            temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], parameters, use_tqdm=False)
+        model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        methods = Counter(
+            type(each.quant_method).__name__
+            for each in model.modules()
+            if isinstance(each, vllm.model_executor.layers.linear.LinearBase)
+        )
+        if check is not None:
+            check(model)
+    finally:
+        del llm
+        vllm.distributed.cleanup_dist_env_and_memory()
+    answers = []
+    for output in outputs:
+        said = output.outputs[0]
+        logprobs = [{token: value.logprob for token, value in step.items()} for step in said.logprobs]
+        answers.append(Answer([*said.token_ids], logprobs))
+    return Served(answers, methods)
+
+
+@torch.no_grad()
+def differences(model: nn.Module, answers: list[Answer]) -> tuple[int, float]:
+    """Return the number of tokens that are less likely than the likeliest by ``GAP``, and the mean difference of the
+    log probabilities, by a model of transformers."""
+    wrong, apart = 0, []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        logits = model(torch.tensor([prompt + answer.tokens])).logits.float()
+        rows = torch.log_softmax(logits, -1)[0, len(prompt) - 1 : -1]
+        for row, token, few in zip(rows, answer.tokens, answer.logprobs, strict=True):
+            wrong += bool(row.max() - row[token] > GAP)
+            apart += [abs(row[key].item() - value) for key, value in few.items()]
+    return wrong, sum(apart) / len(apart)
+
+
+def check_as_transformers(folder: Path, served: Served, unquantised: nn.Module | None = None) -> None:
+    """Check that vLLM says what transformers says of the checkpoint, and that the unquantised model says otherwise."""
+    assert [*served.methods] == [CuteLinearMethod.__name__]
+    wrong, apart = differences(cute_transformers.from_pretrained(folder), served.answers)
+    assert wrong == 0 and apart < 0.03, (wrong, apart)
+    if unquantised is not None:
+        wrong, apart = differences(unquantised, served.answers)
+        assert wrong > 3 and apart > 0.1, (wrong, apart)
+
+
+DENSE = [
+    ("nvfp4", "modelopt", False), ("nvfp4", "compressed-tensors", False), ("mxfp4", "compressed-tensors", False),
+    ("nvfp4", "modelopt", True), ("nvfp4", "compressed-tensors", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "style", "calibrated"), DENSE)
+def test_fp4_checkpoints(scheme, style, calibrated, tmp_path):
+    """Tokens and log probabilities are those of transformers, with 16-bit activations."""
+    seeds = (0, 1, 2) if (scheme, style, calibrated) in DENSE[1:3] else (0,)
+    for seed in seeds:
+        folder = save(tmp_path / str(seed), scheme, style, calibrated=calibrated, seed=seed)
+        check_as_transformers(folder, serve(folder), model_of(seed=seed))
+
+
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class LayersAgree:
+    """Check that each of our layers in vLLM's model computes what the layers of transformers compute.
+
+    FP8 and FP4 activations amplify the rounding of 16-bit operations before a layer, so that whole models can only be
+    compared roughly.
+    """
+
+    def __init__(self, model: nn.Module, bound: float = 2**-7) -> None:
+        self.model, self.bound, self.count = model, bound, 0
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> None:
+        for name, layer in model.named_modules():
+            if not isinstance(getattr(layer, "quant_method", None), CuteLinearMethod):
+                continue
+            lead, _, last = name.rpartition(".")
+            parts = [self.model.get_submodule(f"{lead}.{part}") for part in MERGED.get(last, (last,))]
+            x = torch.randn(5, parts[0].in_features).bfloat16()
+            got = layer.quant_method.apply(layer, x, None).double()
+            want = torch.cat([part(x) for part in parts], 1).double()
+            assert (got - want).norm() <= self.bound * want.norm(), (name, got, want)
+            self.count += 1
+
+
+QUANTISED = [
+    ("fp8_block", "compressed-tensors", False, "auto"), ("fp8_channel", "compressed-tensors", False, "auto"),
+    ("fp8_channel", "modelopt", False, "auto"), ("fp8_channel", "compressed-tensors", True, "auto"),
+    ("fp8_tensor", "compressed-tensors", False, "auto"), ("fp8_tensor", "modelopt", True, "auto"),
+    ("nvfp4", "modelopt", True, "fp4"), ("mxfp4", "compressed-tensors", False, "fp8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "style", "calibrated", "activations"), QUANTISED)
+def test_layers_with_quantised_activations(scheme, style, calibrated, activations, tmp_path):
+    folder = save(tmp_path / "model", scheme, style, calibrated=calibrated)
+    check = LayersAgree(cute_transformers.from_pretrained(folder, activations=activations, merge=False))
+    served = serve(folder, METHODS[activations], check)
+    assert [*served.methods] == [CuteLinearMethod.__name__] and check.count == 8
+    if activations != "fp4":  # whose noise is 8 times that of FP8
+        wrong, apart = differences(cute_transformers.from_pretrained(folder, activations=activations), served.answers)
+        assert wrong < 12 and apart < 0.25, (wrong, apart)
+
+
+def skewed(folder: Path) -> Path:
+    """Double the global scales of k and up, and halve their block scales: the same weights."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("weight_scale_2") and ("k_proj" in name or "up" in name)]:
+        block = name.removesuffix("_2")
+        halved = tensors[block].float() / 2
+        assert torch.equal(halved.to(torch.float8_e4m3fn).float(), halved)
+        tensors |= {block: halved.to(torch.float8_e4m3fn), name: tensors[name] * 2}
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def test_merged_layers_keep_their_scales(tmp_path):
+    folder = save(tmp_path / "model", "nvfp4", "modelopt")
+    before = serve(folder)
+    assert serve(skewed(folder)) == before
+
+
+def test_biases(tmp_path):
+    folder = save(tmp_path / "model", "nvfp4", "modelopt", kind="Qwen2")
+    check_as_transformers(folder, serve(folder), model_of(kind="Qwen2"))
+
+
+def test_tied_output_head_and_scales_of_the_cache(tmp_path):
+    """Scales of the KV cache, which are tensors of k_proj and v_proj in the file, are left to vLLM."""
+    folder = save(tmp_path / "model", "nvfp4", "modelopt", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    for i, kind in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
+        tensors[f"model.layers.{i}.self_attn.{kind}_proj.{kind}_scale"] = torch.tensor(0.5)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    check_as_transformers(folder, serve(folder))
+
+
+@pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
+def test_quantised_output_head(style, tmp_path):
+    folder = save(tmp_path / "model", "nvfp4", style, ignore=(), vocab_size=504)
+    heads: list[Any] = []
+    served = serve(folder, check=lambda model: heads.append(type(model.lm_head.quant_method)))
+    check_as_transformers(folder, served, model_of(vocab_size=504))
+    assert heads == [CuteLinearMethod]
+
+
+def test_sizes_without_a_kernel(tmp_path):
+    """down_proj with K = 500 has no kernel: its weight is decoded when it is loaded."""
+    folder = save(tmp_path / "model", "fp8_channel", "compressed-tensors", intermediate_size=500)
+    decoded: list[bool] = []
+    served = serve(folder, check=lambda model: decoded.extend(
+        each.mlp.down_proj.quant_method._decoded is not None for each in model.model.layers
+    ))  # fmt: skip
+    assert decoded == [True, True]
+    wrong, apart = differences(cute_transformers.from_pretrained(folder), served.answers)
+    assert wrong < 12 and apart < 0.25, (wrong, apart)
+
+
+def test_choice_by_the_setting(tmp_path, monkeypatch):
+    """Without --quantization vLLM's own method computes the layers, unless the setting chooses ours."""
+    folder = save(tmp_path / "model", "fp8_channel", "compressed-tensors")
+    assert [*serve(folder, None).methods] == ["CompressedTensorsLinearMethod"]
+    monkeypatch.setattr(settings, "VLLM", "auto")
+    assert [*serve(folder, None).methods] == [CuteLinearMethod.__name__]
+
+
+def test_compiled(tmp_path, monkeypatch, caplog):
+    """vLLM compiles the model as one graph, with our norms if the user prefers them, and reads every file that it
+    traced."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    from vllm.compilation import backends
+
+    messages: list[str] = []
+    monkeypatch.setattr(backends.logger, "warning", lambda text, *args: messages.append(text % args))
+    folder = save(tmp_path / "model", "nvfp4", "compressed-tensors")
+    norms = {"rms_norm": ["torch_cute_ops"], "fused_add_rms_norm": ["torch_cute_ops"]}
+    check_as_transformers(folder, serve(folder, enforce_eager=False, ir_op_priority=norms), model_of())
+    generated = "".join(path.read_text(errors="ignore") for path in (tmp_path / "cache").rglob("*.py"))
+    assert all(f"cute.{op}" in generated for op in ("mm_fp4_weight_only", "rmsnorm", "add_rmsnorm"))
+    assert not [text for text in messages if "torch_cute_ops" in text]
+
+
+def test_reloaded_weights(tmp_path):
+    """Weights that vLLM loads again, from a file with other weights, are those of the other file."""
+    folder, other = (save(tmp_path / str(seed), "nvfp4", "modelopt", seed=seed) for seed in (0, 1))
+    want = serve(other).answers
+    llm = vllm.LLM(str(folder), quantization=OURS, enforce_eager=True, **OPTIONS)
+    try:
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        model = worker.model_runner.get_model()
+        pointers = {name: each.data_ptr() for name, each in model.named_parameters() if "proj" in name}
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        assert {n: p.data_ptr() for n, p in model.named_parameters() if "proj" in n} == pointers  # graphs read them
+        parameters = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], parameters, use_tqdm=False)
+    finally:
+        del llm
+        vllm.distributed.cleanup_dist_env_and_memory()
+    assert [[*each.outputs[0].token_ids] for each in outputs] == [answer.tokens for answer in want]
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[tuple[Path, str]]:
+    """Start an OpenAI server of a checkpoint; yield the checkpoint and the server's address."""
+    folder = save(tmp_path / "model", "nvfp4", "compressed-tensors")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {name.replace("_", "-"): value for name, value in OPTIONS.items() if value is not True}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *arguments,
+               "--skip-tokenizer-init", "--enforce-eager", "--served-model-name", "tiny", "--host", "127.0.0.1",
+               "--port", str(port), "--quantization", OURS]  # fmt: skip
+    log = (tmp_path / "log").open("wb")
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(1)
+        yield folder, f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        log.close()
+
+
+def test_server(server):
+    """The server's answers equal offline answers."""
+    folder, address = server
+    want = serve(folder).answers
+    for prompt, answer in zip(PROMPTS, want, strict=True):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1,
+                "ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True}  # fmt: skip
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        choice = json.load(urllib.request.urlopen(request, timeout=120))["choices"][0]
+        assert choice["token_ids"] == answer.tokens
+        given = [step[token] for token, step in zip(answer.tokens, answer.logprobs, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(given, abs=0.05)
