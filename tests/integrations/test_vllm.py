@@ -22,6 +22,7 @@ from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import is_kept
 
 
 @pytest.fixture
@@ -402,6 +403,30 @@ def test_captured_sizes_are_called(vllm):
     form = vllm._gemms.Form("nvfp4", "16bit", 256, 128, 1, False, torch.bfloat16, False)
     jobs = vllm._prepare.jobs_of([form], 2048, ARCHS["sm_90a"], [1, 2, 4, 8, 16, 24])
     assert [dict(job.properties)["m"] for job in jobs] == [1, 8, 16, 24]
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_in_other_processes(vllm, monkeypatch, tmp_path):
+    """Missing kernels are compiled into the cache on disk; then none is missing."""
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    arch, form = ARCHS["sm_90a"], vllm._gemms.Form("fp8_block", "fp8", 128, 128, 1, False, torch.bfloat16, False)
+    jobs = vllm._prepare.jobs_of([form], 8, arch)
+    kernels = [each for job in jobs for each in registry.kernels_of(job.op, arch.name, **dict(job.properties))]
+    assert len(jobs) > 1 and not any(is_kept(each, arch) for each in kernels)
+    vllm._prepare.compile_missing(jobs, arch)
+    assert all(is_kept(each, arch) for each in kernels)
+    monkeypatch.setattr(vllm._prepare.subprocess, "run", None)
+    vllm._prepare.compile_missing(jobs, arch)
+
+
+def test_a_failed_compilation_is_a_warning(vllm, monkeypatch, tmp_path):
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    monkeypatch.setattr(vllm._prepare.sys, "executable", "/bin/false")
+    messages: list[Any] = []
+    monkeypatch.setattr(vllm._prepare.logger, "warning", lambda *args: messages.append(args))
+    form = vllm._gemms.Form("fp8_block", "fp8", 128, 128, 1, False, torch.bfloat16, False)
+    vllm._prepare.compile_missing(vllm._prepare.jobs_of([form], 8, ARCHS["sm_90a"]), ARCHS["sm_90a"])
+    assert len(messages) == 1
 
 
 # Norms

@@ -1,8 +1,13 @@
 """Compilation of every kernel that a model's layers can need, before vLLM is ready to serve."""
 
-import contextlib
-import multiprocessing
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -11,6 +16,7 @@ from vllm.logger import init_logger
 from torch_cute_ops import deployment, registry
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.integrations.vllm._gemms import Form, gemm_of
+from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch, arch_of_device
 from torch_cute_ops.runtime.compiler import is_kept, store
 
@@ -45,7 +51,8 @@ class Preparation:
         captured = config.compilation_config.cudagraph_capture_sizes or ()
         most = max(config.scheduler_config.max_num_batched_tokens, *captured, 1)
         jobs = jobs_of(self.forms, most, arch)
-        compile_missing(jobs, arch)
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            compile_missing(jobs, arch)  # other ranks share the work: a kernel that one rank compiles, others wait for
         for job in [*jobs, *jobs_of(self.forms, most, arch, captured)]:
             registry.warmup(job.op, **dict(job.properties))
 
@@ -88,20 +95,32 @@ def _one_of_each_bucket(most: int) -> Iterator[int]:
 def compile_missing(jobs: list[deployment.Job], arch: Arch) -> None:
     """Compile the kernels of calls that the cache on disk lacks, in one process for each processor.
 
-    A daemonic process, as vLLM's workers of several GPUs are, may have no processes of its own: ``registry.warmup``
-    then compiles one kernel after the other, each on one rank only.
-
-    Raises:
-        RuntimeError: if a kernel cannot be compiled.
+    The processes belong to ``python -m torch_cute_ops warmup``: processes of this one would import the user's script
+    again, and vLLM's workers of several GPUs may have none. If the command fails, a warning says so, and the calls
+    compile one kernel after the other.
     """
-    if store() is None or multiprocessing.current_process().daemon:
+    if store() is None:
         return
     wanted = {job: registry.kernels_of(job.op, arch.name, **dict(job.properties)) for job in jobs}
     missing = [job for job, kernels in wanted.items() if not all(is_kept(kernel, arch) for kernel in kernels)]
     if not missing:
         return
     logger.info("torch_cute_ops: compiling the kernels of %d calls", len(missing))
-    with contextlib.closing(deployment.compile_jobs(missing, [arch.name])) as outcomes:
-        failed = [outcome for outcome in outcomes if outcome.error]
-    if failed:
-        raise RuntimeError("; ".join(f"{outcome.job}: {outcome.error}" for outcome in failed))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "deployment.toml")
+        path.write_text("".join(map(_table, missing)))
+        command = [sys.executable, "-m", "torch_cute_ops", "warmup", "--config", str(path), "--arch", arch.name]
+        environment = {**os.environ, "TORCH_CUTE_OPS_CACHE_DIR": str(settings.cache_folder())}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        logger.warning("torch_cute_ops: kernels were not compiled in parallel: %s", done.stderr[-1000:])
+
+
+def _table(job: deployment.Job) -> str:
+    """Return a table of a deployment's file for a call."""
+    lines = [f"{name} = {json.dumps(_name_of(value))}" for name, value in job.properties]
+    return "\n".join(["[[kernel]]", f"op = {json.dumps(job.op)}", *lines, "", ""])
+
+
+def _name_of(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
