@@ -344,6 +344,23 @@ def test_tied_output_head(vllm):
 # Preparation
 
 
+@pytest.mark.parametrize(
+    ("own", "adds"),
+    [({}, True), ({"skip_bias_add": True}, False), ({"input_is_parallel": True, "tp_rank": 0}, True),
+     ({"input_is_parallel": True, "tp_rank": 1}, False), ({"tp_rank": 1}, True), ({"has_bias": False}, False)],
+)  # fmt: skip
+def test_prepared_layers_with_a_bias(own, adds, vllm):
+    """A layer whose K is divided among ranks gets its bias on the first rank only."""
+    layer, preparation = vllm_stub.LinearBase(), vllm._prepare.Preparation()
+    vars(layer).update({"input_size": 64, "has_bias": True, **own})
+    method = vllm._linear.CuteLinearMethod(
+        LayerScheme("mxfp4", "compressed-tensors", "16bit"), "x", "auto", preparation, vllm_stub.OwnMethod
+    )
+    for _ in range(2):
+        method.create_weights(layer, 64, [8, 8], 64, 16, torch.bfloat16, weight_loader=None)
+    assert [(form.has_bias, form.n, form.k, form.parts) for form in preparation.forms] == [(adds, 16, 64, 2)]
+
+
 class Recorded(TorchDispatchMode):
     """Record the ops of this package that a block calls, on the meta device."""
 

@@ -32,6 +32,7 @@ WRONG = [
     ),
     ("CACHE", "yes", "0 or 1"),
     ("LOG", "loud", "info or debug"),
+    ("VLLM", "1", "auto, fp4 or fp8"),
 ]
 
 
