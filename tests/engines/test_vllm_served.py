@@ -155,7 +155,7 @@ DENSE = [
 
 @pytest.mark.parametrize(("scheme", "style", "calibrated"), DENSE)
 def test_fp4_checkpoints(scheme, style, calibrated, tmp_path):
-    """Tokens and log probabilities are those of transformers, with 16-bit activations."""
+    """With 16-bit activations, tokens and log probabilities agree with transformers."""
     seeds = (0, 1, 2) if (scheme, style, calibrated) in DENSE[1:3] else (0,)
     for seed in seeds:
         folder = save(tmp_path / str(seed), scheme, style, calibrated=calibrated, seed=seed)
@@ -203,7 +203,7 @@ def test_layers_with_quantised_activations(scheme, style, calibrated, activation
     check = LayersAgree(cute_transformers.from_pretrained(folder, activations=activations, merge=False))
     served = serve(folder, METHODS[activations], check)
     assert [*served.methods] == [CuteLinearMethod.__name__] and check.count == 8
-    if activations != "fp4":  # whose noise is 8 times that of FP8
+    if activations != "fp4":  # the noise of FP4 is 8 times the noise of FP8
         wrong, apart = differences(cute_transformers.from_pretrained(folder, activations=activations), served.answers)
         assert wrong < 12 and apart < 0.25, (wrong, apart)
 
@@ -288,7 +288,7 @@ def test_compiled(tmp_path, monkeypatch, caplog):
 
 
 def test_reloaded_weights(tmp_path):
-    """Weights that vLLM loads again, from a file with other weights, are those of the other file."""
+    """After vLLM loaded another file's weights, its answers are the other file's."""
     folder, other = (save(tmp_path / str(seed), "nvfp4", "modelopt", seed=seed) for seed in (0, 1))
     want = serve(other).answers
     llm = vllm.LLM(str(folder), quantization=OURS, enforce_eager=True, **OPTIONS)

@@ -96,7 +96,7 @@ def register_weight_loader_v2_supported_method(cls):
 
 
 class LinearBase(nn.Module):
-    """A layer whose output sizes are those of merged layers on this rank."""
+    """A linear layer, or several merged layers."""
 
 
 class ParallelLMHead(nn.Module):

@@ -68,7 +68,7 @@ class _CuteLayers(_Base):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the compute capability of the oldest GPUs that have kernels."""
+        """Return the compute capability of the oldest GPUs that kernels support."""
         return LEAST_CAPABILITY
 
 
@@ -151,5 +151,5 @@ CONFIGS: Final[dict[str, Any]] = {
 
 
 def _plain(value: Any) -> Any:
-    """Return compressed-tensors' record of arguments as a checkpoint's JSON has it."""
+    """Convert compressed-tensors' record of arguments to plain values, as in a checkpoint's JSON."""
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value

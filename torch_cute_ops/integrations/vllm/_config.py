@@ -10,7 +10,7 @@ from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.runtime import settings
 
 LEAST_CAPABILITY: Final = 90
-"""Compute capability, times ten, of the oldest GPUs that have kernels."""
+"""Compute capability, times ten, of the oldest GPUs that kernels support."""
 
 
 class TorchCuteOpsConfig(QuantizationConfig):
@@ -62,7 +62,7 @@ class TorchCuteOpsConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the compute capability of the oldest GPUs that have kernels."""
+        """Return the compute capability of the oldest GPUs that kernels support."""
         return LEAST_CAPABILITY
 
     @staticmethod
@@ -72,7 +72,9 @@ class TorchCuteOpsConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Raise: vLLM asks the configuration that :meth:`from_config` returns."""
-        raise NotImplementedError(f"{type(self).__name__} has no layers; from_config returns a configuration that has")
+        raise NotImplementedError(
+            f"{type(self).__name__} describes no layers; from_config returns a configuration that does"
+        )
 
 
 class SixteenBitConfig(TorchCuteOpsConfig):
@@ -83,7 +85,7 @@ class SixteenBitConfig(TorchCuteOpsConfig):
 
 
 class FP4Config(TorchCuteOpsConfig):
-    """FP4 weights are multiplied by FP4 activations, in layers that have the input scales which NVFP4 needs."""
+    """FP4 weights are multiplied by FP4 activations, in layers with the input scales that NVFP4 needs."""
 
     activations = "fp4"
     name = METHODS["fp4"]

@@ -32,8 +32,8 @@ class Form:
         activations: ``"16bit"``, ``"fp4"`` or ``"fp8"``.
         n: rows of the weight on this rank.
         k: columns of the weight on this rank.
-        parts: number of merged layers, each with its own scale of the tensor if the format has one.
-        has_input_scale: True if the layer has a calibrated scale of its input, which is used unless ``activations`` is
+        parts: number of merged layers, each with its own scale of the tensor if the format uses it.
+        has_input_scale: True if the checkpoint contains a scale of the input, which is used unless ``activations`` is
             ``"16bit"``.
         dtype: dtype of input, result and bias.
         has_bias: True if the GEMM adds a bias.
@@ -106,7 +106,7 @@ class _FP4Weight:
         return alpha
 
     def properties(self, form: Form, m: int) -> dict[str, Any]:
-        """Return the properties that all GEMMs with an FP4 weight have."""
+        """Return the properties of all GEMMs with an FP4 weight."""
         return _properties(form, m, alpha=form.alpha, block_size=self.block_size)
 
 
@@ -170,11 +170,11 @@ class _FP8Block:
 
 @dataclass(frozen=True)
 class _FP8:
-    """Product of weights with a scale per tensor or per row. ``row_scale`` has one factor for each row of merged
+    """Product of weights with a scale per tensor or per row. ``row_scale`` contains one factor for each row of merged
     tensors.
 
     Attributes:
-        is_static: True if the layer has a scale of its input; otherwise each row gets a scale.
+        is_static: True for a calibrated scale of the input, False for a scale per row.
     """
 
     is_static: bool
@@ -195,7 +195,7 @@ class _FP8:
 
 
 def _properties(form: Form, m: int, **own: Any) -> dict[str, Any]:
-    """Return the properties that all GEMMs have, and ``own``, without values that are None."""
+    """Return the properties of all GEMMs, and ``own``, without values that are None."""
     bias = form.dtype if form.has_bias else None
     given = {"n": form.n, "k": form.k, "m": m, "bias_dtype": bias, **own, **_STATIC}
     return {name: value for name, value in given.items() if value is not None}

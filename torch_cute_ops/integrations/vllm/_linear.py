@@ -196,7 +196,7 @@ class CuteLinearMethod(LinearMethodBase):
         return taken
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """Let an output head share the embedding's weight and method: a tied head has no tensors of its own."""
+        """Let an output head share the embedding's weight and method: a tied head needs no other tensors."""
         for field in self._fields():
             delattr(layer, field.stored)
         method: Any = embed_tokens.quant_method
@@ -237,7 +237,7 @@ def _loader_of_bytes(loader: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_unloaded(scale: Tensor) -> Tensor:
-    """Return True for each scale that still has the value from before loading."""
+    """Return True for each scale that was not loaded."""
     return scale == _UNLOADED if scale.dtype == torch.uint8 else scale.float().isnan()
 
 

@@ -96,7 +96,7 @@ def compile_missing(jobs: list[deployment.Job], arch: Arch) -> None:
     """Compile the kernels of calls that the cache on disk lacks, in one process for each processor.
 
     The processes belong to ``python -m torch_cute_ops warmup``: processes of this one would import the user's script
-    again, and vLLM's workers of several GPUs may have none. If the command fails, a warning says so, and the calls
+    again, and vLLM's workers of several GPUs may not start any. If the command fails, a warning says so, and the calls
     compile one kernel after the other.
     """
     if store() is None:
