@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import types
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compile_pool import FEWEST_KERNELS, compile_ahead
 from torch_cute_ops.runtime.compiler import is_kept
 
 
@@ -423,27 +425,20 @@ def test_captured_sizes_are_called(vllm):
 
 
 @pytest.mark.slow
-def test_kernels_are_compiled_in_other_processes(vllm, monkeypatch, tmp_path):
-    """Missing kernels are compiled into the cache on disk; then none is missing."""
+def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
+    """Check that the kernels of all forms reach the pool of processes, and then the cache on disk."""
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
-    arch, form = ARCHS["sm_90a"], vllm._gemms.Form("fp8_block", "fp8", 128, 128, 1, False, torch.bfloat16, False)
-    jobs = vllm._prepare.jobs_of([form], 8, arch)
-    kernels = [each for job in jobs for each in registry.kernels_of(job.op, arch.name, **dict(job.properties))]
-    assert len(jobs) > 1 and not any(is_kept(each, arch) for each in kernels)
-    vllm._prepare.compile_missing(jobs, arch)
+    monkeypatch.setenv("TORCH_CUTE_OPS_CACHE_DIR", str(tmp_path))  # for the processes
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    arch = ARCHS["sm_90a"]
+    forms = [
+        vllm._gemms.Form(scheme, "fp8", 128, 128, 1, False, torch.bfloat16, False)
+        for scheme in ("fp8_block", "fp8_channel")
+    ]
+    kernels = set(vllm._prepare.kernels_of(vllm._prepare.jobs_of(forms, 8, arch), arch))
+    assert len(kernels) >= FEWEST_KERNELS and not any(is_kept(each, arch) for each in kernels)
+    compile_ahead(kernels, arch)
     assert all(is_kept(each, arch) for each in kernels)
-    monkeypatch.setattr(vllm._prepare.subprocess, "run", None)
-    vllm._prepare.compile_missing(jobs, arch)
-
-
-def test_a_failed_compilation_is_a_warning(vllm, monkeypatch, tmp_path):
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
-    monkeypatch.setattr(vllm._prepare.sys, "executable", "/bin/false")
-    messages: list[Any] = []
-    monkeypatch.setattr(vllm._prepare.logger, "warning", lambda *args: messages.append(args))
-    form = vllm._gemms.Form("fp8_block", "fp8", 128, 128, 1, False, torch.bfloat16, False)
-    vllm._prepare.compile_missing(vllm._prepare.jobs_of([form], 8, ARCHS["sm_90a"]), ARCHS["sm_90a"])
-    assert len(messages) == 1
 
 
 # Norms
