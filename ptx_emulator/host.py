@@ -6,6 +6,7 @@ runtime. The emulator evaluates its MLIR (LLVM dialect), in a separate memory.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,14 +71,15 @@ def _host_function(module: Any) -> list[_Block]:
                 functions[op.operation.attributes["sym_name"].value] = op.operation
         (name,) = [name for name in functions if f"_mlir_ciface_{name}" in functions]
         blocks = list(functions[name].regions[0].blocks)
-        _host_functions[module] = [
-            _Block(
-                [hash(argument) for argument in block.arguments],
-                [argument.type for argument in block.arguments],
-                [_read_operation(op.operation, blocks) for op in block.operations],
-            )
-            for block in blocks
-        ]
+        with module.context:  # the DSL wraps values of vectors, in the context of the caller
+            _host_functions[module] = [
+                _Block(
+                    [hash(argument) for argument in block.arguments],
+                    [argument.type for argument in block.arguments],
+                    [_read_operation(op.operation, blocks) for op in block.operations],
+                )
+                for block in blocks
+            ]
     return _host_functions[module]
 
 
@@ -111,6 +113,10 @@ def layout_of(type: Any) -> tuple[int, int]:
         count, element = _array(type)
         size, align = layout_of(element)
         return count * size, align
+    if text.startswith("vector"):
+        count, bits = re.fullmatch(r"vector<(\d+)x[if](\d+)>", text).groups()
+        size = int(count) * int(bits) // 8
+        return size, size
     bits = int(text.lstrip("if"))
     size = -(-bits // 8)
     return size, size
@@ -241,7 +247,7 @@ class _Host:
         text = str(type)
         if text in ("f32", "f64"):
             return struct.unpack("<f" if text == "f32" else "<d", data)[0]
-        if text.startswith(("!llvm.struct", "!llvm.array")):
+        if text.startswith(("!llvm.struct", "!llvm.array", "vector")):
             return data
         return self._wrap(type, int.from_bytes(data, "little"))
 
@@ -341,6 +347,9 @@ class _Host:
         if text.startswith("!llvm.array"):
             data = attribute.value.encode("latin-1")
             return data.ljust(layout_of(type)[0], b"\0")
+        if text.startswith("vector"):
+            size = layout_of(type)[0] // len(attribute)
+            return b"".join(int(value).to_bytes(size, "little", signed=True) for value in attribute)
         value = attribute.value
         return value if text in ("f32", "f64") else self._wrap(type, int(value))
 

@@ -1,7 +1,8 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Only block-scaled FP4 MMAs are implemented. NVIDIA documents neither the order of additions nor intermediate rounding.
-Here the exact products and the accumulator are added in float64, and the sum is rounded once.
+Block-scaled MMAs of FP4 (``ScaledShape``) and MMAs of FP8 (``FP8Shape``) are implemented. NVIDIA does not document the
+order of additions or intermediate rounding. Here the exact products and the accumulator are added in float64, and the
+sum is rounded once.
 
 The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
 
@@ -24,7 +25,7 @@ import numpy as np
 from ptx_emulator.memory import ALLOCATED, WRITTEN, EmulationError, Fault, OutOfBounds
 from ptx_emulator.races import Agent
 from ptx_emulator.tensor_memory import COPIED, LANES, Part, Pipe
-from ptx_emulator.values import E2M1, SCALES, Array, canonical, product
+from ptx_emulator.values import E2M1, E4M3, E5M2, SCALES, Array, canonical, product
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -62,22 +63,90 @@ def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields of the instruction descriptor of a block-scaled MMA, for ``group`` CTAs (PTX ISA, "Instruction
-    descriptor")."""
+    """Fields of every instruction descriptor ("Instruction descriptor"), of an MMA of ``group`` CTAs.
+
+    Attributes:
+        m, n, k: sizes of the MMA.
+        a_negated, b_negated: True if an operand is negated.
+        group: number of CTAs.
+        a_format, b_format: formats of the elements: e2m1, e4m3 or e5m2.
+    """
 
     m: int
     n: int
     k: int
-    scale: str
-    a_id: int
-    b_id: int
     a_negated: bool
     b_negated: bool
     group: int
+    a_format: str
+    b_format: str
+
+    def check(self, descriptor: int) -> None:
+        """Check that an MMA of this size exists. Raises EmulationError if not."""
+        step = 8 * self.group
+        if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
+            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
+        if self.group == 2 and self.m == 128:
+            raise NotImplementedError("an MMA of 128 rows in two CTAs (layout B)")
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Return the number of rows of A and of B per CTA."""
+        return self.m // self.group, self.n // self.group
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the number of bytes of a row of A or B."""
+        return self.k // 2 if self.a_format == "e2m1" else self.k
+
+
+FP8_FORMATS = ("e4m3", "e5m2")
+"""Formats of the operands of ``kind::f8f6f4``, by their number in the descriptor. The formats of 4 and 6 bits, with the
+numbers 3 to 5, are not implemented: their elements are padded in shared memory."""
+
+
+@dataclass(frozen=True)
+class FP8Shape(Shape):
+    """Fields of the descriptor of an MMA of ``kind::f8f6f4`` with fp32 accumulators."""
+
+    @classmethod
+    def of(cls, descriptor: int, group: int) -> FP8Shape:
+        if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 23 & 1 or descriptor >> 29:
+            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: reserved bits, or sparsity")
+        formats = descriptor >> 7 & 7, descriptor >> 10 & 7
+        if descriptor >> 4 & 3 != 1 or descriptor >> 15 & 3 or max(formats) >= len(FP8_FORMATS):
+            raise NotImplementedError(f"instruction descriptor {descriptor:#x}: not K-major FP8 to fp32")
+        shape = cls(
+            m=(descriptor >> 24 & 31) * 16,
+            n=(descriptor >> 17 & 63) * 8,
+            k=32,
+            a_negated=bool(descriptor >> 13 & 1),
+            b_negated=bool(descriptor >> 14 & 1),
+            group=group,
+            a_format=FP8_FORMATS[formats[0]],
+            b_format=FP8_FORMATS[formats[1]],
+        )
+        shape.check(descriptor)
+        return shape
+
+
+@dataclass(frozen=True)
+class ScaledShape(Shape):
+    """Fields of the descriptor of a block-scaled MMA of FP4 with one scale per ``block`` elements.
+
+    Attributes:
+        scale: format of the scales.
+        a_id, b_id: first byte of an operand's scales in a word.
+        block: elements per scale.
+    """
+
+    scale: str
+    a_id: int
+    b_id: int
     block: int
 
     @classmethod
-    def of(cls, descriptor: int, group: int, block: int) -> Shape:
+    def of(cls, descriptor: int, group: int, block: int) -> ScaledShape:
         if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 12 & 1 or descriptor >> 24 & 7:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: reserved bits, or sparsity")
         if descriptor >> 7 & 7 != 1 or descriptor >> 10 & 3 != 1 or descriptor >> 15 & 3:
@@ -93,26 +162,18 @@ class Shape:
             b_negated=bool(descriptor >> 14 & 1),
             group=group,
             block=block,
+            a_format="e2m1",
+            b_format="e2m1",
         )
         shape.check(descriptor)
         return shape
 
     def check(self, descriptor: int) -> None:
-        """Check that an MMA with these fields exists, and raise a fault if not."""
-        step = 8 * self.group
-        if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
-            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
+        super().check(descriptor)
         if self.block == 32 and self.scale != "ue8m0":
             raise Fault(EmulationError, 0, "blocks of 32 have scales of ue8m0")
         if self.k == 64 and any(one not in ((0,) if self.block == 16 else (0, 2)) for one in (self.a_id, self.b_id)):
             raise Fault(EmulationError, 0, f"scale factor ids {self.a_id}, {self.b_id}")
-        if self.group == 2 and self.m == 128:
-            raise NotImplementedError("an MMA of 128 rows in two CTAs (layout B)")
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Return the numbers of rows of A and of B that each CTA holds."""
-        return self.m // self.group, self.n // self.group
 
     def scale_columns(self, rows: int, number: int) -> int:
         """Return the number of tensor-memory columns that hold the scales of ``rows`` rows, starting at scale id
@@ -170,6 +231,15 @@ class TensorCores:
         memory.issue(thread, execute, [part.cta for part in parts])
 
     def multiply(
+        self, thread: int, accumulator: int, a: int, b: int, instruction: int, accumulates: bool, group: int
+    ) -> None:
+        """Execute a ``tcgen05.mma`` of FP8 with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
+
+        Each CTA of a pair holds the rows of A for its half of D, and half of the rows of B.
+        """
+        self._multiply(thread, accumulator, a, b, FP8Shape.of(instruction, group), accumulates, None)
+
+    def multiply_scaled(
         self,
         thread: int,
         accumulator: int,
@@ -187,25 +257,36 @@ class TensorCores:
         Each CTA of a pair holds half of D's rows and the same rows of A. It also holds half of the rows of B, and the
         scales of its rows of A and B.
         """
+        shape = ScaledShape.of(instruction, group, block)
+        self._multiply(thread, accumulator, a, b, shape, accumulates, (a_scales, b_scales))
+
+    def _multiply(
+        self,
+        thread: int,
+        accumulator: int,
+        a: int,
+        b: int,
+        shape: FP8Shape | ScaledShape,
+        accumulates: bool,
+        scales_at: tuple[int, int] | None,
+    ) -> None:
         memory, threads = self.memory, np.array([thread])
-        shape = Shape.of(instruction, group, block)
         a_rows, b_rows = shape.rows
-        ctas = memory.ctas_of(thread, group)
-        for address in (accumulator, a_scales & 0x3FFFFFFF, b_scales & 0x3FFFFFFF):
+        ctas = memory.ctas_of(thread, shape.group)
+        for address in (accumulator, *(one & 0x3FFFFFFF for one in scales_at or ())):
             if address >> 16:
                 raise Fault(EmulationError, 0, f"an operand at lane {address >> 16} of tensor memory")
         pipe, number = memory.next_operation(thread)
         agent = self.machine.races.begin(thread)
-        how = hash((accumulator, shape.m, shape.n, group)) | 1
-        operands = [operand_chunks(one, rows, shape.k // 2) for one, rows in ((a, a_rows), (b, b_rows))]
+        how = hash((accumulator, shape.m, shape.n, shape.group)) | 1
+        operands = [operand_chunks(one, rows, shape.row_bytes) for one, rows in ((a, a_rows), (b, b_rows))]
         sums = [memory.part(cta, accumulator, shape.n) for cta in ctas]
-        scales = [
-            [
-                memory.part(cta, first, shape.scale_columns(rows, one))
-                for first, rows, one in ((a_scales, a_rows, shape.a_id), (b_scales, shape.n, shape.b_id))
+        scales: list[list[Part]] = [[] for _ in ctas]
+        if isinstance(shape, ScaledShape) and scales_at is not None:
+            places = (scales_at[0], a_rows, shape.a_id), (scales_at[1], shape.n, shape.b_id)
+            scales = [
+                [memory.part(cta, first, shape.scale_columns(rows, one)) for first, rows, one in places] for cta in ctas
             ]
-            for cta in ctas
-        ]
         for cta, total, both in zip(ctas, sums, scales, strict=True):
             for chunks in operands:
                 self._read_later(agent, cta, chunks, pipe, number)
@@ -221,14 +302,18 @@ class TensorCores:
                 memory.used.set(part, pipe.column, number)
 
         def execute() -> None:
-            found = [self._operand(cta, operands[1], shape.b_negated) for cta in ctas]
+            found = [self._operand(cta, operands[1], shape.b_format, shape.b_negated) for cta in ctas]
             right, right_there = (np.concatenate(one) for one in zip(*found, strict=True))
             for total, both in zip(sums, scales, strict=True):
-                left, left_there = self._operand(total.cta, operands[0], shape.a_negated)
-                a_scale, a_there = self._scales(both[0], a_rows, shape, shape.a_id)
-                b_scale, b_there = self._scales(both[1], shape.n, shape, shape.b_id)
-                there = (left_there & a_there)[:, None] & (right_there & b_there)
-                result = product(left * a_scale, (right * b_scale).T)
+                left, left_there = self._operand(total.cta, operands[0], shape.a_format, shape.a_negated)
+                factors = right
+                there = left_there[:, None] & right_there
+                if isinstance(shape, ScaledShape):
+                    a_scale, a_there = self._scales(both[0], a_rows, shape, shape.a_id)
+                    b_scale, b_there = self._scales(both[1], shape.n, shape, shape.b_id)
+                    there = there & a_there[:, None] & b_there
+                    left, factors = left * a_scale, right * b_scale
+                result = product(left, factors.T)
                 where = total.cta, slice(0, a_rows), total.columns
                 if accumulates:
                     result = result + memory.data[where].view(np.float32)
@@ -242,14 +327,17 @@ class TensorCores:
     def _overlap(a: Part, b: Part) -> bool:
         return a.columns.start < b.columns.stop and b.columns.start < a.columns.stop
 
-    def _operand(self, cta: int, chunks: Array, negated: bool) -> tuple[Array, Array]:
-        """Return the values of an operand's rows, and a mask of the rows that are completely initialised."""
+    def _operand(self, cta: int, chunks: Array, fmt: str, negated: bool) -> tuple[Array, Array]:
+        """Return the values of an operand's rows, and a mask of the rows that are initialised."""
         data, there = self._bytes(cta, chunks)
-        numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
+        if fmt == "e2m1":
+            numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
+        else:
+            numbers = (E4M3 if fmt == "e4m3" else E5M2)[data]
         return -numbers if negated else numbers, there.all(1)
 
-    def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
-        """Return the scale of each value in an operand's rows, and a mask of the rows whose scales are initialised.
+    def _scales(self, part: Part, rows: int, shape: ScaledShape, number: int) -> tuple[Array, Array]:
+        """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
 
         All quarters of the lanes must hold the same scales, because the tensor core reads a different quarter for each
         part of the accumulator's rows.

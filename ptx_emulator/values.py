@@ -231,7 +231,19 @@ def product(left: Array, right: Array) -> Array:
 
 
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
-"""Value of each FP4 code, indexed by the code."""
+"""Value of each FP4 code."""
+
+
+def _bytes_values(tiny: Tiny, *beyond: float) -> Array:
+    """Return the value of each code of an 8-bit format. The codes after the largest finite value stand for
+    ``beyond``."""
+    values = np.append(tiny.values, beyond)
+    return np.concatenate([values, -values])
+
+
+E4M3 = _bytes_values(TINY["e4m3x2"], np.nan)
+E5M2 = _bytes_values(TINY["e5m2x2"], np.inf, np.nan, np.nan, np.nan)
+"""Value of each FP8 code."""
 SCALES = {
     # PTX ignores the sign bit of ue4m3, so each value occurs twice.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),

@@ -175,6 +175,7 @@ SM100 = "blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py"
 SM100_PREFETCH = "blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent_prefetch.py"
 SM103 = "blackwell/kernel/blockscaled_gemm/sm103_dense_blockscaled_gemm_persistent.py"
 SM120 = "blackwell_geforce/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent_{}.py"
+DENSE = "blackwell/kernel/dense_gemm/{}.py"
 TUTORIAL = "blackwell/tutorial/tutorial_gemm/{}.py"
 HOPPER = "hopper/kernel/dense_gemm/{}.py"
 
@@ -215,10 +216,28 @@ def wgmma_persistent(module: Any, tile: tuple[int, int], cluster: tuple[int, int
     return Dense(module.HopperWgmmaGemmPersistentKernel(F32, tile, cluster, 1, True), CLUSTERS)
 
 
+def dense_persistent(module: Any, tile: tuple[int, int], cluster: tuple[int, int], tma_store: bool) -> Any:
+    """Return the persistent kernel for data-centre Blackwell without scales. Tiles of 256 rows use two CTAs per MMA."""
+    return Dense(module.PersistentDenseGemmKernel(F32, tile[0] == 256, tile, cluster, tma_store), CLUSTERS)
+
+
+def dense(module: Any, tile: tuple[int, int], cluster: tuple[int, int], tma_store: bool) -> Any:
+    """Return the kernel for data-centre Blackwell without scales in which each CTA, or pair, computes one tile."""
+    return Dense(module.DenseGemmKernel(F32, tile[0] == 256, tile, cluster, tma_store))
+
+
 def _sm100(tile: tuple[int, int], cluster: tuple[int, int], *sizes: tuple[int, int, int], kind: str = "NVFP4") -> Case:
     block, scale, out = {"NVFP4": (16, E4M3, BF16), "NVFP4 UE8M0": (16, E8M0, BF16), "MXFP4": (32, E8M0, F32)}[kind]
     name = f"{kind} {tile[0]}x{tile[1]} cluster {cluster[0]}x{cluster[1]}"
     return Case(name, "sm_100a", SM100, persistent, (block, tile, cluster), F4, scale, block, out, sizes)
+
+
+def _fp8(
+    tile: tuple[int, int], cluster: tuple[int, int], *sizes: tuple[int, int, int], file: str = "dense_gemm_persistent"
+) -> Case:
+    make = dense_persistent if file == "dense_gemm_persistent" else dense
+    name = f"FP8 {file} {tile[0]}x{tile[1]} cluster {cluster[0]}x{cluster[1]}"
+    return Case(name, "sm_100a", DENSE.format(file), make, (tile, cluster, True), E4M3, None, 0, F32, sizes)
 
 
 def _hopper(file: str, make: Any, tile: tuple[int, int], cluster: tuple[int, int], operand: Any, out: Any) -> Case:
@@ -283,6 +302,15 @@ CASES = (
         for kind, block, scale in (("NVFP4", 16, E4M3), ("MXFP4", 32, E8M0))
         for sizes in [((200, 136, 512),)]
     ),
+    _fp8((128, 128), (1, 1), (200, 144, 512), (300, 528, 768)),
+    _fp8((128, 64), (1, 1), (200, 144, 512)),
+    _fp8((128, 256), (1, 1), (200, 528, 512)),
+    _fp8((128, 128), (1, 2), (200, 336, 512)),
+    _fp8((256, 128), (2, 1), (300, 208, 768), (600, 400, 1280)),
+    _fp8((256, 256), (2, 1), (300, 336, 512)),
+    _fp8((256, 128), (4, 1), (300, 208, 512)),
+    _fp8((128, 128), (1, 1), (256, 256, 512), file="dense_gemm"),
+    _fp8((256, 128), (2, 1), (256, 256, 512), file="dense_gemm"),
     _hopper("dense_gemm", wgmma, (128, 128), (1, 1), F16, F32),
     _hopper("dense_gemm", wgmma, (64, 64), (2, 1), F16, F16),
     _hopper("dense_gemm", wgmma, (128, 128), (1, 2), E4M3, F32),

@@ -210,9 +210,10 @@ _BLOCKS = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::2X": 3
 
 @effect("tcgen05.mma")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a block-scaled FP4 MMA. Hints for the collector buffers are ignored, because they do not change the
-    result."""
+    """Decode a block-scaled MMA of FP4, or an MMA of FP8. Collector hints do not change the result."""
     kind, *rest = [part for part in parts if not part.startswith(("cta_group", "collector"))]
+    if kind == "kind::f8f6f4":
+        return _mma_of_fp8(d, ins, rest)
     sizes = [_BLOCKS.get(part, 0) for part in rest if part != "block_scale"]
     if kind == "kind::mxf4" and not sizes:
         sizes = [32]
@@ -231,7 +232,34 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         d.address(b_scales),
         d.source(accumulates, TYPES["pred"]),
     ]
-    return _by_threads(ins, sources, lambda thread, *values: m.tensor_cores.multiply(thread, *values, group, block))
+    return _by_threads(
+        ins, sources, lambda thread, *values: m.tensor_cores.multiply_scaled(thread, *values, group, block)
+    )
+
+
+def _mma_of_fp8(d: Decoder, ins: Instruction, rest: list[str]) -> Step:
+    """Decode an MMA with operands in shared memory, without scales. A vector of lanes whose results are not written may
+    be given; it has to be zero."""
+    total, a, b, shape, *lanes, accumulates = ins.operands
+    m, group = d.machine, _cta_group(ins)
+    disabled = [item for one in lanes if isinstance(one, Vec) for item in one.items]
+    if rest or len(disabled) != 4 * group * len(lanes):
+        raise unknown(ins)
+    sources = [
+        d.address(total),
+        d.source(a, B64),
+        d.source(b, B64),
+        d.source(shape, U32),
+        d.source(accumulates, TYPES["pred"]),
+        *(d.source(one, U32) for one in disabled),
+    ]
+
+    def act(thread: int, *values: int) -> None:
+        if any(values[5:]):
+            raise NotImplementedError("an MMA that does not write all lanes")
+        m.tensor_cores.multiply(thread, *values[:4], bool(values[4]), group)
+
+    return _by_threads(ins, sources, act)
 
 
 @effect("tcgen05.commit")

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from formats import e2m1_value, scale_value
 from programs import entry, launch
 
@@ -34,13 +35,24 @@ def descriptor(target: str, offset: int, leading: int, stride: int) -> str:
 
 
 class Kind(NamedTuple):
+    """Kind of an MMA of ``group`` CTAs: of FP4 with a scale per ``block`` elements, or of FP8 without scales.
+
+    Attributes:
+        scale: format of the scales.
+        formats: formats of A and B in FP8, or None for FP4.
+    """
+
     group: int
     block: int
     scale: str
+    formats: tuple[str, str] | None = None
 
     @property
     def instruction(self) -> int:
         m, exponents = 128 * self.group, self.scale == "e8m0"
+        if self.formats is not None:
+            a, b = (("e4m3", "e5m2").index(one) for one in self.formats)
+            return m // 16 << 24 | N // 8 << 17 | b << 10 | a << 7 | 1 << 4
         return m // 128 << 27 | exponents << 23 | N // 8 << 17 | 1 << 10 | 1 << 7
 
 
@@ -66,6 +78,10 @@ def epilogue(kind: Kind, turn: int) -> str:
 
 
 def mma(kind: Kind, accumulates: str) -> str:
+    if kind.formats is not None:
+        return f"""
+    tcgen05.mma.cta_group::{kind.group}.kind::f8f6f4 [%r3], %rd10, %rd11, {kind.instruction}, {accumulates};
+    """
     return f"""
     tcgen05.mma.cta_group::{kind.group}.kind::mxf4nvf4.block_scale.block{kind.block}
         [%r3], %rd10, %rd11, {kind.instruction}, [%r3+{A_SCALES}], [%r3+{B_SCALES}], {accumulates};
@@ -79,6 +95,8 @@ def commit(kind: Kind) -> str:
 
 
 def copy(kind: Kind, column: int, source: str) -> str:
+    if kind.formats is not None:
+        return ""
     return f"tcgen05.cp.cta_group::{kind.group}.32x128b.warpx4 [%r3+{column}], {source};"
 
 
@@ -144,10 +162,14 @@ class Operands(NamedTuple):
     product: np.ndarray
 
 
-def in_rows_of_8(codes: np.ndarray) -> np.ndarray:
-    """Arrange FP4 bytes as 16-byte chunks of 8 rows each, for ``descriptor(…, 128, 256)``."""
-    packed = codes[:, ::2] | codes[:, 1::2] << 4
-    return packed.astype(np.uint8).reshape(-1, 8, K // 32, 16).swapaxes(1, 2).reshape(-1)
+def in_rows_of_8(data: np.ndarray) -> np.ndarray:
+    """Arrange rows of 32 bytes as 16-byte chunks of 8 rows each, for ``descriptor(…, 128, 256)``."""
+    return data.astype(np.uint8).reshape(-1, 8, 2, 16).swapaxes(1, 2).reshape(-1)
+
+
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Pack two FP4 codes in a byte."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def in_blocks(scales: np.ndarray, count: int) -> np.ndarray:
@@ -161,6 +183,8 @@ def in_blocks(scales: np.ndarray, count: int) -> np.ndarray:
 
 def operands(kind: Kind, seed: int = 0) -> Operands:
     random = np.random.default_rng(seed)
+    if kind.formats is not None:
+        return fp8_operands(kind, random)
     rows, count = 128 * kind.group, K // kind.block
     codes = [random.integers(0, 16, (size, K)) for size in (rows, N)]
     few = (0x28, 0x30, 0x38, 0x40, 0x48) if kind.scale == "e4m3" else range(125, 130)
@@ -172,11 +196,28 @@ def operands(kind: Kind, seed: int = 0) -> Operands:
     data = np.zeros((kind.group, BYTES), np.uint8)
     for rank, row in enumerate(data):
         own, part = slice(128 * rank, 128 * rank + 128), N // kind.group
-        row[A:B] = in_rows_of_8(codes[0][own])
-        row[B : B + 32 * part] = in_rows_of_8(codes[1][part * rank : part * rank + part])
+        row[A:B] = in_rows_of_8(packed(codes[0][own]))
+        row[B : B + 32 * part] = in_rows_of_8(packed(codes[1][part * rank : part * rank + part]))
         row[A_SCALE:B_SCALE] = in_blocks(scales[0][own], count)
         row[B_SCALE:] = in_blocks(scales[1], count)
     return Operands(data, a @ b.T)
+
+
+def fp8_operands(kind: Kind, random: np.random.Generator) -> Operands:
+    """Return rows of 32 FP8 codes, of small numbers. There are no scales."""
+    assert kind.formats is not None
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    numbers = [random.integers(-8, 9, (size, K // 2)) / 4 for size in (128 * kind.group, N)]
+    codes = [
+        torch.from_numpy(one).to(dtypes[fmt]).view(torch.uint8).numpy()
+        for one, fmt in zip(numbers, kind.formats, strict=True)
+    ]
+    data = np.zeros((kind.group, BYTES), np.uint8)
+    for rank, row in enumerate(data):
+        part = N // kind.group
+        row[A:B] = in_rows_of_8(codes[0][128 * rank : 128 * rank + 128])
+        row[B : B + 32 * part] = in_rows_of_8(codes[1][part * rank : part * rank + part])
+    return Operands(data, numbers[0] @ numbers[1].T)
 
 
 def run(kind: Kind, text: str, seed: int | None = 0, **kwargs: bool) -> np.ndarray:
@@ -196,6 +237,78 @@ KINDS = [NVFP4, Kind(1, 32, "e8m0"), Kind(1, 16, "e8m0"), Kind(2, 16, "e4m3"), K
 def test_block_scaled_mma(kind: Kind, seed: int | None) -> None:
     product = operands(kind).product
     assert np.array_equal(run(kind, program(kind), seed, strict=True), [product, 2 * product])
+
+
+FP8 = Kind(1, 0, "", ("e4m3", "e4m3"))
+FP8_KINDS = [FP8, FP8._replace(formats=("e4m3", "e5m2")), FP8._replace(group=2), Kind(2, 0, "", ("e5m2", "e4m3"))]
+
+
+@pytest.mark.parametrize("kind", FP8_KINDS, ids=lambda kind: f"{kind.group}-{'-'.join(kind.formats)}")
+@pytest.mark.parametrize("seed", [None, 0])
+def test_mma_of_fp8(kind: Kind, seed: int | None) -> None:
+    product = operands(kind).product
+    assert np.array_equal(run(kind, program(kind), seed, strict=True), [product, 2 * product])
+
+
+@pytest.mark.parametrize("negated", [(1, 0), (0, 1), (1, 1)])
+def test_negated_operands_of_fp8(negated: tuple[int, int]) -> None:
+    bits = negated[0] << 13 | negated[1] << 14
+    text = program(FP8).replace(str(FP8.instruction), str(FP8.instruction | bits))
+    product = operands(FP8).product * (-1) ** sum(negated)
+    assert np.array_equal(run(FP8, text, strict=True), [product, 2 * product])
+
+
+def test_lanes_of_an_mma_of_fp8_may_be_listed() -> None:
+    """A vector of disabled lanes does not change the result if it is zero. Other vectors are not implemented."""
+    given = f"{FP8.instruction}, %p"
+    product = operands(FP8).product
+    for lanes, error in (("0, 0, 0, 0", None), ("0, 1, 0, 0", NotImplementedError), ("0, 0", NotImplementedError)):
+        text = program(FP8).replace(given, f"{FP8.instruction}, {{{lanes}}}, %p")
+        if error is None:
+            assert np.array_equal(run(FP8, text, strict=True), [product, 2 * product])
+        else:
+            with pytest.raises(error):
+                run(FP8, text, strict=True)
+
+
+def test_special_values_of_fp8() -> None:
+    """NaN of either format, and e5m2's infinity, reach the result."""
+    kind = FP8._replace(formats=("e5m2", "e4m3"))
+    given = operands(kind)
+    data = given.data.copy()
+    data[0, 0], data[0, 16 * 1], data[0, B + 16 * 2] = 0x7C, 0xFF, 0x7F  # A[0, 0], A[1, 0] and B[2, 0]
+    out = np.zeros((2, 128, N), np.float32)
+    got = launch(program(kind), out.reshape(-1), data.reshape(-1), block=128, grid=1, cluster=1, seed=0, strict=True)
+    first = got[0].reshape(out.shape)[0]
+    assert np.isnan(first[1]).all() and np.isnan(first[:, 2]).all()
+    first_of_rows = B + np.array([256 * (n // 8) + 16 * (n % 8) for n in range(N)])
+    numbers = torch.from_numpy(data[0, first_of_rows]).view(torch.float8_e4m3fn).float().numpy()
+    with np.errstate(invalid="ignore"):
+        want = np.inf * numbers
+    assert np.array_equal(np.isnan(first[0]), np.isnan(want))
+    assert np.array_equal(first[0][~np.isnan(want)], want[~np.isnan(want)])
+    others = np.ones_like(first, bool)
+    others[:2], others[:, 2] = False, False
+    assert np.array_equal(first[others], given.product[others])
+
+
+FP8_FAULTS = {
+    "reserved bits": (1 << 23, EmulationError, "reserved"),
+    "sparsity": (1 << 2, EmulationError, "reserved"),
+    "fp16 accumulators": (1 << 4, NotImplementedError, "FP8 to fp32"),
+    "another format": (3 << 7, NotImplementedError, "FP8 to fp32"),
+    "M-major": (1 << 15, NotImplementedError, "FP8 to fp32"),
+    "rows": (1 << 25, EmulationError, "160 x 16"),
+    "no columns": (2 << 17, EmulationError, "128 x 0"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_FAULTS)
+def test_fp8_descriptors_that_do_not_exist(name: str) -> None:
+    bits, error, message = FP8_FAULTS[name]
+    text = program(FP8).replace(str(FP8.instruction), str(FP8.instruction ^ bits))
+    with pytest.raises(error, match=message):
+        run(FP8, text, strict=True)
 
 
 PLAIN = program(NVFP4)
