@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 from torch_cute_ops.gemm.backend import Backend, Target
+from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Model
 from torch_cute_ops.gemm.decode import (
     reason_misaligned,
     reason_no_kernel,
@@ -78,22 +79,11 @@ class FP4KernelBackend(FP4Backend):
         return compile_kernel(kernel, target.arch), kernel.config
 
 
-class Tcgen05Backend(FP4KernelBackend):
-    """Base class of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell.
-
-    The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
-    """
+class Tcgen05Backend(Tcgen05Model, FP4KernelBackend):
+    """Base of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell."""
 
     name = "tcgen05"
     has_wgmma = False
-    ramp_seconds: ClassVar[float] = 1.5e-6
-    """Time in seconds that a CTA takes to fill the pipeline, allocate tensor memory and store the last tile."""
-    cluster_bytes_per_second: ClassVar[float] = 1.5e11
-    """Rate at which a CTA of a cluster exchanges and adds partial sums. The value was measured on an H200."""
-    l2_rate: ClassVar[int] = 2
-    """Bandwidth of L2, divided by the bandwidth of memory."""
-    least_mma_n: ClassVar[int] = 64
-    """N of an MMA below which the MMA does not become faster, because it reads 128 rows of the other operand anyway."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)

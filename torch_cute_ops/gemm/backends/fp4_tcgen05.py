@@ -1,6 +1,6 @@
 """GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell, by ``kernels/fp4_tcgen05``."""
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +14,7 @@ from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
-
-STORE_BYTES_PER_CLOCK: Final = 32
-"""Number of bytes per clock at which a CTA stores results while no MMA runs."""
+from torch_cute_ops.runtime.arch import Arch
 
 
 class Tcgen05Tactic(NamedTuple):
@@ -60,19 +57,17 @@ class FP4Tcgen05(Tcgen05Backend):
         tiles = -(-problem.n // (MMA_M * cta_group)) * m_tiles
         ctas_per_tile = cta_group * split_k
         waves = -(-tiles // (cost.places(target.sms, ctas_per_tile) // ctas_per_tile))
-        # These are the bytes per CTA and k tile. M tiles that run at the same time read the weight from memory once.
+        # Per CTA and k tile
         row_bytes = problem.b.row_bytes(K_TILE)
-        weight_bytes = MMA_M * row_bytes / min(m_tiles, self.l2_rate)
-        activation_bytes = tile_m // cta_group * row_bytes / self.l2_rate
-        read = (weight_bytes + activation_bytes) / (cost.bytes_per_second(target) / target.sms)
+        read = self.read_seconds(MMA_M * row_bytes, tile_m // cta_group * row_bytes, m_tiles, target)
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-k_tiles // split_k) * cost.overlapped(computed, read, order=8)
-        stored = MMA_M * tile_m * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
-        # With 256 rows, tensor memory has room for only one accumulator. So no MMA runs while it is stored.
+        stored = self.store_seconds(tile_m, problem.out_dtype.itemsize)
+        # Tensor memory has room for only one accumulator of 256 rows, so no MMA runs while the accumulator is stored.
         seconds += stored * (waves if tile_m > MMA_M else 1)
         if split_k > 1:
-            seconds += waves * 2 * 4 * MMA_M * tile_m / self.cluster_bytes_per_second
+            seconds += waves * self.exchange_seconds(tile_m)
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
 
     def config(self, problem: GemmProblem, tactic: Tcgen05Tactic, arch: Arch) -> fp4_tcgen05.Config | None:

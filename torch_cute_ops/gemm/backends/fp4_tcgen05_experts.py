@@ -75,11 +75,9 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             several = min(work_tiles, classes)
             spread = several * (1 - several / classes) * problem.experts / classes * routed
             experts = experts * routed + spread**0.5
-        # These are the bytes per expert. M tiles that run at the same time read the weight from memory once.
+        # Per expert
         row_bytes = problem.b.row_bytes(problem.expert_k)
-        weight_bytes = tile_n * row_bytes / min(m_tiles, self.l2_rate)
-        activation_bytes = tile_m * row_bytes / self.l2_rate
-        read = (weight_bytes + activation_bytes) / (cost.bytes_per_second(target) / target.sms)
+        read = self.read_seconds(tile_n * row_bytes, tile_m * row_bytes, m_tiles, target)
         flops = 2 * MMA_M * max(tile_n, self.least_mma_n) * problem.expert_k
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         accumulated = tile_n * ACC_CLOCKS / CLOCK_HZ

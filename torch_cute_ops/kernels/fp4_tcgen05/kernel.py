@@ -4,23 +4,22 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Uint32, const_expr
 
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.block_scaled import (
-    LEADER,
     MMAS_PER_K_TILE,
-    WARP,
     BlockScaledKernel,
     ScaleTiles,
     as_bytes,
 )
 from torch_cute_ops.kernels.common.blackwell.layouts import EPILOGUE_WARPS, K_TILE_BYTES, MMA_K, MMA_M
+from torch_cute_ops.kernels.common.blackwell.results import store_acc, store_results
+from torch_cute_ops.kernels.common.blackwell.roles import LEADER, WARP
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
-from torch_cute_ops.kernels.common.core.memory import pack
 from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, thread_columns
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.fp4.codes import rows_of_bytes, scale_matrix
@@ -180,8 +179,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         self._copy_scale_tiles(b_tiles, a_tiles, first, size, base, barrier)
 
     @cute.jit
-    def _load_linear_scales(self, thread, work, smem):
-        """Run a scale-loader warp, which writes linear scales to every fourth stage in the 128x4 layout."""
+    def _load_scales(self, thread, work, smem):
+        """Write linear scales to every fourth stage, as a scale-loader warp."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
@@ -207,10 +206,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         stage, parity = Int32(0), Int32(0)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
-            for _k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                smem.pipeline.wait_full(stage, parity)
-                ptx.arrive_at_if(smem.peer_full + stage, Uint32(LEADER), Uint32(1))
-                stage, parity = smem.pipeline.next(stage, parity)
+            stage, parity = self._relay_tile(stage, parity, work, smem)
             tile += work.pitch
 
     @cute.jit
@@ -306,38 +302,9 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             tcgen05.wait_for_loads()
             if const_expr(c.split_k == 1):
                 values = [finish(ptx.float_of(word), 0) for word in acc]
-                self._store_results(values, token + column, row, tid % 2, work)
+                store_results(values, self.out_dtype, work.out, token + column, work.m, row, work.n, tid % 2)
             else:
-                self._store_acc(acc, column, tid, smem)
-
-    @cute.jit
-    def _store_results(self, values: list, token, row, odd, work):
-        """Store results of one weight row, a column of ``out``, for consecutive tokens from ``token`` on."""
-        if const_expr(self.out_dtype is Float32):
-            for i, value in enumerate(values):
-                if (token + i < work.m) & (row < work.n):
-                    self._store_word(token + i, row, ptx.bits_of(value), work)
-        else:
-            # Pairs of lanes exchange halves of words, so that each lane then holds two neighbouring columns of one
-            # token.
-            for i in range_constexpr(0, len(values), 2):
-                word = pack(values[i : i + 2], self.out_dtype)[0]
-                other = cute.arch.shuffle_sync_bfly(word, offset=1)
-                even = ptx.prmt(word, other, 0x5410)
-                word = ptx.select(odd == 1, ptx.prmt(word, other, 0x3276), even)
-                if (token + i + odd < work.m) & (row < work.n):
-                    self._store_word(token + i + odd, row - odd, word, work)
-
-    def _store_word(self, token, row, word, work) -> None:
-        at = work.out.iterator + (Int64(token) * work.n + row)
-        cute.make_tensor(cute.recast_ptr(at.align(4), dtype=Uint32), cute.make_layout(1))[0] = word
-
-    def _store_acc(self, acc: list, token, row, smem) -> None:
-        """Store a row of partial sums in this CTA's shared memory."""
-        tile = self.config.sum_tile
-        at = smem.stages + cute.assume((token * tile.pitch + row) * 4, divby=4)
-        for i, word in enumerate(acc):
-            ptx.store_shared_if(at + i * tile.pitch * 4, word, True)
+                store_acc(c.sum_tile, acc, column, tid, smem.stages)
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):

@@ -11,12 +11,12 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.block_scaled import (
     MMAS_PER_K_TILE,
-    WARP,
     BlockScaledKernel,
     ScaleTiles,
     as_bytes,
 )
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_K, MMA_M
+from torch_cute_ops.kernels.common.blackwell.roles import WARP
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import biases_argument, factor_counts, factors_argument, load_terms
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
@@ -301,8 +301,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         self._copy_scale_tiles(a_tiles, b_tiles, first, size, base, barrier)
 
     @cute.jit
-    def _load_linear_scales(self, thread, work, smem):
-        """Run a scale-loader warp, which writes linear scales to every fourth stage in the 128x4 layout."""
+    def _load_scales(self, thread, work, smem):
+        """Write linear scales to every fourth stage, as a scale-loader warp."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         blocks = work.experts * (c.expert_k // c.fmt.block_size)

@@ -1,28 +1,20 @@
-"""Kernels with block-scaled ``tcgen05.mma``: the copies and MMAs of a pipeline stage, and the roles of the warps.
+"""Kernels with block-scaled ``tcgen05.mma``: copies of scales, and MMAs of a stage.
 
 ``BlockScaledMma`` issues the copies and MMAs. Rows of the operand on the M side become lanes of tensor memory, and rows
 of the operand on the N side become columns. ``BlockScaledStage`` defines the layout of a stage.
 
-``BlockScaledKernel`` is the base class of the kernels. A subclass defines the four methods ``_produce``,
-``_issue_mmas``, ``_run_epilogue`` and ``_load_linear_scales``. All four loop over the same tiles and k tiles in the
-same order.
+``BlockScaledKernel``: base class of kernels, with the roles of ``roles.Tcgen05Kernel``.
 """
 
-import itertools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import MXFP4, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import (
-    ALIGNMENT,
-    EPILOGUE_WARPS,
     K_TILE_BYTES,
     MMA_K,
     MMA_M,
@@ -31,21 +23,19 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
     BlockScaledConfig,
     BlockScaledStage,
 )
+from torch_cute_ops.kernels.common.blackwell.roles import OperandCopies, Tcgen05Kernel
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_words
-from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
 from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-WARP = 32
-PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
-LEADER = 0  # rank of the CTA that issues the MMAs of a CTA pair
 MMAS_PER_K_TILE = K_TILE // MMA_K
 
 
-class BlockScaledMma:
-    """Device code that copies operands to a stage and multiplies them. A ``BlockScaledStage`` describes the stage."""
+class BlockScaledMma(OperandCopies):
+    """Copies and MMAs of one ``BlockScaledStage``."""
 
     def __init__(self, stage: BlockScaledStage):
         self.stage = stage
@@ -62,42 +52,6 @@ class BlockScaledMma:
             TensorArg("Uint8", (half, n), (1, half), align=16),
             scale_argument(self.stage.fmt, layout, n, blocks, name="b_"),
         )
-
-    # Copies of codes by TMA
-
-    def map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """Return the TMA descriptor of a matrix of FP4 codes, as a CuTe copy atom and tensor. A box is ``rows`` rows of
-        a k tile.
-
-        ``codes`` is (rows, bytes), or (rows, bytes, experts). TMA fills the part of the last k tile that lies beyond an
-        expert's range of k with zeros.
-        """
-        rank = len(codes.shape)
-        box = self._box(rows, rank)
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, K_TILE_BYTES, 1)[:rank]
-        )
-
-    def _box(self, rows: int, rank: int):
-        """Return the shared-memory layout of a k tile's codes, (rows, bytes of a row)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
-
-    def boxes(self, map: tuple, rows: int):
-        """Divide the matrix that ``map`` describes into boxes. The result is indexed by row tile, k tile and expert."""
-        rank = len(map[1].shape)
-        return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
-
-    def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
-        """Start the TMA copy of box ``place`` to shared memory at ``to``. ``barrier`` counts the bytes."""
-        rank = len(map[1].shape)
-        layout = self._box(rows, rank)
-        box = cute.make_tensor(cute.recast_ptr(to, layout.inner, dtype=Uint8), layout.outer)
-        target, source = cpasync.tma_partition(
-            map[0], 0, cute.make_layout(1), cute.group_modes(box, 0, rank), cute.group_modes(boxes, 0, rank)
-        )
-        options = {} if policy is None else {"cache_policy": Int64(policy)}
-        cute.copy(map[0], source[(None, *place)], target, tma_bar_ptr=barrier, **options)
 
     # Scales
 
@@ -217,27 +171,6 @@ class BlockScaledMma:
                 )
 
 
-@dataclass(frozen=True)
-class Smem:
-    """Shared memory of a CTA.
-
-    Attributes:
-        stages: stages of codes and scales.
-        pipeline: barriers of the stages.
-        peer_full: mbarriers, one per stage. In a CTA pair, they complete when the second CTA's stage is full.
-        scales_empty: mbarriers, one per buffer for scales in tensor memory.
-        acc_pipeline: barriers of the accumulators in tensor memory.
-        tmem: word that holds the address of the allocated tensor memory.
-    """
-
-    stages: cute.Pointer
-    pipeline: Pipeline
-    peer_full: cute.Pointer
-    scales_empty: cute.Pointer
-    acc_pipeline: Pipeline
-    tmem: cute.Pointer
-
-
 class ScaleTiles(NamedTuple):
     """The 128-row scale tiles of one operand that a stage needs.
 
@@ -264,116 +197,14 @@ class MmaState(NamedTuple):
     scale_parity: Int32
 
 
-class BlockScaledKernel:
-    """Base class of the block-scaled kernels. ``config`` is a ``BlockScaledConfig``."""
+class BlockScaledKernel(Tcgen05Kernel):
+    """Base of the kernels of one ``BlockScaledConfig``."""
 
     def __init__(self, config: BlockScaledConfig):
-        self.config: Any = config
-        self.stage = config.stage
+        super().__init__(config)
         self.mma = BlockScaledMma(self.stage)
 
-    # Roles
-
-    @cute.jit
-    def _set_up(self, tid) -> Smem:
-        """Allocate shared memory and tensor memory, and initialise the barriers. Other warps may use the barriers after
-        ``_sync``."""
-        c = self.config
-        smem = self._allocate()
-        if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
-            tcgen05.allocate(smem.tmem, c.tmem_columns, self.stage.cta_group)
-        if tid == 0:
-            self._init_barriers(smem)
-        cute.arch.mbarrier_init_fence()
-        return smem
-
-    def _allocate(self) -> Smem:
-        c = self.config
-        base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
-        barriers = cute.recast_ptr(base + c.stages * self.stage.size_bytes, dtype=Int64)
-        peers = c.stages * (self.stage.cta_group - 1)
-        counts = (c.stages, peers, c.stages, SCALE_STAGES, c.accumulators, c.acc_empty_barriers)
-        full, peer_full, empty, scales_empty, acc_full, acc_empty, end = (
-            barriers + start for start in itertools.accumulate(counts, initial=0)
-        )
-        return Smem(
-            stages=base,
-            pipeline=Pipeline(full, empty, c.stages),
-            peer_full=peer_full,
-            scales_empty=scales_empty,
-            acc_pipeline=Pipeline(acc_full, acc_empty, c.accumulators),
-            tmem=cute.recast_ptr(end, dtype=Uint32),
-        )
-
-    def _init_barriers(self, smem: Smem) -> None:
-        c = self.config
-        for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.pipeline.full + i, 1 + self.stage.has_scale_loaders)
-            if self.stage.cta_group == 2:
-                cute.arch.mbarrier_init(smem.peer_full + i, 1)
-            cute.arch.mbarrier_init(smem.pipeline.empty + i, 1)
-        for i in range(SCALE_STAGES):
-            cute.arch.mbarrier_init(smem.scales_empty + i, 1)
-        for i in range(c.accumulators):
-            cute.arch.mbarrier_init(smem.acc_pipeline.full + i, 1)
-        for i in range(c.acc_empty_barriers):
-            cute.arch.mbarrier_init(smem.acc_pipeline.empty + i, EPILOGUE_WARPS * self.stage.cta_group)
-
-    @cute.jit
-    def _sync(self):
-        """Synchronise all threads of the CTA or, if two CTAs compute an MMA together, of both CTAs."""
-        if const_expr(self.stage.cta_group > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    @cute.jit
-    def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
-        """Set up the CTA, and run the code of this warp's role.
-
-        All warps except the MMA warp first wait for the previous kernels. The MMA warp reads only data that the other
-        warps copied.
-
-        Returns:
-            Shared memory, and the address of the allocated tensor memory.
-        """
-        c = self.config
-        smem = self._set_up(tid)
-        self._sync()
-        warp = cute.arch.make_warp_uniform(tid // WARP)
-        tmem = Uint32(cute.make_tensor(smem.tmem, cute.make_layout(1))[0])
-        if warp == PRODUCER_WARP:
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_wait()
-            self._produce(*maps, work, smem)
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_launch_dependents()
-        elif warp == MMA_WARP:
-            if tid % WARP == 0:
-                self._issue_mmas(tmem, work, smem)
-        elif warp < EPILOGUE_WARPS:
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_wait()
-            self._run_epilogue(tmem, tid, work, smem)
-        elif const_expr(self.stage.has_scale_loaders):
-            scale_loader = tid - WARP * (MMA_WARP + 1)
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_wait()
-            self._load_linear_scales(scale_loader, work, smem)
-        cute.arch.sync_warp()
-        return smem, tmem
-
-    @cute.jit
-    def _free_tmem(self, tid, tmem):
-        """Free the tensor memory. Before the call, the CTA must synchronise after its last load from tensor memory."""
-        if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
-            tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
-
     # K tiles
-
-    def _stage_at(self, stage, smem: Smem) -> cute.Pointer:
-        return smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
 
     @cute.jit
     def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
@@ -449,17 +280,6 @@ class BlockScaledKernel:
         return MmaState(
             *smem.pipeline.next(at.stage, at.parity), *next_stage(at.scale_stage, at.scale_parity, SCALE_STAGES)
         )
-
-    def _signal_acc_loaded(self, barrier, tid) -> None:
-        """Signal that this epilogue warp has loaded the accumulator. MMAs may overwrite the accumulator after all
-        signals."""
-        tcgen05.fence_before()
-        cute.arch.sync_warp()
-        leads = Uint32(tid % WARP == 0)
-        if self.stage.cta_group == 2:
-            ptx.arrive_at_if(barrier, Uint32(LEADER), leads)
-        else:
-            ptx.arrive_if(barrier, leads)
 
 
 def as_bytes(scales: cute.Tensor, layout: ScaleLayout) -> cute.Tensor:

@@ -1,9 +1,8 @@
-"""Host side of kernels with block-scaled ``tcgen05.mma``: the layout of a pipeline stage, and the base class of the
-configurations. No device code."""
+"""Host side of kernels with ``tcgen05.mma``: layout of a stage, and base classes of configurations. No device code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
@@ -31,16 +30,69 @@ ALIGNMENT: Final = 1024
 """Alignment of a stage in bytes. The 128-byte swizzle requires it."""
 
 
+class OperandStage:
+    """Base of frozen dataclasses that describe a k tile of both operands in shared memory: M side, then N side, each
+    with rows of ``K_TILE_BYTES`` bytes.
+
+    Attributes:
+        mma_n: rows of the operand on the N side: columns of the accumulator.
+        cta_group: number of CTAs that compute an MMA together. Each of them copies the codes of an equal number of rows
+            of the N side.
+        scale_loader_warps: number of scale-loader warps, if there are scale loaders.
+    """
+
+    mma_n: int
+    cta_group: int
+    scale_loader_warps: ClassVar[int] = SCALE_LOADER_WARPS
+
+    @property
+    def has_scale_loaders(self) -> bool:
+        """True if warps of the CTA load scales."""
+        raise NotImplementedError
+
+    @property
+    def scale_loaders_fill(self) -> bool:
+        """True if a stage is full only after a scale loader has arrived."""
+        return self.has_scale_loaders
+
+    @property
+    def cta_mma_n(self) -> int:
+        """Rows of the operand on the N side whose codes one CTA copies."""
+        return self.mma_n // self.cta_group
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes of both sides."""
+        return (MMA_M + self.cta_mma_n) * K_TILE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the stage."""
+        return -(-self.code_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns of tensor memory for the scales of a k tile."""
+        return 0
+
+    @property
+    def threads(self) -> int:
+        """Number of threads of a CTA: epilogue, producer, MMA and scale-loader warps."""
+        return 32 * (EPILOGUE_WARPS + 2 + (self.scale_loader_warps if self.has_scale_loaders else 0))
+
+    def reason_unsupported(self) -> str | None:
+        """Reason that the stage is not supported, or None."""
+        return None
+
+
 @dataclass(frozen=True)
-class BlockScaledStage:
-    """Layout of a stage in shared memory. It holds one k tile: codes of the M side, codes of the N side, scales of the
-    N side, scales of the M side.
+class BlockScaledStage(OperandStage):
+    """K tile of both operands in shared memory: codes of the M side, codes of the N side, scales of the N side, scales
+    of the M side.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
-        mma_n: number of rows of the operand on the N side, which are columns of the accumulator.
-        cta_group: number of CTAs that compute an MMA together. Each copies the codes of ``mma_n / cta_group`` rows of
-            the N side.
+        mma_n, cta_group: as in ``OperandStage``.
         spread: True if k tiles may begin in the middle of a scale tile.
     """
 
@@ -56,11 +108,6 @@ class BlockScaledStage:
         return self.layout.is_linear
 
     @property
-    def cta_mma_n(self) -> int:
-        """Number of rows of the operand on the N side whose codes one CTA copies."""
-        return self.mma_n // self.cta_group
-
-    @property
     def scale_tile_k(self) -> int:
         """Number of elements along K that a scale tile covers."""
         return TILE_BLOCKS * self.fmt.block_size
@@ -74,11 +121,6 @@ class BlockScaledStage:
     def scale_row_tiles(self) -> int:
         """Number of scale tiles that the operand on the N side spans along its rows."""
         return -(-self.mma_n // MMA_M)
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes of both sides."""
-        return (MMA_M + self.cta_mma_n) * K_TILE_BYTES
 
     @property
     def n_scale_bytes(self) -> int:
@@ -97,13 +139,7 @@ class BlockScaledStage:
         columns."""
         return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
-    @property
-    def threads(self) -> int:
-        """Number of threads of a CTA: epilogue, producer, MMA and scale-loader warps."""
-        return 32 * (EPILOGUE_WARPS + 2 + (SCALE_LOADER_WARPS if self.has_scale_loaders else 0))
-
     def reason_unsupported(self) -> str | None:
-        """Reason that the stage is not supported, or None."""
         if self.layout.tile_rows not in (0, MMA_M):
             return f"scales are linear or in tiles of {MMA_M} rows, not {self.layout.name}"
         return None
@@ -117,14 +153,21 @@ MAX_STAGES: Final = 9
 latency of memory at 54 bytes/ns (data sheet)."""
 
 
-class BlockScaledConfig:
-    """Base class of configurations. Subclasses are frozen dataclasses with a field ``stages``, the number of stages."""
+class Tcgen05Config:
+    """Base of frozen dataclasses with a field ``stages``, the number of stages.
+
+    Attributes:
+        scale_stages: number of k tiles whose scales are in tensor memory.
+        waits_first: True if all threads wait for the previous kernel before they take their roles.
+    """
 
     stages: int
+    scale_stages: ClassVar[int] = 0
+    waits_first: ClassVar[Any] = False
 
     @property
-    def stage(self) -> BlockScaledStage:
-        """Layout of a pipeline stage, which holds one k tile."""
+    def stage(self) -> Any:
+        """Layout of a stage, an ``OperandStage``."""
         raise NotImplementedError
 
     @property
@@ -145,8 +188,8 @@ class BlockScaledConfig:
 
     @property
     def tmem_columns(self) -> int:
-        """Number of columns of tensor memory to allocate, a power of two."""
-        used = self.acc_columns + SCALE_STAGES * self.stage.scale_columns
+        """Columns of tensor memory to allocate: a power of two."""
+        used = self.acc_columns + self.scale_stages * self.stage.scale_columns
         return max(32, 1 << (used - 1).bit_length())
 
     @property
@@ -182,7 +225,18 @@ class BlockScaledConfig:
         return None
 
 
-Config = TypeVar("Config", bound=BlockScaledConfig)
+class BlockScaledConfig(Tcgen05Config):
+    """Base of configurations with block-scaled MMAs."""
+
+    scale_stages: ClassVar[int] = SCALE_STAGES
+
+    @property
+    def stage(self) -> BlockScaledStage:
+        """Layout of a stage."""
+        raise NotImplementedError
+
+
+Config = TypeVar("Config", bound=Tcgen05Config)
 
 
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:

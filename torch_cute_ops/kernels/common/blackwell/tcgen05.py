@@ -1,8 +1,9 @@
 """``tcgen05`` instructions, as PTX. They use the tensor memory and the tensor cores of data-center Blackwell.
 
-One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``commit``). The operations are asynchronous.
-The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an mbarrier complete
-when they have ended. (PTX ISA, "TensorCore 5th generation".)
+One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``multiply_fp8``, ``commit``). The operations
+are asynchronous. Copies of scales and MMAs of this thread execute in order. ``commit`` makes an mbarrier signal when
+they have ended.
+(PTX ISA, "TensorCore 5th generation".)
 """
 
 from typing import Final
@@ -45,6 +46,13 @@ def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) 
     """
     e2m1 = 1 << 7 | 1 << 10
     return e2m1 | scale_id << 4 | columns // 8 << 17 | int(ue8m0) << 23 | rows // 128 << 27 | scale_id << 29
+
+
+def fp8_instruction_descriptor(rows: int, columns: int) -> int:
+    """Return the descriptor of an MMA with e4m3 operands and fp32 accumulators whose M, N and K are ``rows``,
+    ``columns`` and 32."""
+    fp32 = 1 << 4
+    return fp32 | columns // 8 << 17 | rows // 16 << 24
 
 
 def _run(operands: list, text: str, constraints: str, loc, ip) -> None:
@@ -102,6 +110,18 @@ def multiply(
         "[$0], $1, $2, $3, [$4], [$5], p;}"
     )
     _run(operands, text, "r,l,l,r,r,r,r", loc, ip)
+
+
+@dsl_user_op
+def multiply_fp8(acc, a, b, instruction: int, adds, cta_group: int, *, loc=None, ip=None) -> None:
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, of FP8 operands without scales."""
+    operands = [ptx._u32(acc, loc, ip)]
+    operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
+    operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), Uint32(adds))]
+    text = (
+        f"{{.reg .pred p; setp.ne.u32 p, $4, 0; tcgen05.mma.cta_group::{cta_group}.kind::f8f6f4 [$0], $1, $2, $3, p;}}"
+    )
+    _run(operands, text, "r,l,l,r,r", loc, ip)
 
 
 @dsl_user_op

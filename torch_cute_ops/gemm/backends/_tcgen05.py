@@ -1,0 +1,43 @@
+"""Cost model of the backends for data-center Blackwell, shared by FP4 and FP8.
+
+The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
+"""
+
+from typing import ClassVar, Final
+
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
+from torch_cute_ops.runtime.arch import CLOCK_HZ
+
+STORE_BYTES_PER_CLOCK: Final = 32
+"""Rate at which a CTA stores results while no MMA runs."""
+
+
+class Tcgen05Model:
+    """Constants and steps of the estimates."""
+
+    ramp_seconds: ClassVar[float] = 1.5e-6
+    """Time of a CTA to fill the pipeline, allocate tensor memory and store the last tile."""
+    cluster_bytes_per_second: ClassVar[float] = 1.5e11
+    """Rate at which a CTA of a cluster exchanges and adds partial sums (the rate of an H200)."""
+    l2_rate: ClassVar[int] = 2
+    """Bandwidth of L2, divided by the bandwidth of memory."""
+    least_mma_n: ClassVar[int] = 64
+    """N of an MMA below which the MMA takes the same time, because it reads 128 rows of the other operand anyway."""
+
+    def read_seconds(self, weight_bytes: float, activation_bytes: float, m_tiles: float, target: Target) -> float:
+        """Return the time in which a CTA copies both operands of a k tile, at its share of the bandwidth.
+
+        M tiles that run together read the weight from memory once, then from L2, where the activations are.
+        """
+        from_memory = weight_bytes / min(m_tiles, self.l2_rate) + activation_bytes / self.l2_rate
+        return from_memory / (cost.bytes_per_second(target) / target.sms)
+
+    def store_seconds(self, tile_m: int, itemsize: int) -> float:
+        """Return the time in which a CTA stores a tile's results."""
+        return MMA_M * tile_m * itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
+
+    def exchange_seconds(self, tile_m: int) -> float:
+        """Return the time in which a CTA of a cluster writes its partial sums of a tile and reads its share of them."""
+        return 2 * 4 * MMA_M * tile_m / self.cluster_bytes_per_second

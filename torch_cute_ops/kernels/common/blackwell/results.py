@@ -1,0 +1,52 @@
+"""Store accumulators of tensor memory as results, or as partial sums.
+
+The weight is on the M side: a thread has a row of the weight, which is a column of the result, and consecutive tokens.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.layouts import PartialSums
+from torch_cute_ops.kernels.common.core.memory import pack
+
+
+@cute.jit
+def store_results(values: list, dtype, out: cute.Tensor, token, end, column, n, odd):
+    """Store a column of results for consecutive tokens from ``token`` on, up to the token before ``end``.
+
+    All lanes of a warp call this. They have consecutive columns.
+
+    Args:
+        values: finished results, fp32.
+        dtype: DSL type of the result.
+        out: (tokens, n), contiguous.
+        column: the thread's column of ``out``. Nothing is stored from column ``n`` on.
+        odd: 1 in odd lanes, 0 in even lanes.
+    """
+    if const_expr(dtype is Float32):
+        for i, value in enumerate(values):
+            if (token + i < end) & (column < n):
+                _store_word(out, token + i, column, n, ptx.bits_of(value))
+    else:
+        # Lanes swap halves of words, so that each lane holds a token's results of two columns.
+        for i in range_constexpr(0, len(values), 2):
+            word = pack(values[i : i + 2], dtype)[0]
+            other = cute.arch.shuffle_sync_bfly(word, offset=1)
+            even = ptx.prmt(word, other, 0x5410)
+            word = ptx.select(odd == 1, ptx.prmt(word, other, 0x3276), even)
+            if (token + i + odd < end) & (column < n):
+                _store_word(out, token + i + odd, column - odd, n, word)
+
+
+def _store_word(out: cute.Tensor, token, column, n, word) -> None:
+    at = out.iterator + (Int64(token) * n + column)
+    cute.make_tensor(cute.recast_ptr(at.align(4), dtype=Uint32), cute.make_layout(1))[0] = word
+
+
+def store_acc(tile: PartialSums, acc: list, token, column, to: cute.Pointer) -> None:
+    """Store words of the thread's accumulator, of consecutive tokens from ``token`` on, as partial sums in this CTA's
+    shared memory."""
+    at = to + cute.assume((token * tile.pitch + column) * 4, divby=4)
+    for i, word in enumerate(acc):
+        ptx.store_shared_if(at + i * tile.pitch * 4, word, True)

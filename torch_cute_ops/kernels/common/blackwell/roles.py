@@ -1,0 +1,226 @@
+"""Kernels with ``tcgen05.mma``: copies of operands, and the roles of warps with their pipelines.
+
+``Tcgen05Kernel``: base class of kernels, which define ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and, with scale
+loaders, ``_load_scales``. All four methods visit the CTA's tiles, and the k tiles of a tile, in the same order.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64, Uint8, Uint32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.common.blackwell import tcgen05
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    ALIGNMENT,
+    EPILOGUE_WARPS,
+    K_TILE_BYTES,
+    Tcgen05Config,
+)
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline
+
+WARP = 32
+PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
+LEADER = 0  # CTA of a pair that issues the MMAs
+
+
+class OperandCopies:
+    """Copies of operands to stages by tensor maps."""
+
+    def map(self, codes: cute.Tensor, rows: int) -> tuple:
+        """Return a tensor map with boxes of ``rows`` rows of a k tile.
+
+        ``codes`` is (rows, bytes), or (rows, bytes, experts). The last k tile of an expert is cut off at the end of the
+        expert's range of k.
+        """
+        rank = len(codes.shape)
+        box = self._box(rows, rank)
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, K_TILE_BYTES, 1)[:rank]
+        )
+
+    def _box(self, rows: int, rank: int):
+        """Return the shared-memory layout of a k tile's codes, (rows, bytes of a row)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
+        return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
+
+    def boxes(self, map: tuple, rows: int):
+        """Return the matrix divided into boxes, indexed by tile of rows, k tile and expert."""
+        rank = len(map[1].shape)
+        return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
+
+    def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
+        """Start the copy of the box at ``place`` in ``boxes``."""
+        rank = len(map[1].shape)
+        layout = self._box(rows, rank)
+        box = cute.make_tensor(cute.recast_ptr(to, layout.inner, dtype=Uint8), layout.outer)
+        target, source = cpasync.tma_partition(
+            map[0], 0, cute.make_layout(1), cute.group_modes(box, 0, rank), cute.group_modes(boxes, 0, rank)
+        )
+        options = {} if policy is None else {"cache_policy": Int64(policy)}
+        cute.copy(map[0], source[(None, *place)], target, tma_bar_ptr=barrier, **options)
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Shared memory.
+
+    Attributes:
+        stages: codes and scales of the k tiles in flight.
+        pipeline: pipeline of the stages.
+        peer_full: mbarriers, one per stage, which complete when the stage of the pair's second CTA is full.
+        scales_empty: mbarriers, one per set of tensor-memory columns for scales.
+        acc_pipeline: pipeline of the accumulators in tensor memory.
+        tmem: address of the allocated columns of tensor memory.
+    """
+
+    stages: cute.Pointer
+    pipeline: Pipeline
+    peer_full: cute.Pointer
+    scales_empty: cute.Pointer
+    acc_pipeline: Pipeline
+    tmem: cute.Pointer
+
+
+class Tcgen05Kernel:
+    """Base of the kernels of one ``Tcgen05Config``."""
+
+    def __init__(self, config: Tcgen05Config):
+        self.config: Any = config
+        self.stage = config.stage
+
+    # Roles
+
+    @cute.jit
+    def _set_up(self, tid) -> Smem:
+        """Allocate shared memory and tensor memory, and initialise the barriers. ``_sync`` makes them visible to
+        other warps."""
+        c = self.config
+        smem = self._allocate()
+        if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
+            tcgen05.allocate(smem.tmem, c.tmem_columns, self.stage.cta_group)
+        if tid == 0:
+            self._init_barriers(smem)
+        cute.arch.mbarrier_init_fence()
+        return smem
+
+    def _allocate(self) -> Smem:
+        c = self.config
+        base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
+        barriers = cute.recast_ptr(base + c.stages * self.stage.size_bytes, dtype=Int64)
+        peers = c.stages * (self.stage.cta_group - 1)
+        counts = (c.stages, peers, c.stages, c.scale_stages, c.accumulators, c.acc_empty_barriers)
+        full, peer_full, empty, scales_empty, acc_full, acc_empty, end = (
+            barriers + start for start in itertools.accumulate(counts, initial=0)
+        )
+        return Smem(
+            stages=base,
+            pipeline=Pipeline(full, empty, c.stages),
+            peer_full=peer_full,
+            scales_empty=scales_empty,
+            acc_pipeline=Pipeline(acc_full, acc_empty, c.accumulators),
+            tmem=cute.recast_ptr(end, dtype=Uint32),
+        )
+
+    def _init_barriers(self, smem: Smem) -> None:
+        c = self.config
+        for i in range(c.stages):
+            cute.arch.mbarrier_init(smem.pipeline.full + i, 1 + self.stage.scale_loaders_fill)
+            if self.stage.cta_group == 2:
+                cute.arch.mbarrier_init(smem.peer_full + i, 1)
+            cute.arch.mbarrier_init(smem.pipeline.empty + i, 1)
+        for i in range(c.scale_stages):
+            cute.arch.mbarrier_init(smem.scales_empty + i, 1)
+        for i in range(c.accumulators):
+            cute.arch.mbarrier_init(smem.acc_pipeline.full + i, 1)
+        for i in range(c.acc_empty_barriers):
+            cute.arch.mbarrier_init(smem.acc_pipeline.empty + i, EPILOGUE_WARPS * self.stage.cta_group)
+
+    @cute.jit
+    def _sync(self):
+        """Synchronise the CTA, or the pair."""
+        if const_expr(self.stage.cta_group > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
+        """Set up the CTA, and run the code of the warp's role.
+
+        All warps except the MMA warp first wait for the previous kernels.
+
+        Returns:
+            Shared memory, and the address of the allocated columns of tensor memory.
+        """
+        c = self.config
+        smem = self._set_up(tid)
+        self._sync()
+        work = self._begin(tid, work, smem)
+        warp = cute.arch.make_warp_uniform(tid // WARP)
+        tmem = Uint32(cute.make_tensor(smem.tmem, cute.make_layout(1))[0])
+        if warp == PRODUCER_WARP:
+            if const_expr(c.pdl and not c.waits_first):
+                cute.arch.griddepcontrol_wait()
+            self._produce(*maps, work, smem)
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_launch_dependents()
+        elif warp == MMA_WARP:
+            if tid % WARP == 0:
+                self._issue_mmas(tmem, work, smem)
+        elif warp < EPILOGUE_WARPS:
+            if const_expr(c.pdl and not c.waits_first):
+                cute.arch.griddepcontrol_wait()
+            self._run_epilogue(tmem, tid, work, smem)
+        elif const_expr(self.stage.has_scale_loaders):
+            scale_loader = tid - WARP * (MMA_WARP + 1)
+            if const_expr(c.pdl and not c.waits_first):
+                cute.arch.griddepcontrol_wait()
+            self._load_scales(scale_loader, work, smem)
+        cute.arch.sync_warp()
+        return smem, tmem
+
+    def _begin(self, tid, work, smem):
+        """Return the work, after the preparations that all threads of the CTA make together."""
+        return work
+
+    @cute.jit
+    def _free_tmem(self, tid, tmem):
+        """Free the tensor memory. The CTA must have synchronised after the last load from tensor memory."""
+        if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
+            tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
+
+    # K tiles
+
+    @cute.jit
+    def _relay_tile(self, stage, parity, work, smem) -> tuple:
+        """Signal the pair's first CTA when each stage of a tile in the second CTA is full. One thread of the second CTA
+        runs this.
+
+        Returns:
+            Next stage and parity.
+        """
+        for _k_tile in cutlass.range(work.begin, work.end, unroll=1):
+            smem.pipeline.wait_full(stage, parity)
+            ptx.arrive_at_if(smem.peer_full + stage, Uint32(LEADER), Uint32(1))
+            stage, parity = smem.pipeline.next(stage, parity)
+        return stage, parity
+
+    def _stage_at(self, stage, smem: Smem) -> cute.Pointer:
+        return smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
+
+    def _signal_acc_loaded(self, barrier, tid) -> None:
+        """Signal that this epilogue warp has loaded the accumulator, so that MMAs may overwrite the accumulator."""
+        tcgen05.fence_before()
+        cute.arch.sync_warp()
+        leads = Uint32(tid % WARP == 0)
+        if self.stage.cta_group == 2:
+            ptx.arrive_at_if(barrier, Uint32(LEADER), leads)
+        else:
+            ptx.arrive_if(barrier, leads)
