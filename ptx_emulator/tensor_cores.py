@@ -1,8 +1,8 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Block-scaled MMAs of FP4 (``ScaledShape``) and MMAs of FP8 (``FP8Shape``) are implemented. NVIDIA does not document the
-order of additions or intermediate rounding. Here the exact products and the accumulator are added in float64, and the
-sum is rounded once.
+Block-scaled FP4 MMAs (``ScaledShape``) and FP8 MMAs (``FP8Shape``) are implemented. NVIDIA documents neither the order
+of additions nor intermediate rounding. Here the exact products and the accumulator are added in float64, and the sum is
+rounded once.
 
 The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
 
@@ -82,7 +82,7 @@ class Shape:
     b_format: str
 
     def check(self, descriptor: int) -> None:
-        """Check that an MMA of this size exists. Raises EmulationError if not."""
+        """Check that an MMA of this size exists, and raise a fault if not."""
         step = 8 * self.group
         if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
@@ -91,7 +91,7 @@ class Shape:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return the number of rows of A and of B per CTA."""
+        """Return the numbers of rows of A and of B that each CTA holds."""
         return self.m // self.group, self.n // self.group
 
     @property
@@ -328,7 +328,7 @@ class TensorCores:
         return a.columns.start < b.columns.stop and b.columns.start < a.columns.stop
 
     def _operand(self, cta: int, chunks: Array, fmt: str, negated: bool) -> tuple[Array, Array]:
-        """Return the values of an operand's rows, and a mask of the rows that are initialised."""
+        """Return the values of an operand's rows, and a mask of the rows that are completely initialised."""
         data, there = self._bytes(cta, chunks)
         if fmt == "e2m1":
             numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
@@ -337,7 +337,7 @@ class TensorCores:
         return -numbers if negated else numbers, there.all(1)
 
     def _scales(self, part: Part, rows: int, shape: ScaledShape, number: int) -> tuple[Array, Array]:
-        """Return the scale of each value of an operand's rows, and a mask of the rows whose scales are initialised.
+        """Return the scale of each value in an operand's rows, and a mask of the rows whose scales are initialised.
 
         All quarters of the lanes must hold the same scales, because the tensor core reads a different quarter for each
         part of the accumulator's rows.

@@ -231,7 +231,7 @@ def product(left: Array, right: Array) -> Array:
 
 
 E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
-"""Value of each FP4 code."""
+"""Value of each FP4 code, indexed by the code."""
 
 
 def _bytes_values(tiny: Tiny, *beyond: float) -> Array:
@@ -243,7 +243,7 @@ def _bytes_values(tiny: Tiny, *beyond: float) -> Array:
 
 E4M3 = _bytes_values(TINY["e4m3x2"], np.nan)
 E5M2 = _bytes_values(TINY["e5m2x2"], np.inf, np.nan, np.nan, np.nan)
-"""Value of each FP8 code."""
+"""Value of each FP8 code, indexed by the code."""
 SCALES = {
     # PTX ignores the sign bit of ue4m3, so each value occurs twice.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),

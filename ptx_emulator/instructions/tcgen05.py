@@ -210,7 +210,8 @@ _BLOCKS = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::2X": 3
 
 @effect("tcgen05.mma")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a block-scaled MMA of FP4, or an MMA of FP8. Collector hints do not change the result."""
+    """Decode a block-scaled FP4 MMA, or an FP8 MMA. Hints for the collector buffers are ignored, because they do not
+    change the result."""
     kind, *rest = [part for part in parts if not part.startswith(("cta_group", "collector"))]
     if kind == "kind::f8f6f4":
         return _mma_of_fp8(d, ins, rest)

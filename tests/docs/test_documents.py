@@ -192,7 +192,9 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
         assert {chosen("mm_fp8_fp4", m, block_size=32) for m in few} == {"wgmma_codes"}
         assert {chosen("mm_fp8_fp4", m, block_size=16) for m in few} == {"wgmma_rs"}
     for m in (*few, *many):
-        assert chosen("mm_fp8_block", m) == ("wgmma" if arch.has_wgmma else "mma_sync")
+        fastest = "wgmma" if arch.has_wgmma else "tcgen05" if arch.has_tcgen05 else "mma_sync"
+        assert chosen("mm_fp8_block", m) == fastest
+        assert chosen("mm_fp8", m) in {fastest, "scaled_mm"} - {"mma_sync"}
         if arch.has_wgmma:
             assert chosen("moe_fc2_fp4", m, experts=32) == "routed"
 

@@ -102,7 +102,7 @@ def test_nan_stays_where_it_is(m, device):
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+@pytest.mark.parametrize("name", ["wgmma", "tcgen05", "mma_sync"])
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 448), (60, 2880), (300, 512)])
 @pytest.mark.parametrize("epilogue", ["none", "alpha", "bias", "both"])
 def test_every_tactic(name, m, k, epilogue):
@@ -111,6 +111,8 @@ def test_every_tactic(name, m, k, epilogue):
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
+    if name == "tcgen05" and not target.arch.has_tcgen05:
+        pytest.skip("needs data-center Blackwell's tcgen05")
     device, counts = target.device, [m, 0, m // 2 + 1]
     calls = {
         "mm_fp8_block": [sample("", m, N, k, device, exact=True)],

@@ -95,7 +95,7 @@ def test_a_row_does_not_depend_on_other_rows(device):
 # running.
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["wgmma", "scaled_mm"])
+@pytest.mark.parametrize("name", ["wgmma", "tcgen05", "scaled_mm"])
 @pytest.mark.parametrize(
     ("m", "k", "fast_accum", "out_dtype"),
     [
@@ -115,6 +115,8 @@ def test_every_tactic(name, m, k, fast_accum, out_dtype):
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
+    if name == "tcgen05" and not target.arch.has_tcgen05:
+        pytest.skip("needs data-center Blackwell's tcgen05")
     is_by_tensor = out_dtype != BF16
     for n in (264, 272):
         scales = {"one_a_scale": is_by_tensor, "one_b_scale": is_by_tensor}

@@ -19,6 +19,7 @@ from support.kernel_grid import (
     experts_cases,
     fp8_fp4_gemm_cases,
     fp8_gemm_cases,
+    fp8_tcgen05_cases,
     fp8_token_gemm_cases,
     gated_experts_cases,
     mma_cases,
@@ -34,14 +35,16 @@ from test_fp4_tcgen05_emulated import COVERING as TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
 from test_fp8_gemm_emulated import RUNS as FP8_RUNS
+from test_fp8_tcgen05_emulated import COVERING as FP8_TCGEN05
 from test_fp8_token_gemm_emulated import RUNS as FP8_TOKEN_RUNS
 
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 FP4 = (*EXPERTS, *TCGEN05, *TCGEN05_EXPERTS, *(one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS)))
-EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS)}
-"""Roles of kernels whose resources are checked by tests that run them in the emulator."""
+FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS, *FP8_TCGEN05)
+EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
+"""Roles of kernels whose resources the emulator's tests check."""
 
 
 def other_cases(every):
@@ -53,6 +56,7 @@ def other_cases(every):
         *moe_cases(),
         *fp8_gemm_cases(every),
         *fp8_token_gemm_cases(every),
+        *fp8_tcgen05_cases(every),
         *fp8_fp4_gemm_cases(every),
     )
     return cases if every else tuple(case for case in cases if case.role not in EMULATED)
@@ -101,7 +105,7 @@ def test_covering_cases_cover():
 
 
 def test_allowed_spills_are_cases():
-    emulated = (one.case for one in (*FP4, *GATED, *FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS))
+    emulated = (one.case for one in (*FP4, *GATED, *FP8))
     cases = (*every_case(), *other_cases(every=True), *other_cases(every=False), *emulated)
     assert set(ALLOWED_SPILLS) <= {case.id for case in cases}
 

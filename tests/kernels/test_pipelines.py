@@ -33,6 +33,7 @@ GEMM_CASES = (
     kernel_grid.tcgen05_experts_cases,
     kernel_grid.fp8_gemm_cases,
     kernel_grid.fp8_token_gemm_cases,
+    kernel_grid.fp8_tcgen05_cases,
     kernel_grid.fp8_fp4_gemm_cases,
 )
 """Functions that return cases of GEMMs."""

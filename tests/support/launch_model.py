@@ -330,6 +330,10 @@ def compute_fp8_token(config: Any, *args: Any) -> None:
     out.data[used] = grouped_token_gemm(a, call.b.mT, call.a_scale, call.alpha, *rest)[used]
 
 
+def compute_fp8_tcgen05(config: Any, *args: Any) -> None:
+    (compute_fp8 if config.has_blocks else compute_fp8_token)(config, *args)
+
+
 def compute_recoded_weight(config: Any, *args: Any) -> None:
     call = fp8_fp4_recode.WeightArguments(*args)
     if config.overlaps_gemm:
@@ -449,6 +453,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "RecodeWeightKernel": compute_recoded_weight,
     "FP8FP4RecodeKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
+    "FP8Tcgen05Kernel": compute_fp8_tcgen05,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,
     "MoeRouteIdsKernel": compute_route_ids,

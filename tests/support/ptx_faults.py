@@ -126,6 +126,34 @@ TCGEN05: dict[str, tuple[str, str]] = {
     ),
     "zero stored": (r"(st\.global\.b32 \t\[[^\]]*\], )%r\d+;", r"{.reg .b32 q; mov.b32 q, 0; \1q;}"),
 }
+FP8_MMA = r"(tcgen05\.mma\S+kind::f8f6f4 )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), p;"
+FP8_TCGEN05: dict[str, tuple[str, str]] = {
+    **{what: fault for what, fault in TCGEN05.items() if fault[0] not in (MMA, CP)},
+    "MMA left out": (FP8_MMA, ""),
+    "operands exchanged": (FP8_MMA, r"\1[\2], \4, \3, \5, p;"),
+    "sums a column on": (FP8_MMA, r"\1[\2+1], \3, \4, \5, p;"),
+    "adds where it should not, or not": (FP8_MMA, r"{.reg .pred o; not.pred o, p; \1[\2], \3, \4, \5, o;}"),
+    "weight 32 bytes on": (FP8_MMA, rf"{{{Q64}\3, 2; \1[\2], q, \4, \5, p;}}"),
+    "activations 32 bytes on": (FP8_MMA, rf"{{{Q64}\4, 2; \1[\2], \3, q, \5, p;}}"),
+    "other stride of the weight": (FP8_MMA, rf"{{{Q64}\3, {1 << 32}; \1[\2], q, \4, \5, p;}}"),
+    "other stride of the activations": (FP8_MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], \3, q, \5, p;}}"),
+    "other swizzle of the weight": (FP8_MMA, rf"{{{Q64}\3, {1 << 62}; \1[\2], q, \4, \5, p;}}"),
+    "other swizzle of the activations": (FP8_MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], \3, q, \5, p;}}"),
+    "fewer columns of sums": (FP8_MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], \3, \4, q, p;}}"),
+    "weight in another format": (FP8_MMA, rf"{{{_more(5, 1 << 7)} \1[\2], \3, \4, q, p;}}"),
+    "activations in another format": (FP8_MMA, rf"{{{_more(5, 1 << 10)} \1[\2], \3, \4, q, p;}}"),
+    "weight negated": (FP8_MMA, rf"{{{_more(5, 1 << 13)} \1[\2], \3, \4, q, p;}}"),
+    "scale stored elsewhere": (
+        r"(st\.shared\.[bf]32 \t)\[(%r\d+)(\+\d+)?\]([^;]*;)",
+        rf"{{{_more(2, 4)} \1[q\3]\4}}",
+    ),
+    "scales loaded from elsewhere": (
+        r"(ld\.shared\.v4\.[bf]32 \t\{[^}]*\}, )\[(%r\d+)(\+\d+)?\];",
+        rf"{{{_more(2, 16)} \1[q\3];}}",
+    ),
+    "product not added": (r"fma\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \4;"),
+    "not multiplied by a scale": (r"mul\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \2;"),
+}
 COPY = r"(cp\.async\.c[ag]\S+ )\[(%r\d+)\], \[(%rd\d+)\],([^;]*);"
 SCALED_MMA = (
     r"(mma\.sync\S+block_scale\S+ \{[^}]*\}, \{[^}]*\}, )(\{[^}]*\}), (\{[^}]*\}), "

@@ -18,6 +18,7 @@ from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_ss import FP8FP4WgmmaSS
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync, FP8TokenMmaSync
 from torch_cute_ops.gemm.backends.fp8_scaled_mm import FP8ScaledMM
+from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8TokenTcgen05
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
@@ -44,6 +45,8 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4WgmmaCodes(),
     FP8FP4WgmmaRS(),
     FP8FP4Recode(),
+    FP8Tcgen05(),
+    FP8TokenTcgen05(),
     FP8MmaSync(),
     FP8TokenMmaSync(),
     Cublas(),

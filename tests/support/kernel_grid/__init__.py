@@ -30,7 +30,14 @@ from support.kernel_grid.fp8_gemms import (
 )
 from support.kernel_grid.moe import MoeCase, moe_cases
 from support.kernel_grid.rows import FP8_TARGETS, ROUNDED, WHAT, Case, covering_cases, every_case
-from support.kernel_grid.tcgen05 import Tcgen05Case, Tcgen05ExpertsCase, tcgen05_cases, tcgen05_experts_cases
+from support.kernel_grid.tcgen05 import (
+    FP8Tcgen05Case,
+    Tcgen05Case,
+    Tcgen05ExpertsCase,
+    fp8_tcgen05_cases,
+    tcgen05_cases,
+    tcgen05_experts_cases,
+)
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 from torch_cute_ops.testing.resources import compile_for
 
@@ -48,6 +55,7 @@ __all__ = [
     "ExpertsCase",
     "FP8FP4GemmCase",
     "FP8GemmCase",
+    "FP8Tcgen05Case",
     "FP8TokenGemmCase",
     "GatedExpertsCase",
     "KernelCase",
@@ -62,6 +70,7 @@ __all__ = [
     "experts_cases",
     "fp8_fp4_gemm_cases",
     "fp8_gemm_cases",
+    "fp8_tcgen05_cases",
     "fp8_token_gemm_cases",
     "gated_experts_cases",
     "in_process",

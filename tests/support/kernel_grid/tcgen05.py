@@ -1,4 +1,4 @@
-"""Cases of FP4 GEMMs by tcgen05, dense and over experts."""
+"""Cases of GEMMs by tcgen05: FP4, dense and over experts, and FP8."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from support.epilogues import epilogues
-from support.kernel_grid.common import BF16, FP16, FP32, KernelCase, epilogue_id, short
+from support.kernel_grid.common import BF16, FP16, FP32, PER_COLUMN, KernelCase, epilogue_id, short
+from support.kernel_grid.fp8_gemms import FP8_LAYOUTS, has_factors
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts
+from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts, fp8_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 TCGEN05_ARCHS = ("sm_100a", "sm_103a")
@@ -145,3 +147,82 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
         if bias is None or case.layout != "linear" or case.tile_n == 32
         for arch in (TCGEN05_ARCHS if every else [case.arch])
     ]
+
+
+FP8_TCGEN05_TILES = tuple(
+    (has_blocks, tile_m, cta_group, split_k)
+    for (has_blocks, cta_group), tiles in fp8_tcgen05.TILES_M.items()
+    for tile_m in tiles
+    for split_k in fp8_tcgen05.splits(ExpertLayout(), has_blocks, tile_m, cta_group)
+)
+
+
+@dataclass(frozen=True)
+class FP8Tcgen05Case(KernelCase):
+    """GEMM of two FP8 operands by tcgen05.
+
+    Attributes:
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        has_blocks, tile_m, cta_group, split_k, epilogue, stages, arch: fields of the configuration.
+    """
+
+    layout: str
+    has_blocks: bool
+    tile_m: int
+    cta_group: int
+    split_k: int
+    epilogue: Epilogue
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        tile = f"{self.tile_m}by{self.split_k}" if self.cta_group == 1 else f"{self.tile_m}of2"
+        scales = "block" if self.has_blocks else "token"
+        return "-".join(("fp8_tcgen05", scales, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        tile = self.has_blocks, self.tile_m, self.cta_group, self.split_k > 1
+        return type(self), tile, has_factors(self.epilogue)
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel that the backend builds, or this kernel with fewer stages."""
+        config = fp8_tcgen05.plan(
+            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            epilogue=self.epilogue,
+            has_blocks=self.has_blocks,
+            tile_m=self.tile_m,
+            cta_group=self.cta_group,
+            split_k=self.split_k,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        return fp8_tcgen05.FP8Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
+
+
+def fp8_tcgen05_cases(every: bool) -> list[FP8Tcgen05Case]:
+    """Return cases of each tile with an alpha and bias per column or expert: without split-K, and with one number of
+    CTAs that share K. If ``every``, return all these numbers, also without alpha and bias, for each architecture.
+
+    Architectures, layouts and epilogues alternate from case to case.
+    """
+    layouts, archs = itertools.cycle(FP8_LAYOUTS), itertools.cycle(TCGEN05_ARCHS)
+    light = itertools.cycle(epilogues((None, "one"))[::2])
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    cases = []
+    splits = itertools.cycle(fp8_tcgen05.SPLIT_K[1:])
+    chosen = {tile[:3]: next(splits) for tile in FP8_TCGEN05_TILES}
+    for tile in FP8_TCGEN05_TILES:
+        if not every and tile[3] not in (1, chosen[tile[:3]]):
+            continue
+        layout, arch = next(layouts) if tile[3] == 1 else "plain", next(archs)
+        heavy = next(by_column if layout == "plain" else by_expert)
+        for epilogue in (heavy, next(light)) if every else (heavy,):
+            cases += [
+                FP8Tcgen05Case(layout, *tile, epilogue, arch=one) for one in (TCGEN05_ARCHS if every else (arch,))
+            ]
+    return cases

@@ -180,7 +180,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _load_scales(self, thread, work, smem):
-        """Write linear scales to every fourth stage, as a scale-loader warp."""
+        """Run a scale-loader warp, which writes linear scales to every fourth stage in the 128x4 layout."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)

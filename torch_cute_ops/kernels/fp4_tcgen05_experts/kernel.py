@@ -302,7 +302,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _load_scales(self, thread, work, smem):
-        """Write linear scales to every fourth stage, as a scale-loader warp."""
+        """Run a scale-loader warp, which writes linear scales to every fourth stage in the 128x4 layout."""
         c = self.config
         turn, lane = thread // WARP, thread % WARP
         blocks = work.experts * (c.expert_k // c.fmt.block_size)

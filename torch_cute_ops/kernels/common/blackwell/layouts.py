@@ -188,7 +188,7 @@ class Tcgen05Config:
 
     @property
     def tmem_columns(self) -> int:
-        """Columns of tensor memory to allocate: a power of two."""
+        """Number of columns of tensor memory to allocate, a power of two."""
         used = self.acc_columns + self.scale_stages * self.stage.scale_columns
         return max(32, 1 << (used - 1).bit_length())
 

@@ -33,10 +33,11 @@ class OperandCopies:
     """Copies of operands to stages by tensor maps."""
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """Return a tensor map with boxes of ``rows`` rows of a k tile.
+        """Return the TMA descriptor of a matrix of bytes, as a CuTe copy atom and tensor. A box is ``rows`` rows of
+        a k tile.
 
-        ``codes`` is (rows, bytes), or (rows, bytes, experts). The last k tile of an expert is cut off at the end of the
-        expert's range of k.
+        ``codes`` is (rows, bytes), or (rows, bytes, experts). TMA fills the part of the last k tile that lies beyond an
+        expert's range of k with zeros.
         """
         rank = len(codes.shape)
         box = self._box(rows, rank)
@@ -50,12 +51,12 @@ class OperandCopies:
         return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
-        """Return the matrix divided into boxes, indexed by tile of rows, k tile and expert."""
+        """Divide the matrix that ``map`` describes into boxes. The result is indexed by row tile, k tile and expert."""
         rank = len(map[1].shape)
         return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
 
     def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
-        """Start the copy of the box at ``place`` in ``boxes``."""
+        """Start the TMA copy of box ``place`` to shared memory at ``to``. ``barrier`` counts the bytes."""
         rank = len(map[1].shape)
         layout = self._box(rows, rank)
         box = cute.make_tensor(cute.recast_ptr(to, layout.inner, dtype=Uint8), layout.outer)
@@ -68,15 +69,15 @@ class OperandCopies:
 
 @dataclass(frozen=True)
 class Smem:
-    """Shared memory.
+    """Shared memory of a CTA.
 
     Attributes:
-        stages: codes and scales of the k tiles in flight.
-        pipeline: pipeline of the stages.
-        peer_full: mbarriers, one per stage, which complete when the stage of the pair's second CTA is full.
-        scales_empty: mbarriers, one per set of tensor-memory columns for scales.
-        acc_pipeline: pipeline of the accumulators in tensor memory.
-        tmem: address of the allocated columns of tensor memory.
+        stages: stages of codes and scales.
+        pipeline: barriers of the stages.
+        peer_full: mbarriers, one per stage. In a CTA pair, they complete when the second CTA's stage is full.
+        scales_empty: mbarriers, one per buffer for scales in tensor memory.
+        acc_pipeline: barriers of the accumulators in tensor memory.
+        tmem: word that holds the address of the allocated tensor memory.
     """
 
     stages: cute.Pointer
@@ -98,8 +99,8 @@ class Tcgen05Kernel:
 
     @cute.jit
     def _set_up(self, tid) -> Smem:
-        """Allocate shared memory and tensor memory, and initialise the barriers. ``_sync`` makes them visible to
-        other warps."""
+        """Allocate shared memory and tensor memory, and initialise the barriers. Other warps may use the barriers after
+        ``_sync``."""
         c = self.config
         smem = self._allocate()
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
@@ -143,7 +144,7 @@ class Tcgen05Kernel:
 
     @cute.jit
     def _sync(self):
-        """Synchronise the CTA, or the pair."""
+        """Synchronise all threads of the CTA or, if two CTAs compute an MMA together, of both CTAs."""
         if const_expr(self.stage.cta_group > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -152,12 +153,13 @@ class Tcgen05Kernel:
 
     @cute.jit
     def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
-        """Set up the CTA, and run the code of the warp's role.
+        """Set up the CTA, and run the code of this warp's role.
 
-        All warps except the MMA warp first wait for the previous kernels.
+        All warps except the MMA warp first wait for the previous kernels. The MMA warp reads only data that the other
+        warps copied.
 
         Returns:
-            Shared memory, and the address of the allocated columns of tensor memory.
+            Shared memory, and the address of the allocated tensor memory.
         """
         c = self.config
         smem = self._set_up(tid)
@@ -192,7 +194,7 @@ class Tcgen05Kernel:
 
     @cute.jit
     def _free_tmem(self, tid, tmem):
-        """Free the tensor memory. The CTA must have synchronised after the last load from tensor memory."""
+        """Free the tensor memory. Before the call, the CTA must synchronise after its last load from tensor memory."""
         if cute.arch.make_warp_uniform(tid // WARP) == MMA_WARP:
             tcgen05.free(tmem, self.config.tmem_columns, self.stage.cta_group)
 
@@ -216,7 +218,8 @@ class Tcgen05Kernel:
         return smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
 
     def _signal_acc_loaded(self, barrier, tid) -> None:
-        """Signal that this epilogue warp has loaded the accumulator, so that MMAs may overwrite the accumulator."""
+        """Signal that this epilogue warp has loaded the accumulator. MMAs may overwrite the accumulator after all
+        signals."""
         tcgen05.fence_before()
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)

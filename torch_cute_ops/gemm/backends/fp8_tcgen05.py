@@ -1,0 +1,137 @@
+"""FP8 GEMMs on the tensor cores of data-center Blackwell, plain or grouped by rows: ``kernels/fp8_tcgen05``."""
+
+import math
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import torch
+
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend
+from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Model
+from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales, scale_kind
+from torch_cute_ops.gemm.decode import reason_no_tcgen05
+from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of_expert
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.kernels import fp8_tcgen05
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+FP8_RATE: Final = 2.0
+"""Rate of FP8 MMAs, divided by the rate of 16-bit MMAs (data sheet)."""
+PROMOTION_CLOCKS: Final = 2.5
+"""Clocks in which a warp loads a column of a k tile's accumulator, scales it and adds it to the sums: one to load, one
+for the fma, and a share of the loads of scales (a guess)."""
+
+
+class FP8Tcgen05Tactic(NamedTuple):
+    """Tactic of ``FP8Tcgen05``.
+
+    Attributes:
+        tile_m: rows of ``a`` in a tile.
+        cta_group: CTAs that share an MMA, 1 or 2; each CTA computes 128 rows of the weight.
+        split_k: CTAs of a cluster that share a tile, each with a range of K.
+    """
+
+    tile_m: int
+    cta_group: int
+    split_k: int
+
+
+class FP8Tcgen05(Tcgen05Model, FP8Backend):
+    """Backend for FP8 activations and an FP8 weight with block scales."""
+
+    name = "tcgen05"
+    tactic_type = FP8Tcgen05Tactic
+    has_blocks = True
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_tcgen05(target)
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tcgen05Tactic, ...]:
+        k_tiles, layout = -(-problem.k // K_TILE), problem.grouping.rows
+        sizes = fp8_tcgen05.TILES_M[self.has_blocks, 1]
+        widest = cost.smallest_tile(sizes, rows_of_expert(problem, m))
+        # Each of several narrow tiles would read the weight again.
+        least = min(widest, self.least_mma_n)
+        if has_random_rows(problem):
+            # Some experts own more rows than the average.
+            widest = cost.smallest_tile(sizes, 2 * widest)
+        return tuple(
+            FP8Tcgen05Tactic(tile_m, cta_group, split_k)
+            for (has_blocks, cta_group), tiles in fp8_tcgen05.TILES_M.items()
+            for tile_m in tiles
+            for split_k in fp8_tcgen05.splits(layout, has_blocks, tile_m, cta_group)
+            if has_blocks == self.has_blocks and least <= tile_m <= widest and split_k <= k_tiles
+        )
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tcgen05Tactic, target: Target) -> float:
+        tile_m, cta_group, split_k = tactic
+        tile = self.tile(tactic)
+        flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
+        computed = cost.tensor_core_seconds(flops, target, sms=1) / FP8_RATE
+        promoted = tile_m * PROMOTION_CLOCKS / CLOCK_HZ if self.has_blocks else 0.0
+        k_tiles = -(-problem.k // K_TILE // split_k)
+
+        def main_loop(waves: int, m_tiles: int) -> float:
+            read = self.read_seconds(MMA_M * K_TILE, tile_m // cta_group * K_TILE, m_tiles, target)
+            return waves * k_tiles * cost.overlapped(computed, read, promoted, order=8)
+
+        waves, one_wave = (
+            math.ceil(tile.tiles_of(problem, rows) / tile.clusters(target.sms)) for rows in (m, min(m, tile_m))
+        )
+        # M tiles that share the weight take no less time than one of them.
+        m_tiles = -(-rows_of_expert(problem, m) // tile_m)
+        seconds = max(main_loop(waves, m_tiles), main_loop(one_wave, 1))
+        # With block scales, the warps that store results do not promote meanwhile.
+        seconds += self.store_seconds(tile_m, problem.out_dtype.itemsize) * (waves if self.has_blocks else 1)
+        if split_k > 1:
+            seconds += waves * self.exchange_seconds(tile_m)
+        return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
+
+    def epilogue(self, problem: GemmProblem) -> Epilogue:
+        """Return the epilogue of the kernel."""
+        return problem.epilogue
+
+    def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        config = fp8_tcgen05.plan(
+            rows=problem.grouping.rows,
+            epilogue=self.epilogue(problem),
+            has_blocks=self.has_blocks,
+            **tactic._asdict(),
+            arch=arch,
+            pdl=settings.PDL,
+        )
+        return (KernelSpec(fp8_tcgen05.KERNEL, config),)
+
+    def tile(self, tactic: FP8Tcgen05Tactic) -> Tile:
+        tile_m, cta_group, split_k = tactic
+        return Tile(tile_m, MMA_M * cta_group, split_k, cluster_m=cta_group)
+
+
+class FP8TokenTcgen05(FP8Tcgen05):
+    """Backend for FP8 activations with per-token or per-tensor scales, and an FP8 weight with per-channel or per-tensor
+    scales. Tensor memory adds up all of K in fp32, whatever ``fast_accum`` is."""
+
+    has_blocks = False
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return has_token_scales(problem)
+
+    def epilogue(self, problem: GemmProblem) -> Epilogue:
+        """Return the epilogue of the kernel, with the weight's scales as ``alpha``."""
+        return replace(problem.epilogue, alpha=scale_kind(problem))
+
+    def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
+        function, max_ctas, _ = self.compiled(problem, tactic, target)
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            a, b, a_scale, b_scale, _, bias, offsets, counts, _ = given
+            function(a, b, a_scale, None, offsets, counts, b_scale, bias, out, None, max_ctas)
+
+        return launch

@@ -1,0 +1,67 @@
+"""Tensor-core instructions of compiled kernels, read from their machine code without a GPU or a disassembler.
+
+NVIDIA does not document the encoding. An instruction has 16 bytes; the low 12 bits name its operation, and higher bits
+modify it. The entries of the table were read from the output of nvdisasm 13 with ``-hex``.
+"""
+
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import Kernel, trace_and_compile
+
+INSTRUCTION_BYTES: Final = 16
+OPERATION_BITS: Final = 0xFFF
+OPERATIONS: Final = {0x23C: "HMMA", 0x27A: "QMMA", 0x9F3: "QGMMA"}
+"""Names of warp-level MMAs of 16 bits, warp-level MMAs of FP8, and warpgroup MMAs of FP8, keyed by the operation."""
+UTC_MMA: Final = 0x5EA
+"""Operation of all MMAs of ``tcgen05``, ``UTC*MMA``."""
+UTC_KINDS: Final = {(0, False): "UTCHMMA", (3, False): "UTCQMMA", (0, True): "UTCOMMA"}
+"""Names of ``UTC*MMA`` (16 bits; FP8, FP6 and FP4; FP4 with block scales), keyed by bits 72 and 73 and by bit 63, which
+is set if scales are in tensor memory."""
+
+
+def tensor_core_instructions(kernel: Kernel, arch: Arch) -> Counter[str]:
+    """Compile ``kernel`` for ``arch``, and count the tensor-core instructions of its machine code by name.
+
+    Raises:
+        NotImplementedError: if an ``UTC*MMA`` is of a kind that the table lacks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled: Any = trace_and_compile(kernel, arch, f"--keep-cubin --dump-dir={folder}")
+        cubin: bytes = compiled.artifacts.CUBIN
+    return instructions_of(cubin)
+
+
+def instructions_of(cubin: bytes) -> Counter[str]:
+    """Count the tensor-core instructions of a cubin by name."""
+    names = (_name(*instruction) for code in _code_sections(cubin) for instruction in struct.iter_unpack("<QQ", code))
+    return Counter(name for name in names if name is not None)
+
+
+def _name(low: int, high: int) -> str | None:
+    """Return the name of an instruction if it multiplies on tensor cores, else None."""
+    operation = low & OPERATION_BITS
+    if operation != UTC_MMA:
+        return OPERATIONS.get(operation)
+    kind = high >> 8 & 3, bool(low >> 63)
+    if kind not in UTC_KINDS:
+        raise NotImplementedError(f"UTC*MMA of kind {kind}")
+    return UTC_KINDS[kind]
+
+
+def _code_sections(cubin: bytes) -> Iterator[bytes]:
+    """Yield the contents of the sections of an ELF file that contain code: ``.text.`` and a kernel's name."""
+    if cubin[:5] != b"\x7fELF\x02":
+        raise ValueError("expected an ELF file of 64 bits")
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    start = headers[names][4]
+    for name, _type, _flags, _address, offset, length in headers:
+        text = cubin[start + name : cubin.index(b"\0", start + name)]
+        if text.startswith(b".text."):
+            yield cubin[offset : offset + length]
