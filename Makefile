@@ -47,7 +47,7 @@ test:          ## Run the tests on every processor; with a GPU also the kernels
 	@$(dev) -- -m pytest $(workers) $(ARGS)
 
 test-vllm:     ## Serve tiny models with vLLM on a CPU, in an environment of its own
-	@$(PYTHON) tools/setup_vllm.py --venv $(VENV)-vllm -- -m pytest tests/engines tests/integrations/test_vllm.py $(ARGS)
+	@$(PYTHON) tools/setup_vllm.py --venv $(VENV)-vllm -- -m pytest tests/engines $(ARGS)
 
 lint:          ## Check style and formatting
 	@$(dev) -- -m ruff check
