@@ -504,6 +504,18 @@ def test_without_a_linker_the_object_file_is_kept(tmp_path, monkeypatch, linker)
     assert store.load(digest(1), read) == (content_of(1), symbol_of(digest(1)))
 
 
+def test_a_library_is_loaded_without_a_temporary_folder(tmp_path, monkeypatch):
+    """Check that a library in the cache is itself loaded if no copy can be made, as in a read-only image."""
+    (tmp_path / LIBRARY).write_bytes(content_of(1))
+    loaded = {}
+    monkeypatch.setattr(compiler, "load_library", lambda path, runtime: loaded.setdefault(path, path.read_bytes()))
+    assert compiler._loaded(tmp_path / LIBRARY, Path("runtime")) == content_of(1)
+    assert tmp_path / LIBRARY not in loaded  # a copy was loaded
+    monkeypatch.setattr(compiler.tempfile, "tempdir", str(tmp_path / "missing"))
+    assert compiler._loaded(tmp_path / LIBRARY, Path("runtime")) == content_of(1)
+    assert tmp_path / LIBRARY in loaded
+
+
 def test_a_library_in_an_entry_of_an_object_is_damage(store):
     store.save("1", write(1))
     (store.root / digest(1) / LIBRARY).write_bytes(content_of(2))

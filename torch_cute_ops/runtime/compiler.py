@@ -360,13 +360,12 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
 def _loaded(path: Path, runtime: Path) -> Any:
     """Load a copy of a library of the cache. Another host may delete the entry, and a library that is mapped from a
     network file system would then be lost."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, path.name)
-        try:
-            shutil.copyfile(path, copy)
-            return load_library(copy, runtime)
-        except (OSError, RuntimeError):  # for example, no code can be loaded from the folder of temporary files
-            return load_library(path, runtime)
+    try:
+        # On a network file system, the mapped copy cannot be deleted before the process ends.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return load_library(shutil.copyfile(path, Path(folder, path.name)), runtime)
+    except (OSError, RuntimeError):  # for example, no folder for temporary files, or code in it cannot be loaded
+        return load_library(path, runtime)
 
 
 def trace_and_compile(kernel: Kernel, arch: Arch, options: str = "") -> Any:
