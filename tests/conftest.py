@@ -58,8 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # One thread: with small tensors a second thread costs more than it saves, and much more on a busy machine.
     torch.set_num_threads(1)
-    # In each phase of each test, pytest adds its handlers to each logger that does not propagate. torch creates 48 such
-    # loggers.
+    # Make all loggers propagate: in each phase of each test, pytest adds its handlers to each logger that does not
+    # propagate, and torch creates 48 such loggers.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True

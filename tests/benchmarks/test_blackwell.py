@@ -36,8 +36,8 @@ def test_figures(capsys):
 
 
 def test_experts():
-    """Check the model of expert GEMMs with tiles of 128 tokens by 64 or 128 weight rows: with many tokens all 256
-    experts are read; 8 tokens with 8 experts each read 22 %."""
+    """Check the model of expert GEMMs with tiles of 128 tokens by 64 or 128 weight rows: many tokens read the weights
+    of all 256 experts; 8 tokens that are routed to 8 experts each read 22 % of the weights."""
     dense, routed = (blackwell.line(NVFP4, *blackwell.FC2, 8, B200, None, mode) for mode in blackwell.MODES[1:])
     assert dense.tactic[-1] == "dense" and routed.tactic[-1] == "routed"
     assert dense.rows == (dense.tactic[0], 128) and dense.mma_clocks == 2 * 128 * dense.tactic[0] * 256 / 32_768

@@ -131,8 +131,8 @@ def cells(line):
 
 
 def test_results(small, fake_backend, tmp_path, capsys):
-    """Check from which number of tokens `many` is faster than `few`. With 1 token they take 8 and 4 µs; with 64 tokens
-    (16 per expert), 16 and 32 µs."""
+    """Check the number of tokens from which the layout `many` is faster than the layout `few`. With 1 token, `many`
+    takes 8 µs and `few` 4 µs; with 64 tokens (16 per expert), `many` takes 16 µs and `few` 32 µs."""
     backend = fake_backend([4.0, 6.0, 8.0, 10.0, 9.0, 32.0, 30.0, 16.0, 20.0, 50.0])
     assert expert_layer.measure_models(options(tmp_path), CPU, backend, l2_bytes=100_000) == 0
     result = json.loads((tmp_path / "expert_layer.json").read_text())
@@ -191,7 +191,8 @@ def test_the_time_of_the_same_bytes():
     assert expert_layer.same_bytes_us(uniform, 8, 8e6) == pytest.approx(20)
     assert expert_layer.same_bytes_us(uniform, 8, 56e6) == pytest.approx(68)
     assert expert_layer.same_bytes_us(uniform, 1, 8e6) == pytest.approx(20)
-    # With 1,024 tokens the layer needs longer than 151 µs, the time in which few tokens read as much (128 MB).
+    # Fewer tokens would read 128 MB in 151 µs, by interpolation. The time of 1,024 tokens, scaled to 128 MB, is longer,
+    # so it is the result.
     assert expert_layer.same_bytes_us(uniform, 1024, 128e6) == pytest.approx(250)
     assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
 

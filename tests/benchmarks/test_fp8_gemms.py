@@ -25,7 +25,7 @@ by_any = pytest.mark.parametrize(("op", "case"), SMALL + WITH_FP4)
 
 @by_any
 def test_the_formula_is_the_bytes_of_the_tensors(op, case):
-    """Check that the formula for bytes moved equals the total size of the tensors, except offsets and counts."""
+    """Check that the formula for bytes moved equals the total size of all tensors except offsets and counts."""
     benchmark = ops.load(op)
     tensors = benchmark.make_set(case, CPU)
     padding = 0
@@ -44,7 +44,8 @@ def test_ours_passes_the_check_and_others_do_not(op, case):
     expected = benchmark.expected(case, sets[0])
     assert benchmark.mismatch(got, expected) == 0.0
     wrong = got[0].clone()
-    wrong.view(-1)[7] += wrong.abs().max()  # a 50 % error of a small number is within the noise
+    # Add a large absolute error: an error of 50 % in a small element is within the tolerance.
+    wrong.view(-1)[7] += wrong.abs().max()
     assert 0 < benchmark.mismatch((wrong,), expected) < 0.01
     assert benchmark.mismatch((got[0].fill_(torch.nan),), expected) == 1.0
 

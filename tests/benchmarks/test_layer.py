@@ -46,8 +46,8 @@ def test_a_layer(label):
 
 @torch.no_grad()
 def test_a_gate_apart(monkeypatch):
-    """Check that the variant "gate apart" calls one more op with one row, and the same ops as other variants with more
-    rows."""
+    """Check that the variant "gate apart" calls one op more than the other variants if there is one row, and the same
+    ops as the other variants if there are more rows."""
     one, apart = (cls(SMALL, CPU, 3, inductor=False) for cls in (layer.W4A16, layer.GateApart))
     apart.norms, gates = one.norms, []
     for each in (one, apart):

@@ -55,8 +55,8 @@ class Called(TorchDispatchMode):
 @torch.no_grad()
 @pytest.mark.parametrize(("attention", "label"), [(llama.UNMASKED, W4A16), ("sdpa", "bf16")])
 def test_a_decode_step(attention, label, monkeypatch):
-    """Check that each decode step gives the logits of a whole forward pass, and does not synchronise with the
-    device."""
+    """Check that each decode step returns the same logits as a forward pass over all tokens, and that it does not
+    synchronise with the device."""
     llama.register_unmasked()
     served = llama.build(label, SMALL.config(attention=attention), CPU)
     ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -183,8 +183,9 @@ def run(monkeypatch, tmp_path):
 
 
 def test_a_run(run, tmp_path, capsys):
-    """Check the times: a decode step takes 3 ms in W4A16 and 5 ms in bf16. The 70B model takes 3 ms in W4A16; in bf16
-    its first one and two layers take 5 and 9 ms, from which 17 ms follow for four layers."""
+    """Check the times of decode steps. A step of the small model takes 3 ms in W4A16 and 5 ms in bf16. A step of the
+    70B model takes 3 ms in W4A16; in bf16 it takes 5 ms with one layer and 9 ms with two layers, so 17 ms are
+    extrapolated for four layers."""
     status, result, text = run([2000.0, 4000.0, 2000.0, 4000.0, 8000.0])
     assert status == 0 and "8B, decode, batch 1, context 9: nvfp4/16bit 3.00, bf16 5.00 ms" in capsys.readouterr().out
     rows = {(row["model"], row["part"]): row["variants"] for row in result["rows"]}
@@ -201,8 +202,8 @@ def test_a_run(run, tmp_path, capsys):
     assert body[3] == ["8B", "prefill, 12 tokens", "1.00", "1.00", "1.00", "1.00", "1.00"]
     assert body[5] == ["70B", "decode, batch 1, context 9", "17.0*", "3.00", "–", "5.67", "–"]
     assert [row[:2] for row in body if row[-1] == "eager"] == [["8B", W4A16], ["8B", "bf16"]]
-    # A weight takes 4.5 bits per element; embeddings and lm_head are bf16. Norms and the factors of merged layers are
-    # the rest.
+    # A weight takes 4.5 bits per element; embeddings and lm_head are bf16. The remaining bytes are norms and the
+    # factors of merged layers.
     held = {(each["model"], each["label"]): each["bytes"] for each in result["memory"]}
     weights = 2 * (512 * 256 + 256 * 256 + 3 * 320 * 256) * 0.5625 + 2 * 64 * 256 * 2
     assert 0 < held["8B", W4A16] - weights < 0.03 * weights

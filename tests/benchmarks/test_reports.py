@@ -9,7 +9,7 @@ from benchmarks.case import at_least, at_most
 
 
 def row(m, h, **us):
-    """Return a result row with the given times in µs. Every variant moves as much as the copy."""
+    """Return a result row with the given times in µs. Every variant moves as many bytes as the copy."""
     variants = {
         name: {
             "us": value,

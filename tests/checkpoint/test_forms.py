@@ -46,7 +46,8 @@ def assert_equal(got: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize("actorder", ["static", "weight"])
 def test_gptq_of_llm_compressor(actorder, tmp_path):
-    """Load weights of GPTQ with llm-compressor's default ``static``, which reorders columns only while calibrating."""
+    """Load GPTQ weights that llm-compressor wrote with its default activation order ``static``. It reorders columns
+    only during calibration, not in the file."""
     kind = KINDS["compressed-tensors NVFP4A16"]
     tensors, want = checkpoints.random_layer(kind, N, K)
     quantization = compressed("nvfp4-pack-quantized", {**NVFP4_WEIGHT, "actorder": actorder}, None)
@@ -83,8 +84,8 @@ def mixed(layers: dict) -> dict:
 
 
 def test_targets_of_modules(tmp_path):
-    """Check which scheme applies to a layer: a target names the layer, or a module that contains it; the innermost
-    wins."""
+    """Check which scheme applies to a layer. A target names the layer or a module that contains the layer; the target
+    that names the innermost module wins."""
     spec = config(
         mixed(
             {
@@ -180,8 +181,8 @@ def test_mxfp4(quantization, input_scale, tmp_path):
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_nvfp4_for_fp8_activations(block, tmp_path):
-    """Load ModelOpt's ``W4A8_NVFP4_FP8``. Its blocks are 32 elements, and its input scale is for FP8, so FP4
-    activations must not use it."""
+    """Load ModelOpt's ``W4A8_NVFP4_FP8``. Its blocks have 32 elements. Its input scale is meant for FP8 activations, so
+    FP4 activations must not use it."""
     tensors, want = checkpoints.random_layer(KINDS["modelopt W4A4"], N, K)
     quantization = modelopt("W4A8_NVFP4_FP8", **({"group_size": 16} if block == 16 else {}))
     if block == 32:

@@ -133,8 +133,8 @@ def test_gpt_oss(tmp_path):
 
 @torch.no_grad()
 def test_few_tokens_of_gpt_oss(tmp_path):
-    """Check calls with few tokens for experts as wide as gpt-oss's: side by side, every second expert's scales start
-    inside a tile."""
+    """Call experts as wide as gpt-oss's with few tokens. The weights of all experts are stored side by side in one
+    matrix, in which the scales of every second expert start inside a scale tile."""
     experts, hidden, width, prefix = 3, 64, 2880, "mlp.experts."
     tensors = checkpoints.gpt_oss_experts(experts, hidden, width)
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]}

@@ -1,4 +1,5 @@
-"""Check that checkpoints written by this package decode equally with the producers' packages, and the other way round.
+"""Check that the producers' packages decode checkpoints written by this package to equal weights, and that this package
+does so with theirs.
 
 Needs the extra `producers`.
 """

@@ -318,8 +318,8 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
 )
 @torch.no_grad()
 def test_loaded_in_place(kind, activations, tmp_path):
-    """Check that tensors and modules stay where CUDA graphs read them, and that their values are the second
-    checkpoint's."""
+    """Load a second checkpoint into a loaded model. Check that modules and tensors stay at the addresses that CUDA
+    graphs read, and that they contain the second checkpoint's values."""
     merged = {"qk_proj": ("q_proj", "k_proj")}
 
     def load_again(model: nn.Module, folder: str) -> nn.Module:

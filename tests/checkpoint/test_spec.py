@@ -1,4 +1,5 @@
-"""Read configurations that are supported, and refuse the others."""
+"""Read the quantisation configurations of checkpoints that this package supports, and refuse all other
+configurations."""
 
 from __future__ import annotations
 

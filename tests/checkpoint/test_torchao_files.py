@@ -145,7 +145,7 @@ def test_input_scale(tmp_path):
     made.write(tmp_path)
     model = checkpoint.load_(on_meta(), tmp_path, activations="fp4")
     assert model.q_proj.activations == "fp4" and model.q_proj.input_scale.item() == 0.25
-    # Check that the loaded model can be saved in another format, with equal bits.
+    # Check that the loaded model can be saved in another format with the same codes and scales.
     checkpoint.save(model, tmp_path / "modelopt", "modelopt")
     again = load_file(tmp_path / "modelopt" / "model.safetensors")
     assert torch.equal(again["k_proj.weight"], made.tensors["k_proj._weight_qdata"])

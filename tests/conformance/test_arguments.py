@@ -28,7 +28,8 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# Forms of a call: functions of the arguments by name, and of the output tensors by their names in ``.out``.
+# Forms of a call. Each is a function that takes the arguments by name, and the output tensors by their names in
+# ``.out``.
 
 
 def as_function(op, given, outputs=None):
@@ -73,7 +74,7 @@ class Place:
     launches: Launches = field(default_factory=Launches)
 
     def anew(self):
-        """Restore the initial state before each case of a chunk."""
+        """Restore the initial state, so that the cases of one test do not affect each other."""
         self.launches.anew()
         if self.fakes is not None:
             self.fakes = FakeTensorMode()
@@ -197,7 +198,7 @@ def test_wrong_python_types(op, parameter, place):
 
 
 def span(tensor):
-    """Return the bytes from a tensor's first element to the end of its last."""
+    """Return the number of bytes from the start of a tensor's first element to the end of its last element."""
     last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
     return (last + 1) * tensor.itemsize
 
@@ -238,8 +239,8 @@ OVERLAPS = [
 @each_of_op("op", "written", cases=OVERLAPS)
 def test_no_output_overlaps_another_tensor(op, written, place):
     """Check that overlapping outputs and updated arguments are refused, on the first call and on later calls, and that
-    nothing is written. Allowed are the same view, if the op says so, and any overlap with a hint, which does not affect
-    results."""
+    nothing is written. An output may be the same view as an input if the op says so. A prefetch hint may overlap any
+    tensor, because hints do not affect results."""
     names = [each.name for each in op.signature.tensors if each.name not in op.path.hints]
     for other in (name for name in (*names, *op.out_names) if name != written):
         given, outputs = place.good_call(op, has=[name for name in (written, other) if name in names])

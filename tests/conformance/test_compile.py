@@ -117,8 +117,8 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
 
 
 def most_graphs(op, choices):
-    """Return the allowed number of graphs. It is one more if PyTorch specialises a single tile of rows, another symbol,
-    or another size."""
+    """Return the largest allowed number of graphs: two, and a third for 128x4 scales, because PyTorch also specialises
+    a size for which the rows fill a single scale tile."""
     has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith("both_layouts")
     return 3 if has_tiles else 2
 
@@ -147,14 +147,15 @@ def test_compiles_twice_at_most(op, choices, device):
 
 @by_op
 def test_compiles_twice_at_most_in_three_dimensions(op, choices, device):
-    """Check the same for rows with an additional leading dimension, if the op accepts them."""
+    """Check that rows with an additional leading dimension, if the op accepts one, also compile to two graphs at
+    most."""
     assert compilations(op, device, ROWS, choices, lead=(2,)) <= most_graphs(op, choices)
 
 
 @by_op
 def test_compiles_twice_at_most_in_any_order(op, choices, device):
-    """Check the same with ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all
-    other M.
+    """Check that calls with ``dynamic=True`` compile two graphs at most: one for M = 1, which PyTorch always
+    specialises, and one for all other M.
 
     The first M, and its number of tiles, differ from all other sizes, because PyTorch treats equal sizes as one symbol.
     """
@@ -173,7 +174,8 @@ def test_no_rows_after_some(op, choices, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_export(op, device):
-    """Export a program with a symbolic number of rows, and check that it returns the op's results for other numbers."""
+    """Export a program with a symbolic number of rows, and check that it returns the op's results for other numbers of
+    rows."""
 
     class Program(torch.nn.Module):
         def forward(self, tensors):

@@ -53,7 +53,8 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @by_op
 def test_schema(op):
-    """Check the schemas against the promised ones. They are parsed first, so that only the spelling may differ."""
+    """Check that the schemas equal the schemas promised to users. The promised schemas are parsed first, so that a
+    different spelling of the same schema passes."""
     promised = expected_of(op)
     for name, schema in {"default": promised.SCHEMA, "out": promised.OUT_SCHEMA}.items():
         assert str(overload(op, name)._schema) == str(torch._C.parse_schema(schema))
@@ -224,7 +225,8 @@ def _facts(tensors):
 
 @by_form
 def test_fake_is_real(op, name, device):
-    """Check that fake results have the properties of real results, with fixed and with symbolic sizes."""
+    """Check that results computed with fake tensors have the shapes, dtypes, strides and devices of real results, with
+    fixed and with symbolic sizes."""
     sample = get_sample(op, name, device)
     real = _facts(run(op, sample)[: len(op.outputs)])
     for shapes in (None, ShapeEnv()):
@@ -295,11 +297,11 @@ def test_opcheck(op, name, device):
     sample = get_sample(op, name, device)
     utils = utils_for(op, name)
     if any(tensor.dtype in UNCHECKABLE for tensor in tensors_in(sample)):
-        # Without opcheck's test_schema, which multiplies or copies arguments: these dtypes do not support that.
+        # Leave out opcheck's test_schema: it multiplies or copies arguments, which these dtypes do not support.
         # test_deterministic_and_pure compares bytes instead.
         utils.remove("test_schema")
     if op.defined is not None and AOT in utils:
-        # Without AOT, which would compare unspecified elements of outputs.
+        # Leave out AOT: it would compare elements of outputs whose values are unspecified.
         utils.remove(AOT)
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 

@@ -354,7 +354,7 @@ def test_rows_in_l2_give_the_same_every_time(name, kwargs, width, dtype):
     weight = (torch.rand(width, device="cuda", dtype=dtype),) if name.startswith("rmsnorm") else ()
 
     def all_bytes():
-        # Scales for blocks are column-major.
+        # Copy column-major block scales to row-major order, because only contiguous tensors can be viewed as bytes.
         return [output.contiguous().view(torch.uint8) for output in as_tuple(op.function(rows, *weight, **kwargs))]
 
     first = [each.clone() for each in all_bytes()]

@@ -36,8 +36,8 @@ def test_same_bits(op, name, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_examples_are_calls(op):
-    """Check that the example tensors made from static properties have dtypes that the op accepts, and so lead to the
-    same kernels."""
+    """Check that the example tensors made from static properties do not depend on the default dtype, so that they
+    select the same kernels."""
     properties = properties_for(op)
     want = registry.kernels_of(op.name, "sm_90a", **properties)
     with bfloat16_by_default():

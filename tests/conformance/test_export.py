@@ -35,7 +35,7 @@ QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile
 
 
 def default_call(op):
-    """Return a plain sample as its tensors, and the numbers that have no default."""
+    """Return the tensors of a plain sample, and its arguments without a default value."""
     given = arguments(op, plain_sample(op, "cpu"))
     return named(
         op,
@@ -175,8 +175,8 @@ torch.save((tensors, outputs), results)
 
 
 def wrapped(module, tensors, folder):
-    """Compile a module to C++ and run it, in a process, because wrong C++ ends it; return the process and the results'
-    file."""
+    """Compile a module to C++ and run it in another process, because faulty C++ code could end this process. Return the
+    process and the file with its results."""
     given, results = str(folder / "given.pt"), str(folder / "results.pt")
     torch.save((module, tensors), given)
     search = json.dumps([str(Path(__file__).parent), *sys.path])
@@ -252,7 +252,8 @@ def test_a_number_of_rows_that_is_a_symbol(op, name, dynamic, most, device):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for tokens in (5, 9, 17, 64, 3, 300):
         assert_module_is_eager(compiled, module, make, tokens)
-    # Count the graphs that PyTorch stores: it starts again after it made a float symbolic whose value the op needs.
+    # Count the graphs that PyTorch stores, not its compilations: it compiles again if the op needs the value of a float
+    # argument that PyTorch has made symbolic.
     graphs = len(_debug_get_cache_entry_list(RowsOfAll.forward.__code__))
     torch._dynamo.reset()
     assert 1 <= graphs <= most

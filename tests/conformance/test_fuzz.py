@@ -108,7 +108,7 @@ def strided(draw, tensor):
     reach = sum(stride * max(extent - 1, 0) for stride, extent in zip(strides, shape, strict=True)) + offset + 1
     if tensor.is_meta:
         return like(tensor, (reach,)).as_strided(shape, strides, offset)
-    # Where elements overlap, any of their values is one of the tensor's.
+    # If several elements share an address, keep the value of one of them.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     where = torch.arange(reach).as_strided(shape, strides, offset)
     data = torch.zeros(reach, dtype=bits).index_put_((where.flatten(),), tensor.contiguous().view(bits).flatten())

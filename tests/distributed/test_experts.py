@@ -19,7 +19,8 @@ FORMATS = ("fp8", "nvfp4", "mxfp4")
 
 
 def weights_of(fmt: str, n: int, k: int) -> ExpertWeights:
-    """Return random weights of experts: in FP4 with a bias, and in NVFP4 with 128x4 scales."""
+    """Return random weights of experts in the format ``fmt``. FP4 weights have a bias, and NVFP4 weights have 128x4
+    scales."""
     weight = torch.randn(EXPERTS, n, k) / k**0.5
     if fmt == "fp8":
         blocks = weight.view(EXPERTS, n // 128, 128, k // 128, 128)

@@ -1,7 +1,7 @@
 """DTensor sharding rules on the registry's samples, with one process that simulates two ranks.
 
-``test_rules`` calls each op on tensors placed as a rule says, and compares the assembled shards with the independent
-results of the whole. torch's own check of rules runs too if expecttest is installed.
+``test_rules`` calls each op on tensors placed as a rule says, and compares the assembled shards with independently
+computed results of the undivided tensors. torch's own check of rules runs too if expecttest is installed.
 """
 
 from __future__ import annotations
@@ -487,7 +487,8 @@ def test_decisions_depend_on_non_tensor_arguments(mesh):
 
 
 def test_two_dimensions(square):
-    """Shard rows over one mesh dimension and K over the other. If both shard the same size, it must fit all shards."""
+    """Shard rows over one mesh dimension and K over the other. If both mesh dimensions shard the rows, the number of
+    rows must be a multiple of 128 for each of the four shards."""
     a = torch.randint(-3, 4, (6, 128)).bfloat16()
     codes, scale = random_matrix(24, 128, NVFP4, "linear", CPU, POWERS["e4m3"])
     (op,) = (op for op in OPS.values() if op.name == "mm_fp4_weight_only")

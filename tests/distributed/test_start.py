@@ -132,8 +132,8 @@ def work_with_one_that_fails(rank: int) -> None:
 
 
 def one_is_silent(rank: int) -> str:
-    """Rank 1 gives no sign of life, like a host that hangs, and no call fails. Events of an earlier block must not
-    count."""
+    """Let rank 1 stop reporting that it is alive, like a host that hangs, while no call fails. An error that rank 1
+    raised in an earlier block must not count."""
     with contextlib.suppress(ValueError), watched_ranks(timeout_s=LIMIT):
         if rank == 1:
             raise ValueError("of an earlier block")

@@ -102,7 +102,8 @@ def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch_cute_ops.backends("mm_fp4", n=256, k=256, device="cpu")["mine"] is None
     assert "mine" not in torch_cute_ops.backends("mm_fp8_block", n=256, k=256, device="cpu")
     weight, scale = torch_cute_ops.fp4_quantize(torch.randn(256, 256))
-    torch_cute_ops.mm_fp4(weight[:8], weight.t(), scale[:1], scale, backend="mine")  # runs the reference: a CPU
+    # On a CPU, the reference runs instead of the backend.
+    torch_cute_ops.mm_fp4(weight[:8], weight.t(), scale[:1], scale, backend="mine")
     launcher = OPS["mm_fp4"].path._choose(problem, 8, HOPPER, "mine").backend.launcher(problem, (64,), HOPPER)
     launcher(None, "out")
     assert calls == ["out"]

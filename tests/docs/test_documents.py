@@ -212,7 +212,8 @@ KERNELS = ROOT / "torch_cute_ops" / "kernels"
 
 @pytest.mark.parametrize("row", table_after(text_of("docs/kernels.md"), "## Which file"), ids=lambda row: row["step"])
 def test_map_of_the_fp8_gemm(row: dict[str, str]) -> None:
-    """Check that the files named in a row define the row's classes and methods."""
+    """Check that the files named in a row of the table "Which file" define the classes and methods named in the same
+    row."""
     paths = [KERNELS / path for path in re.findall(r"`([\w/]+\.py)`", " ".join(row.values()))]
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     assert all(f"class {name}" in source for name in re.findall(r"`(\w+)`", row["class"]))
@@ -224,7 +225,7 @@ def test_map_of_the_fp8_gemm(row: dict[str, str]) -> None:
     "row", table_after(text_of("docs/kernels.md"), "## The parts of each FP8 kernel"), ids=lambda row: row["kernel"]
 )
 def test_parts_of_the_fp8_gemms(row: dict[str, str]) -> None:
-    """Check that a kernel is composed of the parts that its row names."""
+    """Check that a kernel's source calls every part that the kernel's row in the table of FP8 kernels names."""
     (kernel,) = re.findall(r"`(\w+)`", row["kernel"])
     source = (KERNELS / kernel / "kernel.py").read_text(encoding="utf-8")
     parts = re.findall(r"`(\w+)`", " ".join(list(row.values())[1:]))

@@ -100,7 +100,8 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
         assert codes.float().abs().unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).amax((2, 4)).eq(448).all()
         decoded.append(codes.double() * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2))
     for weight, number in zip(weights[2:], decoded, strict=True):
-        # A code keeps three bits after the leading bit. The smallest codes are equidistant.
+        # An e4m3 code has three bits after the leading bit, so that rounding changes a value by at most 1/16. The
+        # smallest codes are equally spaced, so that their error is absolute.
         assert ((weight.double() - number).abs() <= weight.double().abs() / 16 + weight.abs().max() / 448 / 512).all()
     experts = map(fp8_moe_layer.FP8Experts, weights[2:])
     layer = fp8_moe_layer.FP8Layer(*weights[:2], *experts, routing, False)

@@ -91,7 +91,8 @@ def test_moe_layer(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: s
 
 @by_model
 def test_many_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str) -> None:
-    """Check that 20 or 40 tokens count as few, with 8 or 4 of 10 experts per token."""
+    """Check the largest number of tokens that the example treats as few: 20 with 8 of 10 experts per token, or 40 with
+    4 of 10 experts per token."""
     few = {"deepseek-v3": 20, "gpt-oss": 40}[name]
     sizes = ["--tokens", str(few), str(few + 1), "--hidden", "128", "--experts", "10", "--intermediate", "64"]
     out, last = run_main(moe_layer, capsys, "--model", name, *sizes)

@@ -55,8 +55,8 @@ def test_random_weights_of_a_given_config(script, capsys, tmp_path) -> None:
     config.save_pretrained(tmp_path)
     out, last = served(script, capsys, "--config", str(tmp_path / "config.json"))
     assert last == "SUCCESS: every check passed"
-    # A weight takes 4.5 bits per element, the embedding and lm_head 16. Norms and the factors of merged layers are the
-    # rest.
+    # A weight takes 4.5 bits per element, the embedding and lm_head 16. The remaining bytes are norms and the factors
+    # of merged layers.
     weights, embeddings = 128 * (4 + 2 + 2 + 4) * 32 + 3 * 128 * 192, 2 * 96 * 128
     size = int(re.search(r"config\.json, ([\d,]+) bytes", out)[1].replace(",", ""))
     assert 0 < size - (3 * weights * 0.5625 + 2 * embeddings) < 0.05 * size

@@ -84,7 +84,7 @@ def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
 
 
 def residual_sum(given: dict[str, Any]) -> torch.Tensor:
-    """Return the residual that the call should leave behind."""
+    """Return the expected residual after the call has updated it."""
     residual = given["residual"]
     total = spec.add(rows_of(given["input"]), rows_of(residual), str(residual.dtype).removeprefix("torch."))
     return torch.from_numpy(total).to(residual.dtype).reshape(residual.shape)

@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant``: the residual must be exact; then as for ``rmsnorm_fp4quant``."""
+"""``add_rmsnorm_fp4quant``: the residual must be exact; codes and scales are checked as in ``rmsnorm_fp4quant``."""
 
 from expected import after_addition, rmsnorm_fp4quant
 

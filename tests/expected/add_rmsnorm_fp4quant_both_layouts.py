@@ -1,4 +1,5 @@
-"""``add_rmsnorm_fp4quant_both_layouts``: as for ``add_rmsnorm_fp4quant``, with the same scales in both layouts."""
+"""``add_rmsnorm_fp4quant_both_layouts``: outputs are checked as in ``add_rmsnorm_fp4quant``; both layouts must contain
+the same scales."""
 
 import torch
 from support import spec

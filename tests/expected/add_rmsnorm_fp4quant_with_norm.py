@@ -1,4 +1,5 @@
-"""``add_rmsnorm_fp4quant_with_norm``: the residual must be exact; then as for ``rmsnorm_fp4quant_with_norm``."""
+"""``add_rmsnorm_fp4quant_with_norm``: the residual must be exact; the other outputs are checked as in
+``rmsnorm_fp4quant_with_norm``."""
 
 from expected import add_rmsnorm_fp4quant, after_addition, rmsnorm_fp4quant_with_norm
 

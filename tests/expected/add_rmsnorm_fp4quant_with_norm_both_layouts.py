@@ -1,4 +1,5 @@
-"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: as for ``add_rmsnorm_fp4quant_both_layouts``, and the norm."""
+"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: the norm must be within half an ulp; the other outputs are checked
+as in ``add_rmsnorm_fp4quant_both_layouts``."""
 
 from expected import (
     Tensors,

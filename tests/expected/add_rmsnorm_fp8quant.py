@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp8quant``: the residual must be exact; then as for ``rmsnorm_fp8quant``."""
+"""``add_rmsnorm_fp8quant``: the residual must be exact; codes and scales are checked as in ``rmsnorm_fp8quant``."""
 
 from expected import after_addition, rmsnorm_fp8quant
 

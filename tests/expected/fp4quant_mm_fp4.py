@@ -1,4 +1,4 @@
-"""``fp4quant_mm_fp4``: as for ``mm_fp4`` with the quantised rows, whose codes are known exactly."""
+"""``fp4quant_mm_fp4``: results are checked as in ``mm_fp4``, for activations whose codes are known exactly."""
 
 from expected import Tensors, _fp4_gemm, _quantised_gemm, rows_of
 

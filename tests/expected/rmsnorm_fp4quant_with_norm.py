@@ -1,5 +1,5 @@
-"""``rmsnorm_fp4quant_with_norm``: as for ``rmsnorm_fp4quant``; the norm must be within half an ulp plus the error of an
-fp32 computation."""
+"""``rmsnorm_fp4quant_with_norm``: codes and scales are checked as in ``rmsnorm_fp4quant``; the norm must be within half
+an ulp plus the error of an fp32 computation."""
 
 import torch
 

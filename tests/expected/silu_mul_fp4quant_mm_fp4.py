@@ -1,5 +1,5 @@
-"""``silu_mul_fp4quant_mm_fp4``: as for ``mm_fp4`` with the quantised results of the gate. If the error of the gate
-decides between two codes, either is accepted."""
+"""``silu_mul_fp4quant_mm_fp4``: results are checked as in ``mm_fp4``, with the quantised results of the gate as
+activations. If the error of the gate decides between two codes, either code is accepted."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    # Either of two scales may also be correct, with the same codes.
+    # The error of the gate may also change the scale of a block; then the results with either scale are correct.
     errors = (-GATE_ERROR, GATE_ERROR)
     exact, *others = (_quantised_gemm.decoded(values(given, error), given) for error in (0.0, *errors))
     with np.errstate(all="ignore"):

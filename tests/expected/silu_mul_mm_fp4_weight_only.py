@@ -1,5 +1,5 @@
-"""``silu_mul_mm_fp4_weight_only``: as for ``mm_fp4_weight_only`` with the results of the gate. If the error of the gate
-decides how an element is rounded, both ways are accepted."""
+"""``silu_mul_mm_fp4_weight_only``: results are checked as in ``mm_fp4_weight_only``, with the results of the gate as
+activations. If the error of the gate decides how an element is rounded, both ways are accepted."""
 
 import numpy as np
 import torch

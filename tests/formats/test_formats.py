@@ -328,7 +328,8 @@ def test_global_scale_refuses(amax, error, text):
 
 @pytest.mark.parametrize("source", ["linear", "128x4", "8x4"])
 def test_scales_of_nvfp4_as_bytes(source):
-    """Check that the error names the dtype to pass, and that the call in the message works."""
+    """Pass NVFP4 scales as bytes. Check that the error names the dtype to pass, and that the call succeeds with this
+    dtype."""
     linear = torch.randint(0x7F, (24, 12), dtype=torch.uint8)
     scale = from_linear(linear, SCALE_LAYOUTS[source]).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"MXFP4's scales: for NVFP4 pass scale.view\(torch.float8_e4m3fn\)$"):
@@ -402,7 +403,7 @@ def check_fp8_shapes(lead, width, blocks, choices):
     data=st.data(),
 )
 def test_fp8_scale_layouts(experts, rows, blocks, padding, data):
-    """Compare the layouts with the addresses of the elements."""
+    """Check the functions that recognise layouts of FP8 scales against the address of every scale."""
     shape = (experts, rows, blocks)[data.draw(st.integers(0, 1)) :]
     order = data.draw(st.permutations(range(len(shape))))
     step, strides = data.draw(st.sampled_from((1, 1, 2))), [0] * len(shape)

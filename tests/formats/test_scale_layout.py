@@ -68,7 +68,7 @@ def test_place_of_every_byte(layout, rows, blocks, dtype, seed):
 )
 @settings(max_examples=50)
 def test_strided_scales_are_converted(layouts, rows, blocks, step):
-    """Check scales of any strides, as a slice of a larger tensor has them."""
+    """Convert scales with any strides, such as a slice of a larger tensor."""
     source, target, _ = layouts
     linear = random_bytes(rows, blocks, seed=rows)
     placed = {"linear": linear, **{layout: tiles_of(linear, layout) for layout in TILED}}

@@ -80,8 +80,8 @@ def prepared(op, given):
 @by_op
 @pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
 def test_every_tactic(op, name, sizes):
-    """Check the results of every tactic bitwise, for exact sums, with poisoned outputs. Each run draws one of the two
-    formats."""
+    """Use inputs whose sums are exact, and check that every tactic overwrites the poisoned outputs with exactly these
+    sums. Each run draws one of the two formats."""
     fmt = random.choice([NVFP4, MXFP4])
     m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)
@@ -107,7 +107,8 @@ def test_every_tactic(op, name, sizes):
 @by_op
 @pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in TILES_N for rows in TILES_N[tokens][1:]])
 def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
-    """Check exact sums bitwise, also with a tile_n that the backend would not choose for this size.
+    """Use inputs whose sums are exact, and check that the results are exactly these sums, also with a tile_n that the
+    backend would not choose for this size.
 
     The last tile is partial, and begins in the middle of a scale tile.
     """
@@ -146,8 +147,8 @@ def test_one_row_of_the_largest_codes(rows):
 
 @pytest.mark.parametrize("split", [1, 4])
 def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
-    """Check that one row gives the same rounded sums with each tile_n, whether codes or decoded numbers are multiplied.
-    Weight rows that several warps share are exempt."""
+    """Check that the rounded sums of a single row depend neither on tile_n nor on whether the kernel multiplies FP4
+    codes or decoded numbers. Weight rows that several warps share are exempt."""
     target = gpu_target("wgmma")
     samples = SAMPLES["mm_fp4"]
     n = 160  # all in one tile
@@ -157,7 +158,7 @@ def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
     for rows, out in zip(TILES_N[1], outs, strict=True):
         backend_for("wgmma", problem).launcher(problem, WgmmaTactic(1, rows, split), target)(operands, out)
     for rows, out in zip(TILES_N[1], outs, strict=True):
-        same = rows // 64 * 64  # several warps share the remaining weight rows and add in another order
+        same = rows // 64 * 64  # several warps share the remaining weight rows, and add their sums in another order
         assert torch.equal(out[:, :same], outs[0][:, :same]), rows
 
 

@@ -1,4 +1,5 @@
-"""The backend ``tcgen05`` for GEMMs with experts over K: supported problems, tactics, estimates, launcher."""
+"""The backend ``tcgen05`` for GEMMs in which each expert owns a range of K: supported problems, tactics, estimates,
+launcher."""
 
 from __future__ import annotations
 
