@@ -15,7 +15,8 @@ SCHEMA = f"cute::moe_route({_ARGUMENTS}) -> ({', '.join(f'Tensor {name}' for nam
 _OUTPUTS = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip("abcdef", _NAMES, strict=True))
 OUT_SCHEMA = f"cute::moe_route.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"
 NEAR = 2.0**-20
-"""Distance of two scores (sigmoids, or sums with biases or of two scores) below which either order is accepted."""
+"""If two scores differ by less than this, either order is accepted. A score is a sigmoid, a sigmoid plus a bias, or the
+sum of two scores."""
 ERROR = 2.0**-17
 """Relative error of weights, which are exponentials of numbers up to a few dozen."""
 

@@ -103,7 +103,8 @@ def test_estimates_are_near_the_limits() -> None:
 
 
 def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the kernel of the backend in the emulator, as its launcher calls it."""
+    """Call the backend's launcher, with the kernel executed in the emulator, and compare the result with the
+    reference's."""
     fmt, layout, tactic = MXFP4, "linear", backend.Tcgen05ExpertsTactic(32, 2, "routed")
     m, n, experts, width = 5, 40, 10, 64
     k = experts * width

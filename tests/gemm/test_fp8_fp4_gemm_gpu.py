@@ -52,7 +52,8 @@ def target():
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
-    """Check the results of every tactic bitwise, for exact sums, without experts and with each layout of experts."""
+    """Use inputs whose sums are exact, and check that every tactic returns exactly these sums, without experts and with
+    each layout of experts."""
     device, counts = target.device, [m, 0, m // 2 + 1]
     calls = {
         "mm_fp8_fp4": [sample("", m, N, k, fmt, layout, device, exact=True)],
@@ -81,8 +82,8 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_clusters_with_several_tiles(name, fmt, m, target):
-    """Run a cluster over several tiles on few SMs: it must send partial sums only after those of the previous tile were
-    read."""
+    """Run a cluster over several tiles on few SMs. A CTA must send the partial sums of a tile only after the partial
+    sums of the previous tile were read."""
     one = sample("", m, 1032, 1408, fmt, "128x4", target.device, exact=True)
     for _ in range(10):
         check_every_tactic(OPS["mm_fp8_fp4"], name, one, {"out_dtype": torch.float32}, replace(target, sms=6))
@@ -92,11 +93,12 @@ def test_clusters_with_several_tiles(name, fmt, m, target):
 @pytest.mark.parametrize("is_hard", [False, True], ids=["exact", "hard"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
-    """Compare re-encoding most of the weight while the GEMM runs with re-encoding all of it before.
+    """Check that results are equal whether most of the weight is re-encoded while the GEMM runs, or the whole weight
+    before.
 
-    A call with another weight comes before each call: if the GEMM did not wait for a row, it would read the old
-    numbers. Another call, whose kernels may start early, comes after it. Hard weights contain rows in which each k tile
-    needs another exponent.
+    Each checked call follows a call with another weight, so that a GEMM that does not wait for a row reads old numbers.
+    Another call, whose kernels may start early, follows each checked call. If ``is_hard``, the weight contains rows in
+    which each k tile needs another exponent.
     """
     n, k, op = 24_584, 2112, OPS["mm_fp8_fp4"]
     weight = {"scales": (0, 0x7F)} if is_hard else None

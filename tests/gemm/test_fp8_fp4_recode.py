@@ -25,8 +25,9 @@ MEASURED = {
     ("H100", 4096, 28672, 4096): (972, 967, 949),
     ("H100", 2048, 57344, 8192): (2190, 2147, 1781),
 }
-"""Microseconds with MXFP4, keyed by GPU, M, N and K: if the whole weight is written before the GEMM, and if the number
-of SMs in ``RECODE_SMS`` write it during the GEMM (docs/notes/fp8_fp4_wgmma_ss.md)."""
+"""Measured times in µs with MXFP4, keyed by GPU, M, N and K. The first time is for writing the whole weight before the
+GEMM; the others are for writing it during the GEMM with each number of SMs in ``RECODE_SMS``
+(docs/notes/fp8_fp4_wgmma_ss.md)."""
 
 
 def problem(n: int, k: int, op: str = "mm_fp8_fp4", **properties) -> GemmProblem:
@@ -55,8 +56,8 @@ def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
 
 @pytest.mark.parametrize("m", [1, 1024, 2048, 16384])
 def test_first_tiles(m):
-    """Check how many weight tiles are written before the GEMM starts: those of two waves of 128 × 128 tiles, with up to
-    16 row tiles side by side."""
+    """Check the number of weight tiles that are written before the GEMM starts. They must suffice for two waves of 128
+    × 128 output tiles, with up to 16 tiles along M side by side."""
     large, small = problem(28672, 4096), problem(256, 4096)
     assert first_tiles(large, m, HOPPER) == {1: 224, 1024: 34, 2048: 18, 16384: 18}[m]
     assert first_tiles(small, m, HOPPER) == weight_tiles(small) == 2

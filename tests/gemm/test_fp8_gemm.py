@@ -29,7 +29,7 @@ def exact(a, b, a_scale, b_scale):
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_whole_numbers_are_exact(m, dtype, device):
-    """Check exact sums, with any tactic that is chosen for the number of rows."""
+    """Check that whole numbers give exact sums, whichever tactic is chosen for the number of rows."""
     one = sample("", m, N, K, torch.device(device), exact=True)
     a, b, a_scale, b_scale = one.args
     got = torch_cute_ops.mm_fp8_block(*one.args, out_dtype=dtype)
@@ -106,8 +106,8 @@ def test_nan_stays_where_it_is(m, device):
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 448), (60, 2880), (300, 512)])
 @pytest.mark.parametrize("epilogue", ["none", "alpha", "bias", "both"])
 def test_every_tactic(name, m, k, epilogue):
-    """Check the results of every tactic bitwise, for exact sums, with a poisoned output, without experts and with each
-    layout of experts."""
+    """Use inputs whose sums are exact, and check that every tactic overwrites the poisoned output with exactly these
+    sums, without experts and with each layout of experts."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -135,8 +135,8 @@ def test_every_tactic(name, m, k, epilogue):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [9, 40])
 def test_clusters_with_several_tiles(m):
-    """Run a cluster over several tiles on few SMs: it must send partial sums only after those of the previous tile were
-    read."""
+    """Run a cluster over several tiles on few SMs. A CTA must send the partial sums of a tile only after the partial
+    sums of the previous tile were read."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -172,7 +172,7 @@ def test_a_replay_follows_the_counts():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 16, 60, 500])
 def test_the_same_sums_every_time(rows):
-    """Check that results repeat if operands stay in L2, where copies take the least time."""
+    """Check that repeated calls give the same sums if operands stay in L2, where copies take the least time."""
     one = contiguous("", [rows, 0, rows // 2, 1], 512, 4096, torch.device("cuda"))
     first = torch_cute_ops.grouped_mm_fp8(*one.args)
     used = used_rows(len(first), *one.args[4:])

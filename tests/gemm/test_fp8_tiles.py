@@ -45,8 +45,8 @@ def test_every_tactic_has_a_kernel(arch):
 
 
 def test_tactics_are_the_tiles():
-    """Check that each tile is offered as a tactic for some number of rows, and that few rows get no tile meant for
-    many."""
+    """Check that each tile is offered as a tactic for some number of rows, and that 8 rows get no tile meant for many
+    rows."""
     problem = fp8_problem()
     found = {tactic for m in (1, 64, 4096) for tactic in BACKENDS[0].tactics(problem, m, HOPPER)}
     assert found == set(wgmma_kernel.TILES)
@@ -80,7 +80,8 @@ def test_clusters_that_run_at_once():
 @pytest.mark.parametrize("tile_m", [16, 24, 32, 64, 80, 128])
 @pytest.mark.parametrize("mean", [0.25, 1.0, 3.0, 16.0, 40.0, 128.0, 1000.0])
 def test_expected_tiles(mean, tile_m):
-    """Compare the expected number of tiles with the sum over the distribution's probabilities, within 1.5 %."""
+    """Check that the estimated number of tiles of an expert is within 1.5 % of the expected value, for a
+    Poisson-distributed number of rows."""
     rows = range(1, int(mean + 40 * math.sqrt(mean) + 40))
     probabilities = [math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) for count in rows]
     want = sum(p * math.ceil(count / tile_m) for p, count in zip(probabilities, rows, strict=True))

@@ -35,7 +35,7 @@ def exact(a, b, a_scale, b_scale):
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_whole_numbers_are_exact(m, fast_accum, device):
-    """Check exact sums, with any tactic that is chosen for the number of rows."""
+    """Check that whole numbers give exact sums, whichever tactic is chosen for the number of rows."""
     one = sample("", m, N, K, torch.device(device), exact=True)
     got = torch_cute_ops.mm_fp8(*one.args, out_dtype=FP32, fast_accum=fast_accum)
     assert torch.equal(got, exact(*one.args).float())
@@ -110,8 +110,9 @@ def test_a_row_does_not_depend_on_other_rows(device):
     ],
 )
 def test_every_tactic(name, m, k, fast_accum, out_dtype):
-    """Check the results of every tactic bitwise, for exact sums, with a poisoned output. Calls with bfloat16 results
-    use per-token and per-channel scales; other calls use one scale per matrix, and a bias."""
+    """Use inputs whose sums are exact, and check that every tactic overwrites the poisoned output with exactly these
+    sums. Calls with bfloat16 results use per-token and per-channel scales; other calls use one scale per matrix, and a
+    bias."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -130,8 +131,8 @@ def test_every_tactic(name, m, k, fast_accum, out_dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [9, 40])
 def test_clusters_with_several_tiles(m):
-    """Run a cluster over several tiles on few SMs: it must send partial sums only after those of the previous tile were
-    read."""
+    """Run a cluster over several tiles on few SMs. A CTA must send the partial sums of a tile only after the partial
+    sums of the previous tile were read."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
@@ -168,7 +169,7 @@ def scaled_mm(monkeypatch):
 @pytest.mark.parametrize(("one_a", "one_b"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("n", [48, 40])
 def test_calls_of_torch(n, one_a, one_b, has_bias, out_dtype, scaled_mm, monkeypatch):
-    """Check the result, and which problems are computed by one call of PyTorch, from fp32 sums, or from decoded
+    """Check the result, and how PyTorch computes each problem: by one scaled GEMM, from fp32 sums, or from decoded
     operands."""
     m, k, fast = 9, 192, n % 16 == 0 and one_a
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a.double() @ b.double()).to(out_dtype))

@@ -131,7 +131,8 @@ def exact_results(given, value):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_exact_sums(op, fmt, layout, half, device):
-    """Check every column of gate and up bitwise, each with its own factor and bias, in each format and layout."""
+    """Use inputs whose results are exact, and check every column of gate and up. Each column has a separate factor and
+    bias."""
     if layout not in SAMPLES[op.name].layouts:
         return
     given, value = linear_call(op, half, fmt, layout, device)
@@ -331,7 +332,8 @@ def test_rows_do_not_see_each_other(op, fmt, device):
 @pytest.mark.parametrize("swiglu", [{}, GPT_OSS], ids=["silu", "gpt-oss"])
 @pytest.mark.parametrize("activations", ["fp4", "16-bit"])
 def test_both_gemms_are_a_layer(activations, swiglu, device):
-    """Compare the router and both expert GEMMs with the layer in float64 on the decoded weights.
+    """Call the router and both expert GEMMs, and compare the result with a float64 computation of the layer on the
+    decoded weights.
 
     Each expert's bias and global scale are different. Results of pairs that are not routed keep their poison, so the
     test fails if the second GEMM reads them.

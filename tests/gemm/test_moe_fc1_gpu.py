@@ -63,7 +63,8 @@ def operands_of(op, given):
     ids=lambda value: getattr(value, "name", value) if not isinstance(value, tuple) else "-".join(map(str, value[:4])),
 )
 def test_every_tactic(op, fmt, half, sizes):
-    """Check the results of every tactic bitwise, with poisoned outputs, in consecutive launches on data in L2."""
+    """Use inputs whose results are exact, and check that every tactic overwrites the poisoned outputs with these
+    results, in consecutive launches on data in L2."""
     target = hopper()
     shape, routes = sizes[:4], sizes[4:]
     for route in routes:

@@ -94,7 +94,8 @@ def test_exact_sums_with_biases(op, dtype, device):
 
 
 def test_backends_that_add_biases():
-    """Check that each backend for experts over K either supports biases, or says in its reason that it does not."""
+    """Check that each backend for GEMMs in which each expert owns a range of K either supports biases, or gives the
+    lack of support as its reason to refuse."""
     kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
     assert kwargs["bias"].shape == (4, 256)
     problem = OPS["moe_fc2_fp4"].path.problem(OPS["moe_fc2_fp4"].bind(**kwargs))

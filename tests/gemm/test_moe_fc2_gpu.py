@@ -74,7 +74,8 @@ def gpu_target(op, name):
 @by_backend
 @pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
 def test_every_tactic(op, fmt, name, sizes):
-    """Check the results of every tactic bitwise, with poisoned outputs, in consecutive launches."""
+    """Use inputs whose sums are exact, and check that every tactic overwrites the poisoned outputs with exactly these
+    sums, in consecutive launches."""
     (m, _, _, width), routes = sizes[:4], sizes[4:]
     if name == "wgmma" and width % 256:
         return

@@ -23,7 +23,8 @@ def test_fp4():
 
 
 def test_fp4_with_experts_over_k():
-    """Check figures computed by hand: 16 experts with 64 elements of K each; each of 10 tokens uses 8 experts."""
+    """Check figures computed by hand for 16 experts that each own 64 elements of K, and 10 tokens that each use 8
+    experts."""
     problem = fp4_problem(24, 16 * 64, experts=16)
     touched = 1 - 0.5**10
     weight, a = 24 * 16 * (32 + 4) * touched, 10 * 8 * (32 + 4)
@@ -36,7 +37,8 @@ def test_fp4_with_experts_over_k():
 
 @pytest.mark.parametrize("a_dtype", [None, BF16])
 def test_fp4_with_a_gate(a_dtype):
-    """Check figures computed by hand: 16 experts of 64 columns (128 weight rows); each of 10 tokens uses 8 experts."""
+    """Check figures computed by hand for 16 experts that each own 64 columns (128 weight rows), and 10 tokens that each
+    use 8 experts."""
     problem = gated_problem(16 * 64, 96, a_dtype=a_dtype, experts=16)
     assert (problem.expert_n, problem.weight_rows, problem.expert_k) == (64, 2 * 16 * 64, 96)
     weight = 16 * 128 * (48 + 6) * (1 - 0.5**10)

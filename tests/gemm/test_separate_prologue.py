@@ -38,7 +38,8 @@ def behind(name, *sizes, **kwargs):
 
 @by_op
 def test_bytes(name):
-    """Check that the bytes include the call's own activations: 16-bit rows, and both gate and up."""
+    """Check that the bytes moved include the activations that the call reads, which the prologue has not yet gated or
+    quantised: 16-bit rows, of gate and up if the op has a gate."""
     problem, weight_only = made(name, 4096, 14336), fp4_problem(4096, 14336, a_dtype=BF16)
     assert problem.bytes_moved(8) == weight_only.bytes_moved(8) + 8 * 14336 * 2 * (name != QUANTISE)
     assert problem.flops(8) == weight_only.flops(8)

@@ -19,8 +19,8 @@ COUNT, ROUNDS, FEW = 500, 200, 20
 """Number of chains per graph or eager round, number of graph replays (for M = 1 also of eager rounds), and number of
 eager rounds for larger M.
 
-In all these are 100,000 captured chains, and 100,000 (M = 1) or 10,000 (larger M) eager chains. The host takes 50 s for
-100,000 eager chains if 30 processes share a GPU.
+In total there are 100,000 captured chains. There are as many eager chains for M = 1, and 10,000 for larger M. The host
+takes 50 s for 100,000 eager chains if 30 processes share a GPU.
 """
 E2M1 = (0, 1, 2, 3, 4, 6)
 MXFP4_BLOCK = 32
@@ -99,9 +99,10 @@ def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, 
 def fp8_chain(
     m: int, name: str, is_fp4: bool, static: bool, granularity: str = "block128"
 ) -> tuple[Round, torch.Tensor]:
-    """Return the chain of ``fp4_chain`` with FP8 activations whose scales are all 1.
+    """Return a chain as ``fp4_chain`` does, with FP8 activations whose scales are all 1.
 
-    Each block of K contains a 448, so that its scale is 1; the weight is zero there.
+    Each block of K contains a 448, so that its scale is 1. The weight is zero at these elements, so that they do not
+    change the result.
 
     Args:
         granularity: granularity of the scales of the activations.

@@ -10,8 +10,8 @@ from ptx_emulator import adapter
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_kernels() -> Iterator[None]:
-    """Drop the kernels that the tests of a file have compiled and shared. Kept, they would grow to 2 GB and two million
-    objects."""
+    """Delete the kernels that the tests of a file have compiled and shared. Otherwise they would grow to 2 GB and two
+    million objects."""
     yield
     adapter.forget()
 

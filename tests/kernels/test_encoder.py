@@ -116,7 +116,7 @@ def test_nvfp4_factor_is_correctly_rounded(device_code):
     g = (torch.rand(20_000) + 1).numpy() * np.exp2(torch.randint(-60, 60, (20_000,)).numpy()).astype(np.float32)
     g = np.concatenate([g, neighbours(np.exp2(np.arange(-60, 61.0)), 8).abs().numpy(), np.float32([2688, 448, 6])])
     for scale in scales:
-        # With g, this amax leads to this scale. The factor depends only on the scale.
+        # Choose the amax that gives ``scale`` for each g: the encode factor depends only on g and the scale.
         with np.errstate(over="ignore"):
             amax = float32(scale * 6.0 / g.astype(np.float64))
         byte, factor = device_code.nvfp4_scale(amax, g)

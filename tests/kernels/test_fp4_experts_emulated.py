@@ -34,7 +34,8 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 class Experts(NamedTuple):
-    """Launch of the kernels of an FP4 GEMM over experts. ``num_ctas`` is a number of CTAs, or of SMs."""
+    """Launch of the kernels of an FP4 GEMM over experts. ``num_ctas`` is the number of CTAs for a ``WgmmaCase``, and
+    the number of SMs for an ``ExpertsCase``."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -88,13 +89,13 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
     # More experts than the usual lists have room for
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8, max_experts=1024), 3, 8, 520, 64, "few", 1, 3),
-    # With biases: m tiles that one warp computes, m tiles whose k several warps divide, and n tiles that several CTAs
-    # divide
+    # Cases with biases: one warp computes an m tile; several warps divide the k tiles of an m tile; several CTAs divide
+    # an n tile.
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
-    # Every second expert begins in the middle of a scale tile. M tiles of warps and of warpgroups, and k tiles of 256
-    # and of 128 elements; the last k tile of an expert is partial.
+    # Every second expert begins in the middle of a scale tile. A single warp or a warpgroup computes an m tile, with k
+    # tiles of 256 or 128 elements. The last k tile of an expert is partial.
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
@@ -125,7 +126,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     """Run the kernels; return their result and the reference's result.
 
     Operands that a factor of zero excludes are NaN: activations, and the weights and biases of experts without a token.
-    The operands are written at the last moment by a simulated previous kernel, and the lists by the first kernel.
+    A simulated previous kernel writes the operands at the last moment, and the first kernel writes the lists of tokens.
     """
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
@@ -160,7 +161,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, num_ctas), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
-    # docs/limits.md explains why m tiles that single warps multiply are an exception.
+    # Kernels in which single warps multiply m tiles are checked less strictly; docs/limits.md explains why.
     strict = by_warpgroups or case.tile_m > WARP_MMA_TILE_M
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
@@ -170,13 +171,14 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_gemm_over_experts(one: Experts) -> None:
-    """Check for bitwise equal results, with exact sums, and NaN in operands that a factor of zero excludes."""
+    """Use operands whose sums are exact, with NaN wherever a factor of zero excludes them. Check that the results equal
+    the reference's bit for bit."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
 
 
-# A kernel whose CTAs read ahead of the lists and share n tiles; a kernel whose CTAs do neither; a GEMM by warpgroups
-# that reads ahead of its factors; then other sizes.
+# First a kernel whose CTAs copy weights before the lists are complete, and share n tiles; then a kernel whose CTAs do
+# neither; then a GEMM by warpgroups that copies weights before its factors are ready; then other sizes.
 AWAITED = [EXPERTS[10], EXPERTS[7], EXPERTS[-4]]
 MORE_AWAITED = [EXPERTS[i] for i in (0, 1, 3, 19, 21, -3, -2)]
 

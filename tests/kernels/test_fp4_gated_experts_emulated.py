@@ -248,8 +248,8 @@ GATED = [
         gated(BF16, MXFP4, "128x4", None, 256, 24, 32, epilogue=(BF16, None, None, FP32, None, True)),
         *(26, 1312, 2, 256, "one", 1, 8),
     ),
-    # Split-K: more CTAs than divisions of K; work tiles that two CTAs share, some next to work tiles with the same
-    # scale tiles
+    # Split-K: two CTAs share a work tile, in some cases next to work tiles that write to the same scale tiles. One
+    # launch has more CTAs than ranges of K.
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None, True), split_k=2),
         *(2, 1056, 2, 64, "one", 6, 9),
@@ -271,7 +271,8 @@ GATED = [
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
 def test_gated_gemm(one: Gated) -> None:
-    """Check for bitwise equal results: everything before the rounding is exact, or rounded as in the reference."""
+    """Check that the results equal the reference's bit for bit. This is possible because every step before the rounding
+    is exact, or rounded as in the reference."""
     check(one)
 
 
@@ -281,7 +282,8 @@ def test_compiles_without_spills(one: Gated) -> None:
     check_emulated(one.case, one.case.kernel_for(one.k))
 
 
-# CTAs that read ahead of the lists, and CTAs that do not; then split-K, and other sizes
+# A kernel whose CTAs copy weights before the lists are complete, and a kernel whose CTAs do not; then split-K, and
+# other sizes.
 AWAITED = [GATED[0], GATED[3]]
 MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 

@@ -97,7 +97,7 @@ def native(fmt: FP4Format, a_layout: str, *rest: Any, **kwargs: Any) -> Any:
     return mma(torch.uint8, fmt, layout, *rest, arch=CONSUMER, a_layout=a_layout, **kwargs)
 
 
-# Whole tiles; partial tiles along M, N and K, in steps and in blocks; more k tiles than stages; several 8x4 tiles.
+# Whole tiles; partial tiles along M, N and K; more k tiles than stages; several 8x4 tiles.
 NATIVE_MMAS = [
     native(NVFP4, "128x4", 8, 1, epilogue=(FP32,), sizes=(8, 128, 256), seed=None),
     native(NVFP4, "128x4", 16, 2, epilogue=(BF16, "one", FP32), sizes=(21, 200, 544), seed=0),
@@ -140,10 +140,10 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS])
 def test_gemm(one: Mma) -> None:
-    """Check for bitwise equal results with exact sums. Scales beyond the matrix are NaN, and alpha and bias end after N
-    elements.
+    """Use inputs whose sums are exact, and check that the results equal the reference's bit for bit. Scales beyond the
+    matrix are NaN, and alpha and bias end after N elements.
 
-    MMAs of codes run in two orders of threads, because they never ran on a GPU.
+    Kernels whose MMAs take FP4 codes directly run in two orders of threads, because they never ran on a GPU.
     """
     for seed in (one.seed,) if one.case.a_layout is None else (one.seed, 5):
         got, want = multiply(one._replace(seed=seed), exact=True)
@@ -154,7 +154,8 @@ UNFOUND = {"copies not waited for": Unfound(1, "after the last k tile, when no c
 
 
 def test_faults_are_found_where_codes_are_multiplied(request: pytest.FixtureRequest) -> None:
-    """Check that the emulator finds missing or altered copies, waits, barriers, loads and block-scaled MMAs.
+    """Check that the emulator finds missing or altered copies, waits, barriers, loads and block-scaled MMAs in kernels
+    that multiply FP4 codes.
 
     K is divided between two CTAs, and each pipeline gets more k tiles than stages.
     """
@@ -277,7 +278,8 @@ def test_activation_tiles(
 )
 @pytest.mark.parametrize("codes", [False, True], ids=["decoded", "codes"])
 def test_each_wait_is_needed(edit: Any, codes: bool) -> None:
-    """Check that without this wait the emulator finds a race. The partial sums overwrite the last k tile."""
+    """Check that without this wait the emulator finds a race. Partial sums overwrite the last k tile in shared
+    memory."""
     one = Mma(MmaCase(FP16, NVFP4, "128x4", 8, 2, Epilogue(FP32), HOPPER), (8, 128, 3584), 0)
     if codes:
         case = MmaCase(torch.uint8, NVFP4, "128x4", 8, 2, Epilogue(FP32), CONSUMER, a_layout="128x4")
@@ -342,7 +344,7 @@ def wgmma(
     return pytest.param(one, id=one.id)
 
 
-# Partial tiles along M, N and K; CTAs with parts of several tiles; more k tiles than stages.
+# Partial tiles along M, N and K; CTAs that compute parts of several tiles; more k tiles than stages.
 WGMMAS = [
     wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32, "one"), sizes=(3, 264, 544), num_ctas=2, seed=None),
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "column", FP32), sizes=(5, 40, 288), num_ctas=1),
@@ -432,8 +434,9 @@ WGMMAS = [
     # float16 activations that are rounded to bfloat16: by the kernel before the GEMM, and by the GEMM's CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), num_ctas=1, a_dtype=FP16),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), split_k=2, a_dtype=FP16),
-    # A gate as prologue: for one row and for eight, computed by the GEMM's CTAs, with a partial last k tile and more k
-    # tiles than stages; for more rows; and computed by the kernel before the GEMM
+    # Two launches that prefetch. Then launches with a gate as prologue: the GEMM's CTAs gate tiles of one row and of
+    # eight rows (with a partial last k tile and more k tiles than stages), and tiles of more rows; or the kernel before
+    # the GEMM gates the rows.
     wgmma(FP16, NVFP4, "128x4", "linear", 1, epilogue=(FP32,), sizes=(1, 264, 2080), split_k=2, prefetches=True),
     wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(9, 264, 2080), split_k=1, seed=1, prefetches=True),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1, prologue_gate=True),
@@ -539,7 +542,8 @@ def multiply_by_warpgroups(
 
 @pytest.mark.parametrize("one", WGMMAS)
 def test_gemm_by_warpgroups(one: Wgmma) -> None:
-    """Check for bitwise equal results with exact sums. Elements beyond the matrices must not affect results."""
+    """Use inputs whose sums are exact, and check that the results equal the reference's bit for bit. Elements beyond
+    the matrices must not affect the results."""
     got, want = multiply_by_warpgroups(one, edit=None)
     assert torch.equal(got, want)
 
@@ -651,7 +655,7 @@ STREAM_K = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 1
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
 PAIRS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 16, Epilogue(FP32), 2), (16, 136, 2560), 0, False, None)
 CODES = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", "128x4", 1, Epilogue(FP32), 2), (1, 136, 3584), 0, False, None)
-# A CTA lacks room to receive partial sums, so it reads other CTAs' partial sums where they are.
+# A CTA lacks room to receive partial sums, so it reads the partial sums in the other CTAs' shared memory.
 SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), (64, 136, 1024), 0, False, None)
 
 

@@ -100,8 +100,8 @@ def test_a_gate_equals_silu_mul(one: Wgmma) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("tile_m", [1, 8])
 def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -> None:
-    """Check that gated products that exceed, or nearly exceed, the dtype's largest number, and NaN, are as in
-    ``silu_mul``.
+    """Check that gated products equal the products of ``silu_mul`` if they are NaN, or exceed or nearly exceed the
+    dtype's largest number.
 
     These products are in the last block of K of one row.
     """
@@ -253,7 +253,8 @@ def multiply_e2m1(
 
 @by_quantised
 def test_sums_of_quantised_rows(one: Wgmma) -> None:
-    """Check for bitwise equal results with exact sums, in two orders of threads."""
+    """Use inputs whose sums are exact, and check that the results equal the expected sums bit for bit, in two orders of
+    threads."""
     for seed in (None, 0):
         got, want = multiply_e2m1(one._replace(seed=seed))
         assert torch.equal(got, want)
@@ -290,8 +291,8 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS)])
 def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
-    """Check for blocks of any magnitude that the results are bitwise equal to those of two kernels, in two orders of
-    threads."""
+    """Check for blocks of any magnitude that a GEMM that quantises its rows gives bitwise the same results as a
+    quantising kernel followed by a GEMM, in two orders of threads."""
     (m, _, k), case = one.sizes, one.case
     for seed in (0, 1):
         size = torch.randint(-6, 5, (m, k // 16)).exp2().repeat_interleave(16, 1)
@@ -320,7 +321,8 @@ def special_rows(m: int, k: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4, 6)])
 def test_special_values_are_quantised(one: Wgmma) -> None:
-    """Check that special values are quantised as specified, with results bitwise equal to those of two kernels."""
+    """Check that special values are quantised as specified, with bitwise the same results as a quantising kernel
+    followed by a GEMM."""
     # Every CTA of a cluster must get a k tile.
     one = one._replace(sizes=(6, 136, 768 if one.case.layout == "linear" else 288), seed=0)
     (m, n, k), case, global_scale = one.sizes, one.case, global_scale_of(one, 3.7)

@@ -110,8 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Check for bitwise equal results with exact sums, in two orders of events. Scales outside of the matrices are NaN
-    and must not matter."""
+    """Use inputs whose sums are exact, and check that the results equal the reference's bit for bit, in two orders of
+    events. Scales outside of the matrices are NaN and must not matter."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
@@ -131,7 +131,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # For 300 × 400: n tiles, times m tiles, times CTAs that divide k
+        # Numbers of CTAs for M = 300 and N = 400: n tiles, times m tiles, times the CTAs that divide K.
         (0, 148, 148),
         (3, 148, 4 * 5),
         (3, 7, 7),
@@ -159,7 +159,8 @@ def test_ctas(covering: int, sms: int, ctas: int) -> None:
     ids=["tcgen05", "experts", "mma"],
 )
 def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
-    """Check that the PTX for these GPUs is the same, so that the emulator's results apply to them, too."""
+    """Check that a kernel has the same PTX on two GPUs, so that the emulator's results for one GPU apply to the other
+    GPU."""
     own, its = (
         compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
     )

@@ -141,8 +141,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gemm(one: Gemm) -> None:
-    """Check for bitwise equal results with exact sums, in two orders of events, with NaN in scales that must not
-    matter."""
+    """Use inputs whose sums are exact, and check that the results equal the reference's bit for bit, in two orders of
+    events. Scales that must not matter are NaN."""
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert want.isfinite().all() and torch.equal(got, want)
@@ -181,7 +181,8 @@ def test_nothing_is_launched_on_overlap() -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "launched"),
     [
-        # For 300 × 400 with 70 experts in 1, 2, 2, 8 and 1 groups: m tiles of 128, and n tiles of 128, 64 or 32
+        # M = 300, N = 400, and 70 experts in 1, 2, 2, 8 and 1 groups. An m tile is 128 tokens, and an n tile 128, 64 or
+        # 32 columns.
         (0, 7, [7]),
         (1, 148, [(4, 3), 3 * 7 * 2, 300 * 50 // 256 + 1]),
         (3, 148, [3 * 13 * 2, 300 * 50 // 256 + 1]),
@@ -192,8 +193,8 @@ def test_nothing_is_launched_on_overlap() -> None:
 def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
     """Check the grid of each kernel.
 
-    The GEMM launches at most one CTA per SM. The first kernel launches a CTA per m tile and 32 experts of a group, the
-    last kernel enough threads for the result.
+    The GEMM launches at most one CTA per SM. The first kernel launches one CTA for each m tile and each 32 experts of a
+    group. The last kernel launches enough threads for the result.
     """
     case = COVERING[covering].case
     dims = {"n": 400, "m": 300, "a_tile_rows": 3, "b_tile_rows": 4, "experts": 70, "alpha_stride": 70}

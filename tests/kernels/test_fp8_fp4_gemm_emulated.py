@@ -154,8 +154,8 @@ def done_of(notes: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
-    """Run the kernel that re-encodes the weight; return the FP8 weight and the workspace. It writes the codes at the
-    last moment, while the GEMM already runs."""
+    """Run the kernel that re-encodes the weight; return the FP8 weight and the workspace. A simulated previous kernel
+    writes the FP4 weight at the last moment."""
     is_plain = case.layout == "plain"
     experts, n, k = 1 if is_plain else len(b), b.shape[-1], 2 * b.shape[-2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
@@ -250,7 +250,7 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Check for bitwise equal results, and that rows of padding are not written."""
+    """Check that results equal the expected results bit for bit, and that rows of padding are not written."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
@@ -328,7 +328,7 @@ OVERLAPPED = Run(
 
 
 def check_overlapped(edit: Any = None) -> None:
-    """Check the GEMM when nothing of the re-encoded weight and of the workspace exists at its start."""
+    """Check a GEMM that starts before any part of the re-encoded weight and of the workspace is written."""
     for seed in (0, 1):
         got, want = execute(OVERLAPPED, edit, seed, late=WEIGHT)
         assert (got - want).abs().max() < 1e-5 * want.abs().mean()
@@ -339,7 +339,8 @@ POLL = r"ld\.acquire\.gpu\.global\.u32 (%r\d+), "
 
 def test_rows_recoded_during_the_gemm_are_waited_for() -> None:
     check_overlapped()
-    # The first polls of the producer and of a scale loader. Each is followed by the poll of a loop, which stays.
+    # Make the first poll of the producer, or of a scale loader, succeed at once, so that the loop of later polls is
+    # skipped.
     passed = [changed(POLL, number, r"mov.b32 \1, 1000;") for number in (0, 2)]
     for edit in (changed(KERNEL_WAIT, None), *passed):
         with pytest.raises((EmulationError, Deadlock, AssertionError)):
@@ -348,7 +349,7 @@ def test_rows_recoded_during_the_gemm_are_waited_for() -> None:
 
 @pytest.mark.parametrize("tile", [0, 1])
 def test_all_work_tiles_of_a_tile_are_waited_for(tile: int) -> None:
-    """Check that the GEMM waits forever if one work tile of the weight is never done."""
+    """Check that the GEMM waits forever if one work tile of the weight is never re-encoded."""
     with pytest.raises(EmulationError, match="more than 40000 steps"):
         execute(OVERLAPPED, lacks=tile)
 
@@ -385,15 +386,16 @@ apart."""
     ],
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, ...]) -> None:
-    """Check a single k tile, so that fp32 adds nothing: numbers that are zero, NaN or subnormal in e4m3, and
-    accumulators whose exponent changes."""
+    """Check weights whose re-encoded elements are zero, NaN or subnormal in e4m3, and accumulators whose exponent
+    changes. There is a single k tile, so that no fp32 addition rounds."""
     for scales in FAR[fmt]:
         check_hard_scales(case(fmt, "128x4", "plain", tile, FP32), scales)
 
 
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
-    """Check half a k tile, one k tile, and one k tile per K group."""
+    """Check scales that are hard to encode with the kernel that decodes in registers. K is half a k tile, one k tile,
+    or one k tile per K group."""
     for scales, k in itertools.product(FAR[NVFP4], (64, 128, 256)):
         check_hard_scales(in_registers(layout, "plain", (16, 128, 1), FP32), scales, k)
 
@@ -479,7 +481,8 @@ ORDERED = {
 
 
 def check(run: Run, edit: Any = None, seed: int | None = 0, held: tuple[int, ...] = ()) -> None:
-    """Run the kernel and compare: bitwise if sums are exact, otherwise with a tolerance."""
+    """Run the kernel and compare its result with the expected result: bit for bit if sums are exact, otherwise with a
+    tolerance."""
     got, want = execute(run, edit, seed, held=held)
     if run.scales is None:
         assert torch.equal(got, want)
@@ -502,9 +505,9 @@ LATE = {
     ("pair", 2): (PAIR, 0),
 }
 """For each wait of decoder warps for a stage that another group of decoders uses: a run that needs the wait, and the
-index of the bulk copy that must be late. The copy belongs to a stage that the group skips; without the wait, the group
-takes the stage for full one round later. For this, consumers must release a stage only after the next k tile, or at the
-end of a tile."""
+index of the bulk copy that must be late. The copy belongs to a stage that the group skips. Without the wait, the group
+would mistake the stage for full in the next round. For this, consumers must release a stage only after the next k tile,
+or at the end of a tile."""
 SEEDS = (None, 0, 1)
 WAITS = {
     "swapped": (SWAPPED, 11),
@@ -574,7 +577,7 @@ def test_every_wait_is_needed(run: Run, wait: int) -> None:
     [pytest.param(run, wait, copy, id=f"{name}-{wait}") for (name, wait), (run, copy) in LATE.items()],
 )
 def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) -> None:
-    """Check that the kernel is correct with this wait and fails without it."""
+    """Check that, if this bulk copy is late, the kernel is correct with this wait and fails without it."""
     check(run, seed=None, held=(copy,))
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         check(run, changed(WAIT, wait, PASSED), None, held=(copy,))
@@ -582,8 +585,9 @@ def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) ->
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_warpgroup_that_is_late_is_waited_for(seed: int | None) -> None:
-    """Check that a cluster waits for a warpgroup that is late: the last warpgroup of the first CTA that sends is
-    starved. It multiplies rows only in every second tile, and all k tiles fit into the stages."""
+    """Check that a cluster waits for a late warpgroup: the emulator runs the last warpgroup of the first CTA that sends
+    partial sums only when nothing else can run. This warpgroup multiplies rows only in every second tile, and all k
+    tiles fit into the stages."""
     got, want = execute(EXCHANGED._replace(k=256), seed=seed, starved=range(4, 8))
     assert torch.equal(got, want)
 

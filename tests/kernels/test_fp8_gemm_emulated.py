@@ -167,11 +167,12 @@ RUNS = [
     Run(wgmma("counted", (32, 128, 1), BF16), (0, 33, 1), 72, 384, 2, seed=1),
     Run(wgmma("masked", (64, 128, 1), BF16, "expert_column"), (3, 0, 70), 136, 256, 4, room=72),
     Run(wgmma("masked", (16, 128, 1), BF16), (0, 0), 136, 256, 2, room=8),
-    # Many tiles of two k tiles each, which are four rounds of the pipeline
+    # Many tiles of two k tiles each, which together fill the stages of the pipeline four times
     Run(wgmma("counted", (16, 128, 1), BF16), (5, 0, 40, 17), 392, 256, 1, seed=4),
     Run(wgmma("counted", (128, 128, 1), BF16), (3, 130, 0), 136, 896, 2, seed=2),
     Run(wgmma("offsets", (128, 128, 1), FP16), (64, 80), 264, 128, 2),
-    # The second warpgroup has rows, no rows, and rows again. Two k tiles, which start a tile together.
+    # The second warpgroup has rows in the first tile, no rows in the second, and rows again in the third. A tile has
+    # two k tiles.
     Run(wgmma("counted", (128, 128, 1), FP32, "expert_column", FP32), (70, 3, 130), 136, 256, 1),
     Run(wgmma("masked", (128, 128, 1), FP32), (3, 0, 70), 264, 1664, 1, seed=3, room=74),
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (140,), 200, 640, 2, seed=1),
@@ -213,8 +214,8 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Check for bitwise equal results. Rows of padding are neither used nor written, and memory after K, after the
-    columns, and after alpha and bias is not read."""
+    """Check that results equal the expected results bit for bit. Rows of padding are neither used nor written, and
+    memory after K, after the columns, and after alpha and bias is not read."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
@@ -326,8 +327,8 @@ def test_many_experts(layout: str) -> None:
 
 @pytest.mark.parametrize("tile", [(128, 128, 1), (128, 64, 1), (16, 128, 2)], ids=str)
 def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
-    """Check the smallest numbers of stages: one for each scale loader, or two pairs. Tiles do not end with a round of
-    the pipeline."""
+    """Check the smallest numbers of stages: one stage for each scale loader, or two pairs of stages. The four k tiles
+    of a tile are no multiple of three stages, so that tiles begin with different stages."""
     run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
     for seed in (None, 0):
         got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)

@@ -155,7 +155,8 @@ RUNS = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_gemm(run: Run) -> None:
-    """Check for bitwise equal results, and that rows of padding are neither used nor written."""
+    """Check that results equal the expected results bit for bit, and that rows of padding are neither used nor
+    written."""
     got, want = execute(run)
     assert torch.equal(got, want)
 

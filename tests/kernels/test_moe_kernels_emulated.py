@@ -61,7 +61,7 @@ FINALIZE = {
 @pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in FINALIZE.items()])
 def test_finalize(one: Finalize, few: int) -> None:
-    """Check for bitwise equal results. Rows of padding, and weights of dropped pairs, are NaN."""
+    """Check that results equal the reference's bit for bit. Rows of padding, and weights of dropped pairs, are NaN."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     index = routed.expanded_to_permuted
@@ -170,7 +170,7 @@ def permute(
 @pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
 def test_permute(one: Permute, few: int) -> None:
-    """Check for bitwise equal results, and that rows of padding keep their poison."""
+    """Check that results equal the reference's bit for bit, and that rows of padding keep their poison."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape
@@ -324,8 +324,8 @@ def test_swiglu(one: Rows, given: str) -> None:
 def test_offsets_alone(
     offsets: list[int], rows: Sequence[int], width: int, changes: dict[str, int], max_ctas: int
 ) -> None:
-    """Check calls with only offsets: the rows are one range of twelve rows without padding, several rounds for a group
-    of threads. All other rows keep their poison."""
+    """Check calls with only offsets, for a buffer of twelve rows without padding. With one CTA, each group of threads
+    processes several rows. Rows outside of the offsets keep their poison."""
     torch.manual_seed(0)
     x = random_rows(12, 2 * width, dtype=BF16, device=CPU)
     one = Rows(BF16, width, {}, max_ctas, 0, changes)
@@ -530,7 +530,8 @@ def place(one: Placed, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PLACED.items()])
 def test_route_ids(one: Placed) -> None:
-    """Check any ids: ids of experts that do not exist, and experts that a token names several times."""
+    """Check the order of rows for any ids, including ids of experts that do not exist, and experts that a token names
+    several times."""
     outputs, given = place(one)
     expected.moe_route_ids.assert_results(outputs, expected.moe_route_ids.results(given), given)
 

@@ -75,7 +75,7 @@ def cells(tensor: Placed) -> list[int]:
 
 
 def span(tensor: Placed) -> set[int]:
-    """Return the addresses from the first element to the last."""
+    """Return the addresses of all bytes from a tensor's first element to its last element, gaps included."""
     return set(range(min(cells(tensor)), max(cells(tensor)) + 1)) if 0 not in tensor.shape else set()
 
 

@@ -124,7 +124,8 @@ def execute(
 
 
 def check(spec: Any, got: Outcome, want: Outcome) -> None:
-    """Check for bitwise equality if the arithmetic is exact, and for closeness after a norm or a gate."""
+    """Check that ``got`` equals ``want`` bit for bit if the arithmetic is exact, and that it is close to ``want`` after
+    a norm or a gate."""
     if not spec.normalises and spec.source == "rows":
         equal("y", got.y, want.y)
         equal("scale", got.scale, want.scale)
@@ -142,8 +143,8 @@ def check(spec: Any, got: Outcome, want: Outcome) -> None:
 
 
 def check_rounded(spec: Any, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Check values within one step of the dtype. In fp32, allow the error of a sum, a root and products, or of an
-    exponential.
+    """Check that values differ from the expected values by at most one step of the dtype. In fp32, allow the error of a
+    sum, a root and products, or of an exponential.
 
     The limit also applies to subnormal numbers.
     """
@@ -379,10 +380,10 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(("dtypes", "target"), [(BF, NV[1]), (HF, MX[1])], ids=["bf16-nvfp4", "fp16-mxfp4"])
 def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -> None:
-    """Check that results are bitwise equal whether warps without a last block skip it (in a norm) or do not (in the
-    norm of a sum).
+    """Check that results are bitwise equal whether warps without a last block skip the code for it (in a norm) or
+    execute it (in the norm of a sum).
 
-    In fp16 the result reveals in which rows the row factor is applied to blocks.
+    In fp16, the results also show in which rows the norm's factor multiplies whole blocks instead of elements.
     """
     whats = ("norm-norm", "add-norm")
     norm, of_sum = (Run(what, dtypes, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in whats)
@@ -475,7 +476,7 @@ def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arc
 
 
 def test_rows_of_a_warp_take_their_amax_again() -> None:
-    """Check two rows that share a warp, if the row factor of one of them, or of neither, cannot be folded."""
+    """Check rows that share a warp, where the row factors of some rows cannot be folded into the products."""
     one = Run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, {"groups": 2})
     config = one.config
     assert config.group_rows > 1

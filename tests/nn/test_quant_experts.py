@@ -393,8 +393,8 @@ def few_times():
 def test_the_routed_path_is_used_if_it_is_faster(tokens, is_few, times):
     """Check, for any measured routing, that the chosen path is at most 5 % slower than the other path. Measurements
     vary by that much, and a smaller gain (as for one token of gpt-oss's wide experts) does not justify a second copy of
-    the down layers. Above ``MOST_FEW`` tokens memory decides; there the permuted path is up to 9 % slower with one of
-    three routings."""
+    the down layers. Above ``MOST_FEW`` tokens, the permuted path is chosen to save memory, although it is up to 9 %
+    slower with one of three routings."""
     slower = 1.05 if tokens <= MOST_FEW else 1.09
     for way in ("few", "few-bf16"):
         taken, other = (times[way], times["many"]) if is_few else (times["many"], times[way])

@@ -54,9 +54,9 @@ def with_gradient(x: torch.Tensor) -> torch.Tensor:
 @by_kind
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
 def test_linear(cls, activations, dtype, device, monkeypatch):
-    """Check that the gradient of the input is ``dy · W`` and that of the bias the sum of the rows of ``dy``, that
-    gradients do not change the layer's result, that decoding in blocks of rows gives the same, and that nothing as
-    large as the weight is saved."""
+    """Check that the gradient of the input is ``dy · W``, and that the gradient of the bias is the sum of the rows of
+    ``dy``. The result must be the same with and without gradients, and the gradients must be correct for large and for
+    small blocks of decoded rows. No tensor may be saved for the backward pass."""
     layer = merge([layer_of(cls, activations, n, dtype=dtype) for n in (256, N)]).to(device)
     layer.bias.requires_grad_()
     x, dy = torch.randn(2, 3, K, dtype=dtype, device=device), torch.randn(2, 3, 256 + N, dtype=dtype, device=device)
@@ -173,8 +173,8 @@ def expert_weights(experts: QuantExperts):
 
 
 def tokens_off_the_clamp(experts: QuantExperts, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random tokens whose gate and up values are not so near the clamp, where the gradient jumps, that rounding
-    decides."""
+    """Return random tokens whose gate and up values are far enough from the clamp that rounding cannot move them across
+    it. The gradient jumps at the clamp."""
     x, ids = torch.randn(400, H).bfloat16(), torch.rand(400, 4).argsort(1)[:, :2]
     gate_up, _, biases, (_, _, limit) = expert_weights(experts)
     if limit is None:

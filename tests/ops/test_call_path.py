@@ -203,7 +203,7 @@ def test_recode_refuses_a_result_in_the_weight(launches):
 
 
 def test_result_must_not_overlap_rows(launches):
-    """Check that the overlap is refused on the first call and on later calls."""
+    """Check that a result that overlaps the input rows is refused on the first call and on later calls."""
     op = OPS["moe_finalize"]
     rows, index = torch.randn(12, 64), torch.arange(8, dtype=torch.int32).view(4, 2)
     given = rows, index, torch.rand(4, 2)
@@ -325,7 +325,8 @@ def test_residual_overlapping_the_input(op, rows, columns, launches):
 @pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
 def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):
-    """Check the same in more dimensions, for rows that are adjacent, and for rows with other rows between them."""
+    """Check residuals that are other columns of the input's rows, in tensors of more dimensions. Rows are adjacent, or
+    have other rows between them. Overlaps are refused."""
     given = make_call(op, 5, 64, device="cpu")
     for spare in (0, 2):
         rows = (*shape[:-1], shape[-1] + spare)
@@ -348,8 +349,9 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):
         enter(op, named(op, make_call(op, rows, 80, device="cpu")))
     compiled = {"silu_mul_mm_fp4_weight_only": 2, "fp4quant_mm_fp4": 2, "silu_mul_fp4quant_mm_fp4": 2}
     assert len(launches.compiled) == compiled.get(op.name, 1)
-    # Expected launches. Two FP4 operands are decoded separately, unless K is a multiple of 32, as after a gate. A
-    # quantisation takes one more launch, except for few rows with wgmma. With no rows, the offsets are still an output.
+    # Expected launches. A GEMM of two FP4 operands takes one more launch for decoding, unless K is a multiple of 32, as
+    # after a gate. A quantisation takes one more launch, except for few rows with wgmma. The routing ops write offsets,
+    # and so launch a kernel, even without rows.
     made = {"mm_fp4": 10, "fp4quant_mm_fp4": 15, "moe_route": 6, "moe_route_ids": 6}
     assert len(launches.calls) == made.get(op.name, 5)
 

@@ -25,7 +25,7 @@ def relative_error(got, want):
 
 @by_shape
 def test_exact(n, k, device):
-    """Check that sums of numbers with few bits are exact."""
+    """Quantise numbers that FP4 represents exactly, and check that the decoded weight and the sums are exact."""
     w, a = exact_matrix(n, k, device), exact_matrix(5, k, device)
     x = torch.randint(-8, 9, (5, k), device=device).bfloat16()
     codes, scales = fp4_quantize(w)
@@ -37,7 +37,8 @@ def test_exact(n, k, device):
 
 @by_shape
 def test_error_of_random_weights(n, k, device):
-    """Check that the error is NVFP4's, 0.095 for normal weights. Scales read in the wrong layout would give 0.35."""
+    """Check that the relative error is NVFP4's rounding error, 0.095 for normally distributed weights. Scales read in
+    the wrong layout would give 0.35."""
     w = torch.randn(max(n, 32), k, device=device).bfloat16()
     x = torch.randn(64, k, device=device).bfloat16()
     codes, scales = fp4_quantize(w)

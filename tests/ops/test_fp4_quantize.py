@@ -37,8 +37,8 @@ def check(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32 edges"])
 def test_every_element(source, device):
-    """Check that codes are the values in e2m1 if the block scale saturates at 448: the global scale is 448, and amax at
-    least 6."""
+    """Check that each value becomes its e2m1 code if the block scale cancels the global scale. Both are 448, because
+    each block has an amax of at least 6."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     rows = in_blocks(values, 6.0).to(device)
     y, scale = check(given_for(rows, global_scale=torch.full((1,), 448.0, device=device)))
@@ -50,7 +50,7 @@ def test_every_element(source, device):
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32 edges"])
 def test_every_scale(source, block_size, device):
-    """Check each value as the amax of a block."""
+    """Check the scale of blocks whose amax is each of these values."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     fractions = torch.linspace(-1, 1, block_size)
     fractions[0] = 1.0
@@ -60,7 +60,7 @@ def test_every_scale(source, block_size, device):
 
 @pytest.mark.parametrize("global_scale", [2.0**-60, 2.0**-3, 0.7, 1.0, 333.3, 2688.0, 2.0**60])
 def test_scales_around_every_boundary(global_scale, device):
-    """Check amax around every e4m3 number and every rounding boundary, reached by the global scale."""
+    """Check block scales for values of amax whose scales lie around every e4m3 number and every rounding boundary."""
     points = np.concatenate([spec.E4M3_POSITIVE, (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2])
     amax = neighbours(points * 6 / global_scale, ulps=4)
     rows = amax[:, None] * torch.rand(len(amax), 16)
@@ -71,7 +71,7 @@ def test_scales_around_every_boundary(global_scale, device):
 
 
 def test_mxfp4_scales_around_every_boundary(device):
-    """Check amax around 6 · 2^e and around powers of two, including subnormal numbers."""
+    """Check block scales for values of amax around 6 · 2^e and around powers of two, including subnormal numbers."""
     points = np.concatenate([1.5 * 2.0 ** np.arange(-149, 128), 2.0 ** np.arange(-149, 127)])
     amax = neighbours(points, ulps=3)
     rows = amax[:, None] * torch.rand(len(amax), 32)

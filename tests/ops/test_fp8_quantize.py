@@ -1,4 +1,5 @@
-"""FP8 quantisation, compared bitwise, for every element of 16-bit inputs, edge values of fp32 inputs, and scales.
+"""Compare FP8 quantisation with the specification bit for bit, for every element of 16-bit inputs, edge values of fp32
+inputs, and scales.
 
 The tests call ``silu_mul_fp8quant`` with 32 as the gate. silu(32) is exactly 32, so the op quantises 32 times the
 second half.
@@ -43,7 +44,7 @@ def padded(values: torch.Tensor, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_element(source, device):
-    """Check that codes are the values in e4m3, with a static scale that cancels the gate."""
+    """Check that each value becomes its e4m3 code. The static scale is 32, which cancels the gate's factor of 32."""
     rows = padded(values_of(source), 256).to(device)
     scale = torch.full((1,), GATE, device=device)
     y, stored = quantise(rows, "tensor", scale)
@@ -54,7 +55,8 @@ def test_every_element(source, device):
 @pytest.mark.parametrize(("granularity", "layout"), [("token", "row"), ("block128", "row"), ("block128", "column")])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_scale(source, granularity, layout, device):
-    """Check each value as the amax of its 128 elements, including amaxes whose scale is subnormal or zero."""
+    """Check the scale of 128 elements whose amax is each of these values, including values for which the scale is
+    subnormal or zero."""
     values = values_of(source)
     fractions = torch.linspace(-1, 1, 128)
     rows = (values.float()[:, None] * fractions).to(values.dtype)

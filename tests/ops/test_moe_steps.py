@@ -247,7 +247,7 @@ def test_gate_of_both_layouts(layout, device):
 
 
 def test_choice_is_deepseeks(device):
-    """Compare with DeepSeek-V3's gate, computed with torch ops."""
+    """Compare the chosen experts and their weights with DeepSeek-V3's router, computed with torch ops."""
     logits, bias = torch.randn(60, 64, device=device), torch.rand(64, device=device)
     weights, ids, *_ = torch_cute_ops.moe_route(logits, 6, bias, "sigmoid", 8, 3, True, 2.5)
     scores = logits.sigmoid()
@@ -263,8 +263,9 @@ def test_choice_is_deepseeks(device):
 @pytest.mark.parametrize("experts", [64, 768])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_softmax_with_a_bias_or_groups(renormalize, experts, device):
-    """Compare with the formulas of DeepSeek-V2 (a group counts by its best expert) and of vLLM's routing with a bias
-    (scores plus bias choose, scores are the weights)."""
+    """Compare the chosen experts and their weights with two formulas. In DeepSeek-V2's formula, a group counts by its
+    best expert. In vLLM's formula with a bias, scores plus bias choose the experts, and the weights are the scores
+    without the bias."""
     logits, bias = torch.randn(60, experts, device=device), torch.rand(experts, device=device)
     scores = logits.double().softmax(-1)
     best = scores.view(60, 8, -1).amax(-1).topk(3).indices
@@ -300,8 +301,8 @@ def test_rows_of_garbage_get_finite_weights(scoring, device):
 @pytest.mark.parametrize("m", [1, 64, 65, 130, 300, 600, 5000, 20_011])
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
 def test_many_tokens(m, layout):
-    """Check the sizes of DeepSeek-V3 (with narrower rows for many tokens) against the references, and that results
-    repeat."""
+    """Compare the ops with the references at the sizes of DeepSeek-V3 (with narrower rows for many tokens), and check
+    that repeated calls give the same results."""
     width = 7168 if m <= 600 else 1024
     logits = torch.randn(m, 256, device="cuda").bfloat16()
     given = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, **layout}

@@ -174,8 +174,8 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
-    """Yield wrong arguments that order rows, after the other arguments ``args``, for four tokens with two of 16 experts
-    each."""
+    """Yield wrong values of the arguments that order rows, for four tokens with two of 16 experts each. ``args`` are
+    the arguments before them."""
 
     def bad(name: str, match: str, **kwargs: Any) -> ErrorInput:
         return ErrorInput(name, args, kwargs, ValueError, match)

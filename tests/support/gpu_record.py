@@ -116,8 +116,8 @@ class GpuRecord:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Store the number of tests if there are no workers. Not in ``pytest_collection_finish``, which pytest also
-        calls if the collection was interrupted."""
+        """Store the number of tests if there are no workers. The hook ``pytest_collection_finish`` would be wrong,
+        because pytest also calls it if the collection was interrupted."""
         self.collected = len(items)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:

@@ -26,8 +26,8 @@ FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def nearest_even_exact(value: Fraction, codes: tuple[Fraction, ...]) -> int:
-    """Return the index of the number in ``codes``, which ascend, that is nearest to ``value``. In a tie, return the
-    even index."""
+    """Return the index of the entry of ``codes`` that is nearest to ``value``; in a tie, return the even index. The
+    entries of ``codes`` are in ascending order."""
     return min(range(len(codes)), key=lambda i: (abs(codes[i] - value), i % 2))
 
 
@@ -78,8 +78,8 @@ def ue8m0_value(byte: int) -> float:
 
 
 def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the index in ``values`` of non-negative numbers rounded to nearest even: count the rounding boundaries
-    below each number, and a boundary equal to it if the upper index is even."""
+    """Round non-negative numbers to the nearest entries of ``values``, and return the indices of these entries. In a
+    tie, the even index is chosen."""
     boundaries = (values[1:] + values[:-1]) / 2
     code = np.searchsorted(boundaries, magnitude, side="left")
     tie = (code < len(boundaries)) & (boundaries[np.minimum(code, len(boundaries) - 1)] == magnitude)

@@ -174,8 +174,9 @@ def stopped(request, project, monkeypatch):
 
 
 def test_a_run_that_is_stopped_goes_on(stopped):
-    """Check that after a stop finished tests are recorded and not run again, and that all other tests count as not run.
-    A run that is stopped while collecting changes neither record nor journal."""
+    """Check that, after a run was stopped, the next run keeps the results of finished tests and does not run them
+    again, and that all other tests count as not run. A run that is stopped while collecting changes neither record nor
+    journal."""
     project, arguments, record = stopped
     before = json.loads(record)
     assert {key: before[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
