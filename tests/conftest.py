@@ -114,7 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             super().mark_test_complete(node, item_index, duration)
-            # xdist would count all groups of a worker after each test. Drop finished groups, which would number
+            # Delete finished groups: after each test, xdist counts all groups of a worker, which would grow to
             # thousands.
             work, group = self.assigned_work[node], self._split_scope(self.registered_collections[node][item_index])
             if all(work[group].values()):
@@ -220,7 +220,7 @@ piece, each call maps memory. In some files of kernel tests this took a twelfth 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Call the test through ``with_room``."""
+    """Call the test through ``with_room``, so that loops in the test do not map memory at each call."""
     test = pyfuncitem.obj
     pyfuncitem.obj = functools.partial(with_room, test)
     try:

@@ -89,7 +89,7 @@ def test_mismatch_counts_codes_scales_and_ulps():
     scales = torch.tensor([1.0, 2.0, 0.0, 4.0]).to(torch.float8_e4m3fn)
     assert mismatch([packed, scales], [packed, torch.tensor([1.0, 2, 3, 4]).to(torch.float8_e4m3fn)]) == 0.25
     norm = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    assert mismatch([norm], [norm * (1 + 2**-7)]) == 0.0  # one ulp
+    assert mismatch([norm], [norm * (1 + 2**-7)]) == 0.0  # a difference of one ulp is within the tolerance
     assert mismatch([norm], [norm * 1.1]) == 1.0
     assert mismatch([torch.full_like(norm, float("nan"))], [norm]) == 1.0
     fp8_scales = torch.tensor([1.0, 0.0])

@@ -29,8 +29,8 @@ def test_routings(name):
 
 
 def test_how_likely_experts_are():
-    """Check the popularity of experts: equal, or by Zipf's law, where the less popular half gets at most 1/4 of the
-    pairs."""
+    """Check how popular the experts are: all equally, or by Zipf's law, in which the less popular half of the experts
+    gets at most 1/4 of the pairs."""
     pair = (expert_gemms.routing(name, 512, 256).count_nonzero(0) for name in ("top-8", "Zipf"))
     even, uneven = (counts.sort(descending=True).values for counts in pair)
     assert 20 < even[0] < 45 and even[-1] > 2

@@ -82,7 +82,7 @@ def test_a_decode_step(attention, label, monkeypatch):
     assert all((mask is None) == (attention == llama.UNMASKED) for mask in masks) and len(masks) == 3 * 2
     whole = served(ids, use_cache=True)
     want = whole.logits[:, -1:]
-    # The keys of the first layer depend only on the token and its position.
+    # The first layer's keys depend only on tokens and their positions, so both caches must contain the same keys.
     new, old = (one.layers[0].keys[:, :, -1] for one in (context.cache, getattr(whole, "cache", whole.past_key_values)))
     torch.testing.assert_close(new, old, rtol=2**-6, atol=2**-8)
     assert got.shape == want.shape == (3, 1, 64)

@@ -224,7 +224,8 @@ def test_merged_layers_are_written_separately(style, tmp_path):
 
 
 def test_reciprocals():
-    """Check that the inverse of a factor is exact if the factor is a reciprocal, and otherwise the nearest number."""
+    """Check that the inverse of a factor is exact if the factor is the reciprocal of a float32 number, and otherwise
+    rounded."""
     scales = torch.rand(100_000) * 2.0 ** torch.randint(-20, 20, (100_000,))
     values = scales.reciprocal()
     assert torch.equal(_inverse(values).reciprocal(), values)

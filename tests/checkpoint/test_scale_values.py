@@ -348,7 +348,7 @@ def test_loaded_in_place(kind, activations, tmp_path):
 
 
 def test_loaded_with_other_activations(tmp_path):
-    """Check that a layer is replaced if its activations change."""
+    """Check that loading a checkpoint with another kind of activations replaces the layer."""
     checkpoints.write(tmp_path, tensors_of("modelopt W4A4")[0], KINDS["modelopt W4A4"].quantization)
     model = load(tmp_path)
     old = model.q_proj

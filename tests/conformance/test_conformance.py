@@ -241,8 +241,8 @@ def test_fake_is_real(op, name, device):
 
 @by_form
 def test_outputs_are_packed(op, name, device):
-    """Check that outputs have the strides that fakes promise, for any strides of the arguments, because compiled
-    programs rely on them.
+    """Check that outputs have the strides that fake tensors promise, for any strides of the arguments, because compiled
+    programs rely on these strides.
 
     FP8 block scales are column-major over the flattened rows, or row-major if asked for. Other outputs are contiguous.
     """

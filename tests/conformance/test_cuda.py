@@ -56,7 +56,7 @@ LAID_OUT = [
 
 @pytest.fixture
 def needs_memory():
-    """Return a function that skips the test if the GPU has less memory than it names, in GB. Such tests run one at a
+    """Return a function that skips the test if the GPU has less than the given memory in GB. Such tests run one at a
     time, however many processes share the GPU, and free all memory afterwards."""
 
     def needs(gigabytes):

@@ -210,7 +210,7 @@ SYMBOLIC = [
 
 
 class RowsOfAll(torch.nn.Module):
-    """Module that passes the number of tokens to an op as a number."""
+    """Module that passes the number of tokens to an op as an integer argument."""
 
     def __init__(self, op, name, numbers):
         super().__init__()

@@ -126,8 +126,8 @@ def write_gpt_oss(folder: Path) -> None:
 
 @torch.no_grad()
 def from_a_checkpoint(rank: int, folder: Path) -> None:
-    """Check that loading into shards equals dividing the whole experts, and that each rank reads only its experts, or
-    only its shard of each expert."""
+    """Check that experts loaded into shards equal shards of the whole experts, and that each rank reads only its
+    experts, or only its shard of each expert."""
     mesh = init_device_mesh("cpu", (WORLD,))
     read: list = []
     note_reads(read)

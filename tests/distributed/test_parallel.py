@@ -133,8 +133,8 @@ def columns_and_rows(rank: int) -> None:
 
 @torch.no_grad()
 def what_travels(rank: int) -> None:
-    """Check that only codes and scales of the norm are sent, how many bytes they have, and that they equal a norm of
-    all rows."""
+    """Check that only the codes and scales of the norm are sent, and how many bytes these have. They must equal the
+    codes and scales of a norm of all rows."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = mesh.get_group()
     torch.manual_seed(1)
@@ -208,7 +208,8 @@ SCHEMES |= {"fp8_tensor": "compressed-tensors", "fp8_channel": "compressed-tenso
 
 @torch.no_grad()
 def from_a_checkpoint(rank: int, folder: Path) -> None:
-    """Check that loading into shards equals dividing the whole model, and that no rank reads a divided tensor whole."""
+    """Check that a model loaded into shards equals a whole model that is divided after loading, and that no rank reads
+    a divided tensor whole."""
     mesh = init_device_mesh("cpu", (WORLD,))
     plans = [decoder_plan(128, merged=is_merged) for is_merged in (False, True)]
     read: list[object] = []
@@ -291,7 +292,8 @@ def warmed_up(rank: int) -> None:
 
 
 def one_rank_keeps_its_rows(rank: int) -> None:
-    """Check that, if only one rank's number of rows changes, it names the other rank after the group's time-out."""
+    """Check a rank whose number of rows changes while the other rank's does not. After the group's time-out, its error
+    must name the other rank."""
     group = dist.group.WORLD
     agree_on_rows("layer", (4,), group)
     if rank:

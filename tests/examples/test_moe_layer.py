@@ -56,9 +56,9 @@ def expert_by_expert(model: tuple, weights: tuple, x: torch.Tensor) -> torch.Ten
 
 
 def quantised(model: tuple, weights: tuple) -> tuple:
-    """Return the weights rounded to their format. In NVFP4, gate and up of an expert share a global scale; each layer
-    of a shared expert has a separate one. The global scale must be exact, rounded once, because many bf16 numbers lie
-    half-way between two NVFP4 numbers."""
+    """Return the weights rounded to their format. In NVFP4, gate and up of an expert share a global scale, and each
+    layer of a shared expert has a separate global scale. A global scale must be rounded only once, because many bf16
+    numbers lie half-way between two NVFP4 numbers."""
 
     def in_fp4(weight, parts):
         if weight is None:

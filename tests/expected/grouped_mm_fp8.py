@@ -67,7 +67,7 @@ def of_tokens(given):
             scale = scale * alpha
         one = token_gemm(a[rows], given["b"][expert].mT, a_scale[rows], scale, bias, given["fast_accum"], device)
         total[rows], bound[rows] = one
-        # One more rounding, of alpha · b_scale.
+        # The product alpha · b_scale adds one more rounding.
         bound[rows] += np.abs(one.total) * 2 * EPS + np.abs(0 if bias is None else bias) * 2 * EPS
     shape = (*given["a"].shape[:-1], n)
     return Bounded(total.reshape(shape), bound.reshape(shape))

@@ -138,7 +138,7 @@ def test_dequantise_reads_the_layout(layout, lead, blocks, block, seed):
     else:
         assert torch.equal(tco.fp4_dequantize(y, scale, **given), want)
     for other in shapes:
-        # A linear matrix without padding can be the tiles of another library, as a matrix.
+        # The shape of a linear matrix without padding may also be the shape of another library's tiles.
         is_matrix = layout == "linear" and len(lead) == 1 and math.prod(shapes[other]) == linear.size
         if other not in fits and not is_matrix:
             with pytest.raises(ValueError, match="scale"):

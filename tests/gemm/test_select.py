@@ -67,7 +67,7 @@ def test_bucket():
 @pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backends_answer(problem, arch):
-    """Check what all backends that handle a problem say about it.
+    """Check the names, tactics, estimates and kernels of all backends that handle a problem.
 
     The backends' names are distinct. A backend that supports the problem offers tactics, estimates at least as much
     time for 4,096 rows as for one row, and can build its kernels.

@@ -87,7 +87,7 @@ class Timed(FakeDevice, timing.CudaGraphs):
 def made_up(monkeypatch):
     """Replace the backends by ``Sized`` and the reference, and treat the CPU as a GPU.
 
-    ``Sized`` estimates that its second tactic is slower than its first, but measures it as faster.
+    The second tactic of ``Sized`` has a longer estimate, but a shorter measured time, than the first tactic.
     """
     backend = Sized()
     backend.runs = []

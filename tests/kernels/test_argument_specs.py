@@ -1,4 +1,4 @@
-"""Descriptions of kernel arguments that the compiler gets."""
+"""Check the descriptions of kernel arguments that are passed to the compiler."""
 
 import itertools
 

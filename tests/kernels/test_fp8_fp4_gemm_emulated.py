@@ -356,7 +356,7 @@ def test_all_work_tiles_of_a_tile_are_waited_for(tile: int) -> None:
 
 def test_work_tiles_that_are_done_are_counted() -> None:
     """Check the counts of finished work tiles after the kernel that re-encodes the first weight tiles, and after the
-    kernel that re-encodes the others."""
+    kernel that re-encodes the remaining weight tiles."""
     case, experts, n, k = OVERLAPPED.case, 1, OVERLAPPED.n, OVERLAPPED.k
     b, b_scale = sample("", 1, n, k, case.fmt, case.scale_layout, CPU, exact=True).args[1:4:2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)

@@ -307,7 +307,8 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
 
 @pytest.mark.parametrize("hint", ["static_weight", "prefetches"])
 def test_a_hint_is_one_more_kernel_only_where_it_is_followed(hint: str) -> None:
-    """Check that a hint leads to another kernel only if the kernel can follow the hint."""
+    """Check that a hint (a static weight, or a prefetch) leads to a separate kernel only if the kernel can follow the
+    hint."""
     for layout, tile, differs in (
         ("plain", (64, 128, 1), True),
         ("plain", (128, 128, 1), False),

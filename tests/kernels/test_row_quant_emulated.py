@@ -161,7 +161,7 @@ def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
 
     def some(width: int) -> torch.Tensor:
         values = torch.randn(rows, width + 32) * 2.0 ** torch.randint(-5, 6, (rows, 1))
-        # Rows so small that their row factor cannot be folded into the products
+        # Make every fifth row so small that its row factor cannot be folded into the products.
         values[2::5] *= 2.0**-60
         return values.to(p.dtype)[:, :width]
 

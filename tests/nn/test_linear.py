@@ -211,7 +211,8 @@ def test_a_state_dict_that_does_not_fit(change):
     ids=["nvfp4", "fp8_tensor", "fp8_channel"],
 )
 def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
-    """Check that the input is quantised with the current buffer, wherever it was moved and whatever replaced it."""
+    """Check that the input is quantised with the current value of the buffer, also after the buffer was moved or
+    replaced."""
     activations = "fp4" if cls is NVFP4Linear else "fp8"
     layer = quantised(cls, activations, input_amax=INPUT_AMAX)
     x = torch.randn(3, K).bfloat16()

@@ -66,8 +66,8 @@ def test_every_scale(source, granularity, layout, device):
 
 @pytest.mark.parametrize("power", [-126, -100, -60, 0, 60, 100])
 def test_quotients_around_every_boundary(power, device):
-    """Check that the division is rounded correctly, for values around the product of each e4m3 number or boundary with
-    a scale."""
+    """Check that the division by the scale is rounded correctly. The values lie around each e4m3 number and each
+    rounding boundary, multiplied by the scale."""
     points = np.concatenate([spec.E4M3_POSITIVE, (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2])
     scale = (torch.rand(1) + 1) * 2.0**power
     near = neighbours(points * scale.item() / GATE, ulps=3)

@@ -251,7 +251,8 @@ def test_outputs_take_the_layout_of_the_given_tensor(op, entry, request, device)
 
 
 def test_row_major_outputs_take_the_fast_path(launches, slow_calls):
-    """Check that later calls with row-major output scales use the kernel that writes rows, without copies."""
+    """Check that later calls with row-major output scales use the kernel that writes row-major scales, without
+    copies."""
     op, x = OPS["fp8_quantize"], torch.randn(4, 640)
     y, want = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="row")
     scale = torch.empty_like(want)

@@ -97,7 +97,7 @@ def test_weights_as_a_matrix(m, scoring, device):
 
 @pytest.mark.parametrize("m", [0, 7, 130])
 def test_inverse(m, device):
-    """Check that the rows of pairs are computed from the pairs of rows if they are not given."""
+    """Check that the op computes the row of each pair from the pair of each row if the caller does not pass it."""
     route = torch_cute_ops.moe_route(torch.randn(m, 20, device=device), TOPK, max_rows=30)
     x = torch.randn(m, 256, device=device)
     given = {"input": x, "permuted_to_expanded": route[3], "topk": TOPK}
@@ -228,7 +228,8 @@ def test_ids_out_of_range_on_a_cpu():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gate_of_both_layouts(layout, device):
-    """Check that experts' rows are gated as any other rows, in the contiguous and in the masked layout."""
+    """Check that the gate gives the experts' rows the same codes and scales as ``silu_mul_fp8quant``, in the contiguous
+    and in the masked layout."""
     _, _, _, permuted, offsets, counts = torch_cute_ops.moe_route(torch.randn(40, 12, device=device), 2, **layout)
     rows = torch.randn(len(permuted), 512, device=device).bfloat16()
     used = permuted >= 0

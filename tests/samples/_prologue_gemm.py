@@ -43,7 +43,8 @@ class PrologueGemmSamples(GemmSamples):
         for dtype in (torch.bfloat16, torch.float16):
             sample = self.sample("", m, n, k, NVFP4, "128x4", device, dtype=dtype, out_dtype=torch.float32)
             up = sample.args[0].chunk(2, 1)[1]
-            # From gates at which exp(-gate) overflows, over the minimum of silu, to gates with silu(gate) = gate.
+            # The gate values range from values at which exp(-gate) overflows, past the minimum of silu, to values with
+            # silu(gate) = gate.
             slope = torch.linspace(-110, 20, up.numel(), device=device).view_as(up)
             special = torch.ones_like(up)
             special[:3, 5] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=device)

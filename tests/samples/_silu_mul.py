@@ -52,7 +52,8 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
         special = special_rows(dtype, device)
         plain = torch.randn(special.shape, device=device).to(dtype)
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
-        # From gates at which exp(-a) overflows, over the minimum of silu, to gates with silu(a) close to a.
+        # The gate values range from values at which exp(-a) overflows, past the minimum of silu, to values with silu(a)
+        # close to a.
         slope = torch.linspace(-110, 20, plain.numel(), device=device).view_as(plain).to(dtype)
         halves = {
             "gate": (special, plain, family.plain),

@@ -16,7 +16,7 @@ from samples._rows import DTYPES, short
 from samples._weights import stride_errors, with_padding
 
 SIZES = mm_fp8_block.SIZES | {"k-of-several-promotions": (70, 136, 1344), "promotions-of-few-rows": (9, 136, 1088)}
-"""M, N and K of samples that do not test sizes."""
+"""M, N and K of samples, keyed by the feature of the sizes that the sample tests."""
 ROW_DIMENSIONS = mm_fp8_block.ROW_DIMENSIONS
 
 

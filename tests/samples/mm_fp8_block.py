@@ -35,7 +35,7 @@ SIZES = {
     "no-rows": (0, 24, 128),
     "no-columns": (5, 0, 128),
 }
-"""M, N and K of samples that do not test sizes."""
+"""M, N and K of samples, keyed by the feature of the sizes that the sample tests."""
 ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
 """Dimension of each tensor of a ``call`` that is the number of rows."""
 

@@ -46,8 +46,8 @@ def gated_problem(
     gate="silu",
     global_scale=None,
 ):
-    """Return a GEMM problem with experts over N and a gate. Activations and results are 16-bit if ``a_dtype`` is
-    given."""
+    """Return a GEMM problem with a gate, in which each expert owns columns of the result. Activations and results are
+    16-bit if ``a_dtype`` is given."""
     b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
     a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
     return GemmProblem(

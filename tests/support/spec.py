@@ -291,8 +291,8 @@ def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
-    """Add numbers of ``dtype`` exactly enough in float64, and round once. Rounding to fp32 in between would give the
-    same result."""
+    """Add numbers of ``dtype`` in float64, and round the sum once to ``dtype``. Rounding to fp32 in between would give
+    the same result."""
     with np.errstate(all="ignore"):
         return round_to(a.astype(np.float64) + b.astype(np.float64), dtype)
 

@@ -45,7 +45,7 @@ def test_all_steps(program, monkeypatch, tmp_path, capsys):
 
 
 def test_commands_exist():
-    """Check that the programs of the real steps exist and accept the given options."""
+    """Check that the programs that the steps run exist, and that they accept the options that the steps pass."""
     steps = program_of("first_run").steps(Path("x"))
     root = TOOLS.parent
     assert (root / steps["sanitizer"][1]).is_file() and "--logs" in (root / steps["sanitizer"][1]).read_text()
