@@ -36,7 +36,7 @@ def test_figures(capsys):
 
 
 def test_experts():
-    """Check the model of expert GEMMs with tiles of 128 tokens by 64 or 128 weight rows: many tokens read the weights
+    """Check the model of expert GEMMs with tiles of 128 tokens by 64 or 128 weight rows: large batches read the weights
     of all 256 experts; 8 tokens that are routed to 8 experts each read 22 % of the weights."""
     dense, routed = (blackwell.line(NVFP4, *blackwell.FC2, 8, B200, None, mode) for mode in blackwell.MODES[1:])
     assert dense.tactic[-1] == "dense" and routed.tactic[-1] == "routed"

@@ -38,7 +38,7 @@ def test_compiled_is_eager(op, names, device):
     wanted = [run(op, sample) for sample in samples]
     outputs = [out_for(op, want) for want in wanted]
 
-    # Call the helpers of ``cases.py`` outside, because Dynamo would trace them for every call.
+    # Call the helpers of ``cases.py`` outside of the compiled program, because Dynamo would trace them for every call.
     as_op, as_function, returns_one = overload(op), op.function, len(op.outputs) == 1
 
     def program(calls, outputs):
@@ -197,8 +197,8 @@ def test_export(op, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_weights_computed_in_the_graph_stay_transposed_views(dynamic, device):
-    """Check that Inductor keeps the strides of weights that the program computes, from rows, columns and copies of
-    both."""
+    """Check that Inductor keeps the strides of weights that the program computes: from a row-major matrix, from its
+    transposed view, from copies of either, and from concatenated rows."""
     if device == "cuda" and not has_triton():
         pytest.skip("Inductor needs Triton on a GPU")
     one = contiguous("", [5, 7], 128, 128, torch.device(device), alignment=1)

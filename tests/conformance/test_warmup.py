@@ -93,8 +93,8 @@ def samples_by_kernel(op):
 
 @by_op
 def test_the_advice_of_a_capture_helps(op, capture, launches):
-    """Check that a missing kernel during capture launches and compiles nothing, and that the error recommends a valid
-    ``warmup`` call after which the same call succeeds."""
+    """Check that a captured call whose kernel is missing launches and compiles nothing, and that its error recommends a
+    valid ``warmup`` call after which the call succeeds."""
     helped = 0
     for sample in samples_by_kernel(op):
         forget(op)

@@ -87,7 +87,7 @@ def columns_and_rows(rank: int) -> None:
         x = torch.randn(4, 2, K).bfloat16()
         layer = merge([made(cls, activations, is_static, n) for n in PARTS])
         want = layer(x).split(PARTS, -1)
-        # Each rank stores one head of q and one of k; both ranks store the only head of v.
+        # Each rank stores one head of q and one head of k; both ranks store the only head of v.
         mine = torch.cat([own(want[0], rank, -1), own(want[1], rank, -1), want[2]], -1)
         for sequence, gather in ((False, False), (True, False), (True, True)):
             style = ColumnParallel(unit=128, sequence=sequence, gather_output=gather)

@@ -59,8 +59,8 @@ def loaded() -> set[str]:
 
 @by_document
 def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> None:
-    """Check by reading that each block imports what it uses. Running the blocks would not show it, because earlier
-    tests have imported every subpackage."""
+    """Check, from the source of each block, that the block imports what it uses. Running a block would not show a
+    missing import, because earlier tests have imported every subpackage."""
     blocks = "\n".join(blocks_of(path.read_text(encoding="utf-8"), "py(?:thon)?"))
     parts = {path.name for path in (ROOT / "torch_cute_ops").iterdir() if (path / "__init__.py").exists()}
     used = {name for name in re.findall(r"torch_cute_ops\.(\w+)\.", blocks) if name in parts}

@@ -80,8 +80,8 @@ def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize("has_psutil", [False, True])
 def test_memory_that_transformers_does_not_know(has_psutil, script, capsys, monkeypatch) -> None:
-    """Check the errors without psutil, when transformers cannot tell the memory of a CPU, and with psutil, when memory
-    is too small."""
+    """Check two errors: without psutil, transformers cannot tell the memory of a CPU; with psutil, the memory is too
+    small."""
 
     def generate_batch(*_: object, **__: object) -> None:
         raise MemoryError("Memory footprint 100 is more than available memory 0")

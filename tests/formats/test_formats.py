@@ -211,7 +211,7 @@ def test_rearranging(layout, rows, blocks, dtype, seed):
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_rearranging_views(layout, offset):
-    """Check scales that are columns of a wider matrix, or start at any byte."""
+    """Convert scales that are columns of a wider matrix, or that start at any byte."""
     whole = torch.randint(0, 256, (200, 20), dtype=torch.uint8)
     view = whole[:, offset : offset + 12]
     arranged = from_linear(view, SCALE_LAYOUTS[layout])

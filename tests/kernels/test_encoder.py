@@ -1,4 +1,5 @@
-"""The device code of FP4 conversions, compared with the definition: its source runs on NumPy arrays.
+"""Compare the device code of FP4 conversions with the definitions of the formats. Here the source of the device code
+runs on NumPy arrays.
 
 ``test_fp4_quantize.py`` runs the same conversions on a GPU, through the op, with the same values.
 """
@@ -21,7 +22,8 @@ from torch_cute_ops.kernels.fp4_dequant import kernel as dequant_kernel
 
 @pytest.fixture(params=[-1, 0, 1], ids=lambda error: f"rcp{error:+d}ulp")
 def device_code(request, monkeypatch):
-    """Return the module with the conversions, whose functions compute on arrays here."""
+    """Return the module with the conversions. Its PTX instructions are replaced by models that compute on NumPy
+    arrays."""
     on_arrays(monkeypatch, fp4, Ptx(request.param))
     return fp4
 
@@ -57,8 +59,8 @@ def test_every_16_bit_value(encode, dtype):
 
 
 def test_fp32_neighbours(encode):
-    """Check numbers within 2 ulp of e2m1's numbers and rounding boundaries, powers of two, zero, and the largest
-    number."""
+    """Check the codes of numbers within 2 ulp of e2m1's numbers and rounding boundaries, of powers of two, of zero, and
+    of the largest number."""
     values = fp32_edges().numpy()
     boundaries = np.array(spec.E2M1_BOUNDARIES, np.float32)
     for shifted in (boundaries, np.nextafter(boundaries, np.float32(9)), np.nextafter(boundaries, np.float32(0))):
@@ -67,14 +69,14 @@ def test_fp32_neighbours(encode):
 
 
 def test_fp32_far_around_each_boundary(encode):
-    """Check numbers within 5,000 ulp of each rounding boundary, and of each point at which the encoder's steps
-    change."""
+    """Check the codes of numbers within 5,000 ulp of each rounding boundary, and of each point at which the encoder's
+    steps change."""
     for centre in (*spec.E2M1_BOUNDARIES, 0.5, 1.0, 2.0, 4.0, 6.0, 6.5, 7.0, 8.0, 10.0 / 7, 1 / 0.7 / 4):
         assert_encodes(encode, neighbours(np.array([centre]), ulps=5000).numpy())
 
 
 def test_random_fp32(encode):
-    """Check random finite bit patterns, and many numbers in e2m1's range."""
+    """Check the codes of random finite bit patterns, and of many numbers in e2m1's range."""
     bits = torch.randint(0, 2**32, (1 << 20,), dtype=torch.int64).to(torch.uint32).view(torch.float32).numpy()
     assert_encodes(encode, bits[np.isfinite(bits)])
     assert_encodes(encode, (torch.rand(1 << 20) * 16 - 8).numpy())
@@ -94,7 +96,8 @@ def test_places(encode):
 
 
 def test_nvfp4_scale(device_code):
-    """Check the scale byte and the encode factor for amaxes around every boundary, and for infinity and NaN."""
+    """Check the scale byte and the encode factor for amaxes around every rounding boundary, and for infinity and
+    NaN."""
     amax = np.abs(
         np.concatenate([neighbours(spec.E4M3_POSITIVE * 6, 4).numpy(), fp32_edges().numpy(), [np.inf, np.nan]])
     )

@@ -87,7 +87,7 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
-    # More experts than the usual lists have room for
+    # A launch with more experts than the usual lists have room for
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8, max_experts=1024), 3, 8, 520, 64, "few", 1, 3),
     # Cases with biases: one warp computes an m tile; several warps divide the k tiles of an m tile; several CTAs divide
     # an n tile.
@@ -190,8 +190,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
-    """Check each wait for a previous kernel: in the first kernel, and in the GEMM's producer and consumer warps, or in
-    all threads."""
+    """Check that each wait for a previous kernel is needed: the first kernel waits, and so do the GEMM's producer and
+    consumer warps, or all of its threads."""
     kernel, arch = kernel_for(awaited), awaited.case.arch
     waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[arch]).ptx)))
     assert len(waits) == (3 if isinstance(awaited.case, WgmmaCase) or kernel.config.scans else 2)
@@ -203,7 +203,8 @@ def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
 def test_compiles_without_spills(one: Experts) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(one.case, kernel_for(one))
 
 
@@ -240,8 +241,8 @@ FACTORS = Experts(
     ],
 )
 def test_synchronisation_of_a_gemm_over_experts_is_needed(one: Experts, edit: Any) -> None:
-    """Check that without this wait, fence or barrier the emulator finds a race or a wrong result in some order of
-    events."""
+    """Check that the emulator finds a race or a wrong result, in some order of events, if ``edit`` removes a wait,
+    fence or barrier."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_experts, one, 6, edit)
 

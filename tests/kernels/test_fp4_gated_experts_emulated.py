@@ -109,7 +109,7 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
 def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the kernels on poisoned outputs, and return the outputs.
 
-    The operands are written at the last moment by a simulated previous kernel, and the lists by the first kernel.
+    A simulated previous kernel writes the operands at the last moment, and the first kernel writes the lists of tokens.
     """
     case, epilogue = one.case, fp4_gated_experts.GatedEpilogue(*one.case.epilogue)
     kernel, width = case.kernel_for(one.k), one.experts * one.columns
@@ -143,7 +143,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         num_ctas=one.num_ctas,
     )
     arguments, before = written_late(arguments, Operands._fields)
-    # docs/limits.md explains why m tiles that single warps multiply are an exception.
+    # Kernels in which single warps multiply m tiles are checked less strictly; docs/limits.md explains why.
     strict = not kernel.config.by_warp
     run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=strict, edit=edit, written_before=before)
     return y, y_scale
@@ -202,7 +202,8 @@ def gated(
 
 
 GATED = [
-    # More experts than a warp has lanes; an expert whose columns end inside a scale tile; partial k tiles
+    # Launches with more experts than a warp has lanes, with an expert whose columns end inside a scale tile, and with
+    # partial k tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", True)),
         *(5, 1120, 3, 64, "few", 3),
@@ -239,7 +240,7 @@ GATED = [
         gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
-    # All warps multiply the same k tiles
+    # Launches in which all warps multiply the same k tiles
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", True)),
         *(10, 1568, 3, 128, "few", 2, 7),
@@ -278,7 +279,8 @@ def test_gated_gemm(one: Gated) -> None:
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
 def test_compiles_without_spills(one: Gated) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(one.case, one.case.kernel_for(one.k))
 
 
@@ -309,8 +311,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
-    """Check each wait for a previous kernel: in the kernel that lists tokens, in producer warps, and in consumer
-    warps."""
+    """Check that each wait for a previous kernel is needed: in the kernel that lists tokens, in producer warps, and in
+    consumer warps."""
     kernel = awaited.case.kernel_for(awaited.k)
     waits = re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[awaited.case.arch]).ptx)
     assert len(waits) == (3 if kernel.config.scans else 2)
@@ -328,12 +330,12 @@ ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),
 )
-# Two CTAs share a work tile
+# A launch in which two CTAs share a work tile
 SHARED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
     *(3, 1056, 1, 64, "dense", 2),
 )
-# Four pipelines with two stages each
+# A launch with four pipelines of two stages each
 SHORT = ORDERED._replace(case=replace(ORDERED.case, tile_n=64))
 
 
@@ -362,8 +364,8 @@ SHORT = ORDERED._replace(case=replace(ORDERED.case, tile_n=64))
     ],
 )
 def test_synchronisation_of_a_gated_gemm_is_needed(one: Gated, edit: Any) -> None:
-    """Check that without this wait, fence or barrier the emulator finds a race or a wrong result in some order of
-    events."""
+    """Check that the emulator finds a race or a wrong result, in some order of events, if ``edit`` removes a wait,
+    fence or barrier."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             check(one._replace(seed=seed), edit)
@@ -408,7 +410,8 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
     """Check that a token's results are bitwise equal among other tokens and alone: for a token of a full m tile, and
     for the only token of the next m tile.
 
-    Results depend on the order of the sums. K is several k tiles, divided among warps, and CTAs share a work tile.
+    The operands are chosen so that results depend on the order of additions. Warps divide several k tiles, and CTAs
+    share a work tile.
     """
     tile_n, tile_m, split_k, out = tiles
     m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)
@@ -445,7 +448,7 @@ def test_results_of_a_token_do_not_depend_on_others(split_k: int) -> None:
     """Check that a token's results are bitwise equal alone and in the second m tile of experts with other tokens,
     however CTAs divide k.
 
-    The sums are rounded.
+    The sums are rounded, so that another order of additions would give other results.
     """
     tile_n = 64 if split_k == 1 else 128
     case = gated(BF16, NVFP4, "128x4", None, tile_n, 8, 16, epilogue=(FP16, None, None, None, None), split_k=split_k)

@@ -78,7 +78,7 @@ def mma(
 
 
 MMAS = [
-    # Whole tiles; partial tiles along M, N and K; fewer k tiles than CTAs.
+    # Launches with whole tiles, with partial tiles along M, N and K, and with fewer k tiles than CTAs
     mma(FP16, NVFP4, "128x4", 8, 1, epilogue=(FP32,), sizes=(8, 128, 256), seed=0),
     mma(BF16, NVFP4, "128x4", 8, 1, epilogue=(BF16, "one"), sizes=(5, 136, 544), seed=1),
     mma(BF16, MXFP4, "128x4", 16, 1, epilogue=(FP16, "one", FP32), sizes=(19, 72, 288), seed=2),
@@ -97,7 +97,7 @@ def native(fmt: FP4Format, a_layout: str, *rest: Any, **kwargs: Any) -> Any:
     return mma(torch.uint8, fmt, layout, *rest, arch=CONSUMER, a_layout=a_layout, **kwargs)
 
 
-# Whole tiles; partial tiles along M, N and K; more k tiles than stages; several 8x4 tiles.
+# Launches with whole tiles, partial tiles along M, N and K, more k tiles than stages, and several 8x4 tiles
 NATIVE_MMAS = [
     native(NVFP4, "128x4", 8, 1, epilogue=(FP32,), sizes=(8, 128, 256), seed=None),
     native(NVFP4, "128x4", 16, 2, epilogue=(BF16, "one", FP32), sizes=(21, 200, 544), seed=0),
@@ -196,7 +196,8 @@ def test_gemm_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
     given = fp4_mma.Arguments(torch.eye(k)[:16].to(dtype), None, b.t(), scale, None, None, out)
     run_kernel(case.kernel, ARCHS[HOPPER], *given, seed=0)
     want = fp4_dequantize(b, scale, block_size=fmt.block_size, scale_layout="linear", out_dtype=FP32)[:, :16].t()
-    # NaN makes a whole sum NaN. So does infinity times zero, if 6 times the scale exceeds float32.
+    # A NaN makes a whole sum NaN. So does infinity times zero, which occurs if 6 times the scale exceeds float32's
+    # largest number.
     usable = ~want.isnan().any(0) & (scale[:, 0].view(torch.uint8) < 253 if fmt == MXFP4 else True)
     assert out[:, ~usable].isnan().all() and (~usable).sum() == (3 if fmt == MXFP4 else 2)
     # The kernel's sums are never negative zero: + 0.0 turns -0 into +0.
@@ -278,7 +279,7 @@ def test_activation_tiles(
 )
 @pytest.mark.parametrize("codes", [False, True], ids=["decoded", "codes"])
 def test_each_wait_is_needed(edit: Any, codes: bool) -> None:
-    """Check that without this wait the emulator finds a race. Partial sums overwrite the last k tile in shared
+    """Check that the emulator finds a race if ``edit`` removes a wait. Partial sums overwrite the last k tile in shared
     memory."""
     one = Mma(MmaCase(FP16, NVFP4, "128x4", 8, 2, Epilogue(FP32), HOPPER), (8, 128, 3584), 0)
     if codes:
@@ -344,7 +345,7 @@ def wgmma(
     return pytest.param(one, id=one.id)
 
 
-# Partial tiles along M, N and K; CTAs that compute parts of several tiles; more k tiles than stages.
+# Launches with partial tiles along M, N and K, CTAs that compute parts of several tiles, and more k tiles than stages
 WGMMAS = [
     wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32, "one"), sizes=(3, 264, 544), num_ctas=2, seed=None),
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "column", FP32), sizes=(5, 40, 288), num_ctas=1),
@@ -382,8 +383,8 @@ WGMMAS = [
     wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16), sizes=(9, 296, 1088), split_k=5, seed=2),
     wgmma(BF16, NVFP4, "linear", None, 64, epilogue=(BF16,), sizes=(70, 264, 768), split_k=3, seed=3),
     wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column"), sizes=(30, 136, 800), split_k=3, seed=5),
-    # Tiles that begin in the middle of a scale tile, the last one partial; warps that divide k tiles; more k tiles than
-    # stages
+    # Launches with tiles that begin in the middle of a scale tile (the last tile is partial), with warps that divide k
+    # tiles, and with more k tiles than stages
     wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "column"), sizes=(3, 520, 800), split_k=2, tile_n=224),
     wgmma(
         BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 2080), split_k=1, tile_n=160, seed=1
@@ -392,8 +393,8 @@ WGMMAS = [
         FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), split_k=1, tile_n=208, seed=None
     ),
     wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), split_k=1, tile_n=192, seed=2),
-    # Copies of k tiles arrive out of order, for three times as many k tiles as stages; a warp multiplies every second
-    # or fourth k tile
+    # Launches in which copies of k tiles arrive out of order, for three times as many k tiles as stages. A warp
+    # multiplies every second or fourth k tile.
     *(
         wgmma(
             FP16,
@@ -411,7 +412,8 @@ WGMMAS = [
         for seed in (4, 5)
     ),
     wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), split_k=3, tile_n=192, seed=3),
-    # Tiles of one row: three kinds of activations; warps that divide k tiles; more k tiles than stages; clusters
+    # Launches with tiles of one row: three kinds of activations, warps that divide k tiles, more k tiles than stages,
+    # and clusters
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1),
     wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32, "column", FP32), sizes=(2, 200, 768), split_k=3, seed=None),
     wgmma(FP16, NVFP4, "128x4", "8x4", 1, epilogue=(BF16, "one", BF16), sizes=(3, 520, 1568), split_k=2, seed=1),
@@ -431,7 +433,8 @@ WGMMAS = [
     ),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP32,), sizes=(1, 208, 4608), split_k=1, tile_n=208, seed=5),
     wgmma(BF16, NVFP4, "linear", None, 1, epilogue=(FP16,), sizes=(1, 328, 512), split_k=2, tile_n=160, seed=2),
-    # float16 activations that are rounded to bfloat16: by the kernel before the GEMM, and by the GEMM's CTAs
+    # Launches with float16 activations that are rounded to bfloat16, by the kernel before the GEMM or by the GEMM's
+    # CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), num_ctas=1, a_dtype=FP16),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), split_k=2, a_dtype=FP16),
     # Two launches that prefetch. Then launches with a gate as prologue: the GEMM's CTAs gate tiles of one row and of
@@ -548,7 +551,7 @@ def test_gemm_by_warpgroups(one: Wgmma) -> None:
     assert torch.equal(got, want)
 
 
-# A cluster with several tiles, and more k tiles than stages
+# Launches of a cluster with several tiles, and with more k tiles than stages
 STATIC = [
     wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), split_k=1),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), split_k=2, a_dtype=FP16),
@@ -576,8 +579,8 @@ def test_only_a_static_weight_is_read_before_the_wait() -> None:
 
 
 def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:
-    """Check that a static weight leads to another kernel only if the kernel reads it early; otherwise one kernel serves
-    both."""
+    """Check that ``static_weight`` leads to a separate kernel only if the kernel reads the weight before its wait.
+    Otherwise one kernel serves both settings."""
     for tile_m, split_k, differs in ((8, 2, True), (32, 1, True), (8, 0, False), (64, 3, False)):
         case = WgmmaCase(BF16, NVFP4, "128x4", None, tile_m, Epilogue(BF16), split_k)
         assert (case.kernel.config != replace(case, static_weight=True).kernel.config) == differs
@@ -606,7 +609,8 @@ def test_how_much_is_copied_before_the_wait(tile_m: int, split_k: int, static: b
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *WGMMAS])
 def test_compiles_without_spills(one: Mma | Wgmma) -> None:
-    """Check that emulated kernels do not spill registers. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(one.case, one.case.kernel)
 
 
@@ -707,7 +711,7 @@ SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), 
     ],
 )
 def test_each_wait_of_wgmma_is_needed(one: Wgmma, edit: Any) -> None:
-    """Check that without this wait the emulator finds a race or a wrong result in some order of threads."""
+    """Check that the emulator finds a race or a wrong result, in some order of threads, if ``edit`` removes a wait."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 

@@ -146,7 +146,7 @@ by_edit = pytest.mark.parametrize(
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
 @by_edit
 def test_each_wait_for_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
-    """Check that without this wait the emulator finds a race or a wrong result in some order of threads."""
+    """Check that the emulator finds a race or a wrong result, in some order of threads, if ``edit`` removes a wait."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
@@ -181,7 +181,7 @@ def quantised(
     return Wgmma(case, sizes, 0, False, None)
 
 
-# A partial last k tile; several rows; warps that divide k tiles; more k tiles than stages; clusters
+# Launches with a partial last k tile, several rows, warps that divide k tiles, more k tiles than stages, and clusters
 QUANTISED = [
     quantised(BF16, "128x4", 1, "scaled", prologue_gate=True, sizes=(1, 136, 544)),
     quantised(FP16, "linear", 2, "plain", epilogue=(FP32, "column", FP32), sizes=(2, 200, 768)),
@@ -392,7 +392,7 @@ QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 @by_edit
 def test_each_wait_for_quantised_activations_is_needed(one: Wgmma, edit: Any) -> None:
-    """Check that without this wait the emulator finds a race or a wrong result in some order of threads."""
+    """Check that the emulator finds a race or a wrong result, in some order of threads, if ``edit`` removes a wait."""
     with pytest.raises((EmulationError, AssertionError)):
         check_in_orders(multiply_e2m1, one, 6, edit)
 

@@ -45,7 +45,8 @@ def gemm(
     return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, num_ctas)
 
 
-# Partial tiles along M, N and K; at least three tiles per CTA, except with split-K; more k tiles than stages.
+# Launches with partial tiles along M, N and K, with at least three tiles per CTA (except with split-K), and with more k
+# tiles than stages
 COVERING = [
     gemm(NVFP4, "128x4", 8, 1, 1, epilogue=(BF16, "one", BF16), sizes=(5, 328, 1088)),
     gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32), sizes=(70, 136, 1088), num_ctas=3),
@@ -118,7 +119,8 @@ def test_gemm(one: Gemm) -> None:
 
 
 def test_compiles_without_spills(one: Gemm) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(one.case, one.case.kernel)
 
 

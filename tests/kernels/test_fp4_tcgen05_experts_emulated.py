@@ -48,8 +48,9 @@ def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, num_ctas: 
     return Gemm(Tcgen05ExpertsCase(*case, stages=3, bias_dtype=bias), sizes, share, num_ctas)
 
 
-# Partial tiles along M, N and K; experts of one k tile and of several, the last one partial; more experts per group
-# than a word has bits; more k tiles than stages; at least three work tiles per CTA, some without experts.
+# Launches with partial tiles along M, N and K; with experts of one k tile, or of several k tiles of which the last is
+# partial; with more experts per group than a word has bits; with more k tiles than stages; and with at least three work
+# tiles per CTA, some of them without experts
 COVERING = [
     gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
     gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 70), share=0.02),
@@ -156,8 +157,8 @@ def test_nothing_is_routed() -> None:
 
 
 def test_every_launch_waits_for_the_one_before() -> None:
-    """Check the waits for the previous kernel in all three kernels: the search for touched experts, the GEMM, and the
-    addition of partial sums."""
+    """Check that the waits for the previous kernel are needed in all three kernels: the search for experts that have
+    tokens, the GEMM, and the addition of partial sums."""
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.5, num_ctas=3)
     wait = r"griddepcontrol\.wait"
     waits = re.findall(wait, compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)
@@ -169,7 +170,8 @@ def test_every_launch_waits_for_the_one_before() -> None:
 
 
 def test_compiles_without_spills(one: Gemm) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(one.case, one.case.kernel)
 
 

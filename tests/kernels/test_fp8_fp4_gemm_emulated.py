@@ -194,7 +194,8 @@ def prefetching(of: FP8FP4GemmCase) -> FP8FP4GemmCase:
     return replace(of, prefetches=True)
 
 
-# Partial tiles; a last k tile of 64 elements; experts without rows; experts that begin inside a scale tile
+# Runs with partial tiles, with a last k tile of 64 elements, with experts without rows, and with experts that begin
+# inside a scale tile
 RUNS = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 136, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
@@ -217,7 +218,7 @@ RUNS = [
     Run(case(NVFP4, "128x4", "masked", (128, 128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
     Run(case(NVFP4, "128x4", "plain", (256, 128, 1), FP32, "column", FP32), (200,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
-    # Two CTAs share a tile of many rows; a CTA without a k tile; a second warpgroup without rows
+    # Runs in which two CTAs share a tile of many rows, a CTA gets no k tile, or the second warpgroup gets no rows
     Run(case(NVFP4, "128x4", "plain", (128, 128, 2), BF16, "column", FP32), (140,), 136, 1344, 2),
     Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (200,), 72, 64, 4),
     # Each consumer warpgroup multiplies half of the rows of a
@@ -225,7 +226,7 @@ RUNS = [
     Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
     Run(case(MXFP4, "128x4", "plain", (64, 64, 2), FP16), (77,), 136, 448, 4),
     Run(case(NVFP4, "128x4", "masked", (32, 64, 1), BF16, "expert_column"), (3, 0, 40), 72, 192, 1, room=40),
-    # tile_m is no power of two: experts with one and with two tiles, tiles whose rows need one copy and two
+    # Runs in which tile_m is no power of two: experts have one tile or two, and the rows of a tile need one copy or two
     Run(codes("linear", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
     Run(codes("128x4", "plain", (24, 128, 3), FP32, "column", FP32), (21,), 136, 640, 3),
     Run(in_registers("128x4", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
@@ -234,7 +235,7 @@ RUNS = [
     Run(case(NVFP4, "linear", "masked", (80, 128, 1), FP16, "expert_column"), (81, 0, 37), 72, 640, 2, room=83),
     Run(case(NVFP4, "128x4", "offsets", (96, 128, 1), FP32, "expert_column", FP32), (0, 101, 5), 136, 448, 2),
     Run(case(MXFP4, "linear", "plain", (96, 64, 2), BF16, "column", BF16), (75,), 72, 640, 3),
-    # CTAs of a cluster without a k tile, and clusters without a tile
+    # Runs in which some CTAs of a cluster get no k tile, or a cluster gets no tile
     Run(case(NVFP4, "linear", "counted", (64, 128, 6), BF16), (0, 5), 72, 448, 12),
     Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 192, 2),
@@ -242,7 +243,7 @@ RUNS = [
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
     Run(overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
     Run(overlapping(MXFP4, "linear", "plain", RECODED, FP32, "column", FP32), (3,), 200, 2112, 2),
-    # A CTA with several tiles, and a cluster
+    # Runs of a CTA with several tiles, and of a cluster
     Run(prefetching(codes("128x4", "plain", (16, 128, 1), FP32)), (5,), 392, 640, 2),
     Run(prefetching(in_registers("linear", "plain", (8, 128, 2), BF16)), (5,), 72, 1088, 2),
 ]
@@ -278,7 +279,8 @@ def test_wrong_offsets(of: FP8FP4GemmCase, given: list[int], used: list[int]) ->
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -289,7 +291,7 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# More k tiles than stages; a cluster in which one CTA gets no k tile
+# Runs with more k tiles than stages, and with a cluster in which one CTA gets no k tile
 STATIC = [
     Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 72, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (32, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
@@ -320,8 +322,8 @@ def test_a_recoded_weight_is_waited_for() -> None:
         assert torch.equal(got, want)
 
 
-# An odd number of k tiles; two ranges of rows; two weight tiles, one of them partial; rows in which each k tile needs
-# another exponent
+# A run with an odd number of k tiles, two ranges of rows, and two weight tiles, one of them partial. In some rows, each
+# k tile needs another exponent.
 OVERLAPPED = Run(
     overlapping(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (5,), 136, 2112, 2, scales=(0, 0x7F)
 )
@@ -549,7 +551,8 @@ FAULTS = {
     ],
 )
 def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
-    """Check that without this instruction the emulator finds a race or a wrong result in some order."""
+    """Check that the emulator finds a race or a wrong result, in some order of threads, if ``edit`` removes or changes
+    an instruction that orders memory accesses."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1):
             check(run, edit, seed)

@@ -158,8 +158,8 @@ def many(case: FP8GemmCase) -> FP8GemmCase:
     return dataclasses.replace(case, max_experts=MAX_EXPERTS)
 
 
-# Partial tiles, experts without rows, several tiles per CTA, more k tiles than stages. Kernels with tiles of 128 rows
-# take 3 s to compile, so each serves several runs.
+# Runs with partial tiles, experts without rows, several tiles per CTA, and more k tiles than stages. Kernels with tiles
+# of 128 rows take 3 s to compile, so each serves several runs.
 RUNS = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (130,), 264, 640, 2),
@@ -203,10 +203,10 @@ RUNS = [
     Run(wgmma("plain", (128, 64, 1), BF16, "column"), (130,), 72, 64, 2),
     Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
     Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
-    # More experts than the usual table has room for
+    # A run with more experts than the usual table has room for
     Run(many(wgmma("offsets", (16, 128, 1), BF16)), (0,) * 510 + (17, 0, 3, 1), 72, 128, 2, seed=1),
     Run(many(mma("counted", 16, BF16, arch="sm_120a")), (2, *(0,) * 515, 19, 0), 72, 64, 2),
-    # Several tiles per CTA, and clusters in which one CTA gets no k tile
+    # Runs with several tiles per CTA, and with clusters in which one CTA gets no k tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
 ]
@@ -244,13 +244,15 @@ def test_wrong_offsets(family: str, given: list[int], used: list[int]) -> None:
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(run.case, run.case.kernel)
 
 
 @pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])
 def test_nothing_is_launched_on_overlap(family: str) -> None:
-    """Check that nothing is launched if tensors overlap, for all tensors, with alpha and bias per expert."""
+    """Check that nothing is launched if the result overlaps any other tensor of a call, including alpha and bias per
+    expert."""
     case = next(run.case for run in RUNS if (run.case.family, run.case.epilogue.alpha) == (family, "expert_column"))
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
@@ -288,7 +290,8 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
         assert layout != "plain" or ctas == min(max_ctas // split_k, tiles) * split_k
 
 
-# More k tiles than stages, several tiles per CTA, a CTA of a cluster without a k tile, and a CTA without a tile
+# Runs with more k tiles than stages, several tiles per CTA, a CTA of a cluster without a k tile, and a CTA without a
+# tile
 STATIC = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 64, 6, seed=1),
@@ -378,7 +381,8 @@ def place_told_late(ptx: str) -> str:
     ],
 )
 def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
-    """Check that without this instruction the emulator finds a race or a wrong result in some order."""
+    """Check that the emulator finds a race or a wrong result, in some order of threads, if ``edit`` removes or changes
+    an instruction that orders memory accesses."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1, 2):
             got, want = execute(run._replace(seed=seed), edit)

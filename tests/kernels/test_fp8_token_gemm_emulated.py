@@ -133,8 +133,8 @@ def case(layout: str, tile: tuple[int, int, int], fast: bool, *epilogue: Any, **
     return FP8TokenGemmCase(layout, tile, fast, Epilogue(*epilogue), **hints)
 
 
-# Partial tiles, experts without rows, several tiles per CTA, more k tiles than stages, fewer k tiles than one iteration
-# of the loop, a last k tile of 64 elements, one scale for all rows
+# Runs with partial tiles, experts without rows, several tiles per CTA, more k tiles than stages, fewer k tiles than one
+# iteration of the loop, a last k tile of 64 elements, and one scale for all rows
 RUNS = [
     Run(case("plain", (16, 128, 1), False, FP32), (3,), 136, 1984, 1, seed=None),
     Run(case("plain", (16, 64, 2), True, BF16, "column", BF16), (11,), 200, 1344, 2, has_one_scale=True),
@@ -146,7 +146,7 @@ RUNS = [
     Run(case("plain", (128, 192, 1), True, BF16, "column"), (150,), 392, 1600, 1, seed=1),
     Run(case("counted", (128, 192, 1), False, FP32, "expert_column", FP32), (130, 0, 3), 200, 1088, 2),
     Run(case("masked", (128, 128, 1), True, BF16, "expert"), (3, 0, 70), 264, 704, 1, room=74),
-    # Several tiles of one k tile each, and of two
+    # Runs with several tiles of one k tile, or of two k tiles
     Run(case("offsets", (128, 64, 1), True, BF16, "expert_column"), (70, 64, 3), 136, 128, 1),
     Run(case("counted", (128, 128, 1), False, BF16), (3, 130, 0, 9), 136, 192, 1, seed=3),
     Run(case("plain", (64, 64, 1), True, FP32, "one", prefetches=True), (77,), 136, 384, 4),
@@ -163,12 +163,14 @@ def test_gemm(run: Run) -> None:
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` skips kernels with these roles."""
+    """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
+    that this file checks."""
     check_emulated(run.case, run.case.kernel)
 
 
 def test_nothing_is_launched_on_overlap() -> None:
-    """Check that nothing is launched if tensors overlap, for all tensors, with alpha and bias per expert."""
+    """Check that nothing is launched if the result overlaps any other tensor of a call, including alpha and bias per
+    expert."""
     check_nothing_is_launched_on_overlap(RUNS[3].case.kernel, ARCHS["sm_90a"])
 
 
@@ -199,7 +201,7 @@ SWAPPED = Run(case("masked", (16, 64, 1), True, BF16), (3, 5), 72, 1792, 1, room
     ],
 )
 def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
-    """Check that without this instruction the emulator finds a race or a wrong result in some order."""
+    """Check that the emulator finds a race or a wrong result, in some order of threads, if ``edit`` removes a wait."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         check_in_orders(execute, run, 3, edit)
 

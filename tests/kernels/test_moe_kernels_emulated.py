@@ -349,7 +349,8 @@ def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: 
     ],
 )
 def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, rows: list[int]) -> None:
-    """Check that counts are clipped to the rows that exist: three experts in twelve rows. Nothing else is written."""
+    """Check that the counts of three experts are clipped to the twelve rows of the buffer, and that no other rows are
+    written."""
     torch.manual_seed(0)
     x = random_rows(12, 256, dtype=BF16, device=CPU)
     offsets = None if in_parts else torch.tensor([0, 4, 8, 12], dtype=torch.int32)
@@ -465,7 +466,8 @@ ORDERED = {
     ],
 )
 def test_barriers_of_routes_are_needed(launch: str, number: int) -> None:
-    """Check that without this barrier the emulator finds a race or a wrong row in some order of events."""
+    """Check that the emulator finds a race or a wrong row, in some order of events, if the barrier with this number is
+    removed."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             outputs, given = find_routes(ORDERED[launch]._replace(seed=seed), changed(r"bar\.sync\s+0", number))
@@ -554,7 +556,8 @@ rows needs the bits of all warps; its source is also the first kernel's."""
     ],
 )
 def test_barriers_of_route_ids_are_needed(one: Placed, number: int) -> None:
-    """Check that without this barrier the emulator finds a race or a wrong row in some order of events."""
+    """Check that the emulator finds a race or a wrong row, in some order of events, if the barrier with this number is
+    removed."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
             outputs, given = place(one._replace(seed=seed), changed(r"bar\.sync\s+0", number))

@@ -80,7 +80,7 @@ def span(tensor: Placed) -> set[int]:
 
 
 def may_launch(x: Placed, sums: Placed, weight: Placed, out: Placed) -> bool:
-    """Return True if a call may launch, by the rule for overlaps, applied to each byte."""
+    """Return True if a call may launch. The rule for overlaps is applied to the address of each byte."""
     if any(span(out) & span(other) for other in (x, sums, weight)) or span(sums) & span(weight):
         return False
     if len(set(cells(sums))) < len(cells(sums)):
@@ -122,7 +122,8 @@ FAR = (Placed(8192, 4, (2,), (1,)), Placed(16384, 1, (3, WIDTH), (WIDTH, 1)))
 @example((Placed(4096, 2, (1, WIDTH), (0, 1)), Placed(4096, 2, (1, WIDTH), (9, 1)), *FAR))
 @example((Placed(4096, 2, (1, WIDTH), (0, 1)), Placed(4098, 2, (1, WIDTH), (0, 1)), *FAR))
 def test_overlaps_by_the_byte(call: tuple[Placed, Placed, Placed, Placed]) -> None:
-    """Check that a launch has CTAs if and only if the rule for overlaps, applied to each byte, allows it."""
+    """Check that a launch has CTAs if and only if ``may_launch``, which compares the addresses of all bytes, allows
+    it."""
     x, sums, weight, out = call
     assert grids(Probe(), HOPPER, x, sums, None, weight, out) == [(1, CTAS if may_launch(*call) else 0, 1)]
 

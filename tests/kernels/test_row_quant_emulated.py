@@ -358,8 +358,8 @@ def test_neighbours_read_before_a_sum_is_stored() -> None:
 def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     """Check special values of gates with clamps.
 
-    Clamps keep NaN, as gate and as up. Infinities become the limit, except a gate of minus infinity. Other values are
-    on both sides of both limits.
+    Clamps keep NaN in gate and in up. Infinities become the limit, except a gate of minus infinity. Other values are on
+    both sides of both limits.
     """
     config = Run("swiglu", dtypes, 192, target, HOPPER, 0, 2, 0, {}).config
     special = special_rows(dtypes[0], CPU, 32)
@@ -453,7 +453,7 @@ def test_zeros_keep_their_sign(target: tuple[str, str]) -> None:
     [(BF16, 128, NV[1], HOPPER), (FP16, 96, MX[2], BLACKWELL), (FP32, 48, NVG[0], HOPPER)],
 )
 def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arch: str) -> None:
-    """Check every byte as a code and as a scale."""
+    """Check the dequantising kernel with every byte as codes, and with every byte as a scale."""
     torch.manual_seed(0)
     case = Case(WHAT["dequantize"], (dtype, dtype), width, target, arch)
     kernel = case.kernel
@@ -520,7 +520,8 @@ def test_sums_of_other_ctas_are_acquired() -> None:
 
 
 LOADED = [
-    # The fence before rows are overwritten comes after the loads, or after a second read of the row.
+    # Runs, with the index of the fence that is needed before rows are overwritten. The fence comes after the loads, or
+    # after a second read of the row.
     (run("quantize", F, 1024, MX[1], HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
     (run("quantize", BF, 512, NV[1], BLACKWELL, 20, 1, 0, **WARP_GROUPS), 0),
     (run("silu", BF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 0),

@@ -57,8 +57,8 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
 def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
     """Check how rows of 14,336 columns are divided: two slices of 7,168, or for up to 128 rows seven slices of 2,048.
 
-    A CTA processes a slice of a single row if enough CTAs can run. With tiled scales, whose padding must be zeroed,
-    each slice gets at least 32 CTAs, or as many as there are.
+    A CTA processes a slice of a single row if enough CTAs can run at the same time. With tiled scales, whose padding
+    must be zeroed, each slice gets at least 32 CTAs, unless the GPU has too few SMs for that.
     """
     spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
     kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()

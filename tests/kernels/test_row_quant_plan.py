@@ -47,8 +47,8 @@ def test_every_width_has_a_plan(fmt, kind, arch):
     first = random.randrange(1, 17)
     # Two fp32 rows and an fp32 weight are the only case that does not fit into 8 CTAs with 99 KB each.
     widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
-    # Beyond the limit: 80,000 columns. In MXFP4, the last of twelve slices would be too short for the threads of the
-    # others.
+    # 80,000 columns are beyond the limit. In MXFP4, the last of twelve slices would be too short for the number of
+    # threads that the other slices use.
     beyond = [80_000] if widest == 65_536 and "norm" not in kind and fmt != "token" and step <= 32 else []
     for width in (step, *range(first * step, widest, 17 * step), widest, *beyond):
         config = plan(spec_of(kind, fmt, width), ARCHS[arch])
@@ -73,7 +73,7 @@ def test_few_rows_are_cut_smaller(fmt, kind):
     whole scale tiles."""
     is_cut = fmt in ("nvfp4", "mxfp4") and "norm" not in kind
     even = (4096, 8192, 14_336, 28_672, 53_248)
-    # For some other widths, the last slice would be too short for the threads of the others.
+    # For some other widths, the last slice would be too short for the number of threads that the other slices use.
     for width in (1024, 2048, *even, 11_008, 18_944, 29_568, *range(32 * random.randrange(65, 96), 65_537, 31 * 64)):
         config = plan(spec_of(kind, fmt, width), ARCHS["sm_90a"])
         few = config.few_rows_config

@@ -202,7 +202,7 @@ def mm_fp8_calls(monkeypatch) -> list[SimpleNamespace]:
 @by_activations
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_by_mm_fp8(cls, is_static, dtype, device, mm_fp8_calls):
-    """Check results, and that a merged layer passes one scale per row of the weight."""
+    """Check results against float64, and check that a merged layer passes one scale per row of the weight."""
     layers = [layer_of(cls, is_static, n, FITTING, dtype=dtype).to(device) for n in (40, 8)]
     layers[1].weight_scale.mul_(30)
     layers[1]._derive()

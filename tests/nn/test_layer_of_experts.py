@@ -146,7 +146,8 @@ def cosine(got: torch.Tensor, want: np.ndarray) -> float:
 @by_scheme
 @torch.no_grad()
 def test_values(scheme, activations, shared, scoring):
-    """Check that calls with few and with many tokens run the ops of their path, and match float64."""
+    """Check that calls with few and with many tokens run the ops of the path for that number of tokens, and that
+    results match float64."""
     form = Experts if scoring == "sigmoid" else GptOssExperts
     layer = route_few(layer_of(form, scheme, scoring, shared), activations)
     x = torch.randn(FEW + 1, H).bfloat16()
@@ -261,7 +262,8 @@ def test_gated_mlp(activations):
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear])
 def test_gate_and_up_in_one_op(cls):
-    """Check that, for any number of rows, a layer called with gate and up gives the same as the two separate ops."""
+    """Check that, for any number of rows, a layer called with gate and up gives the same result as the two separate
+    ops."""
     layers = [cls.from_float(nn.Linear(*size).bfloat16()) for size in ((H, 128), (H, 128), (128, H))]
     mlp, calls = GatedMLP(merge(layers[:2]), layers[2]), []
     mlp.down_proj.register_forward_pre_hook(lambda _, args: calls.append(args[0]))

@@ -484,8 +484,8 @@ def test_new_global_scales_in_place():
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
 @torch.no_grad()
 def test_dense_routing(activations):
-    """Check that a routing matrix, with and without factors, gives the same as ids, that tokens without experts give 0,
-    and calls without tokens."""
+    """Check that a routing matrix, with and without factors, gives the same results as ids. Tokens without experts must
+    give 0, and calls without tokens must succeed."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts
     experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
     x, logits = torch.randn(6, H).bfloat16(), torch.randn(6, E)
@@ -505,8 +505,8 @@ def test_dense_routing(activations):
 @by_scheme
 @torch.no_grad()
 def test_permuted_rows(scheme):
-    """Check that permuted rows give the same as ids, and that the shared expert's result is added before the only
-    rounding."""
+    """Check that permuted rows give the same results as ids, and that the shared expert's result is added before the
+    only rounding."""
     experts = block_of(Experts(), scheme).mlp.experts
     x, ids, factors = routed(6, "cpu")
     expanded, permuted, offsets, _ = moe_route_ids(ids.int(), E, alignment=1)

@@ -349,7 +349,8 @@ def test_warmup_prefetches_with_few_rows(activations):
 
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 def test_warmup_of_layers_that_prefetch(activations):
-    """Check that, if some of several equal layers prefetch, `warmup` covers both kinds for any number of rows."""
+    """Check that, if only some of several equal layers prefetch, `warmup` calls such layers with and without a
+    prefetch, for any number of rows."""
     layers = nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)])
     layers = quantize_(layers, "nvfp4", activations=activations)
     prefetch_(layers)

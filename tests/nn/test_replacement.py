@@ -520,7 +520,7 @@ class WithDropout(Experts):
 
 
 class ByDtype(Experts):
-    """Experts in which gate and up change places in 16 bits."""
+    """Experts in which gate and up are swapped if the dtype has 16 bits."""
 
     def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         both = self.gate_up_proj[expert] @ x
@@ -638,8 +638,8 @@ def test_shapes_that_fit_no_experts():
 
 
 def test_each_trial_depends_on_the_whole_module(monkeypatch):
-    """Check that equal modules share one trial, and that another attribute, activation, buffer or method leads to
-    another trial."""
+    """Check that equal modules share one trial run, and that a module with another attribute, activation, buffer or
+    method gets another trial run."""
     experts = GptOssExperts()
     assert float_experts(experts).verified() == SwiGLU(1.702, 1.0, 7.0)
     experts.limit, other = 9.0, Experts()
@@ -668,8 +668,8 @@ class WithGlobals(Experts):
 
 
 def test_each_trial_depends_on_globals(monkeypatch):
-    """Check that another value of a class attribute or of a global variable, or another dtype, leads to another
-    trial."""
+    """Check that another value of a class attribute or of a global variable, or another dtype, leads to another trial
+    run."""
     assert float_experts(WithGlobals()).verified() == SwiGLU()
     monkeypatch.setattr(WithGlobals, "factor", 2.0)
     assert OTHER in float_experts(WithGlobals()).verified()

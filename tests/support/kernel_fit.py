@@ -44,7 +44,7 @@ def check_emulated(case: KernelCase, kernel: Any) -> None:
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
     """Check the kernels that a case launches, given the resources that ptxas reports.
 
-    In ``kernels``, the kernel that multiplies, or the kernel for many rows, comes first.
+    The first of ``kernels`` is the GEMM, or the kernel for many rows.
     """
     arch, config = ARCHS[case.arch], kernel.config
     # Unless the GEMM's CTAs do it, a separate kernel rearranges the activations. With experts, a separate kernel lists

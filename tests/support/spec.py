@@ -116,8 +116,8 @@ def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
     """Compute ``ue8m0_of_amax_exact`` for arrays. With amax/6 = f·2^e and f in [1/2, 1), the scale is 2^e, or 2^(e-1)
     if f = 1/2.
 
-    The division rounds, but the quotient keeps more than twice the bits of amax, so that rounding never reaches a power
-    of two.
+    The division rounds, but the quotient has more than twice as many bits as amax, so that rounding never reaches a
+    power of two.
     """
     fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / 6)
     power = np.where(fraction == 0.5, exponent - 1, exponent)

@@ -106,7 +106,7 @@ def test_allowed_differences_of_fp8(granularity):
     excused = torch.zeros(100, 384, dtype=torch.bool)
     excused[:30, 7] = True
     assert_fp8_close((more, scale), (y, scale), fmt, lambda: excused)
-    # Equal rows are counted once.
+    # Equal rows count as one row, so that a change in each of 100 equal rows is accepted.
     same = y[:1].expand(100, 384), scale[:1].expand(scale.shape)
     assert_fp8_close((with_bytes(same[0].contiguous(), 100, fp8_step), same[1]), same, fmt)
 
