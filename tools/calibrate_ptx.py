@@ -142,7 +142,7 @@ def on_gpu(case: Case, compiled: Any, given: Problem) -> Any:
 
 
 def difference(found: Any, expected: Any) -> str:
-    """Return the fraction of elements that differ as text, or an empty string if all elements are equal."""
+    """Return, as text, the fraction of elements that differ, or an empty string if all elements are equal."""
     share = float((found != expected).mean())
     return f"{share:.1%} of elements differ" if share else ""
 

@@ -40,11 +40,11 @@ TOOLS = {
     # When the DSL compiles under the tool, it asks the driver for functions that the driver lacks, and the tool would
     # count each failed query as an error. If an API call of ours fails, it raises an exception anyway.
     "memcheck": ((*OURS, "--report-api-errors", "no"), ()),
-    # No cuBLAS: with any kernel filter, even a plain torch.mm makes the tool fail with "failed to handle a hardware
-    # exception".
+    # Leave out cuBLAS: with any kernel filter, even a plain torch.mm makes the tool fail with "failed to handle a
+    # hardware exception".
     "racecheck": ((*OURS, "--racecheck-report", "all", "--print-limit", "0"), WITHOUT_CUBLAS),
     "synccheck": (OURS, ()),
-    # No kernel filter: initcheck must see the writes of PyTorch's kernels. It does not see bulk stores of cuBLAS:
+    # Use no kernel filter: initcheck must see the writes of PyTorch's kernels. It does not see bulk stores of cuBLAS:
     # reading the result of a plain torch.mm gives 65,436 errors.
     "initcheck": ((), WITHOUT_CUBLAS),
 }

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 
-# Program for the Python to be examined. `foreign` lists the packages that it imports from outside its environment.
+# Program that the examined Python runs. `foreign` lists the packages that it imports from outside its environment.
 PROBE = """
 import importlib.metadata, json, os, platform, site, sys
 found = {"python": platform.python_version(), "torch": None, "cuda": None}
@@ -92,8 +92,8 @@ def create(venv: Path, python: Path) -> None:
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(1)
     if torch_is_right(base["torch"]):
-        # --system-site-packages would not do: inside a virtual environment, it shows the packages of the system's
-        # Python.
+        # The option --system-site-packages does not suffice: inside a virtual environment, it shows the packages of the
+        # system's Python.
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
         Path(site_packages(python), "base_packages.pth").write_text("".join(lines))
 

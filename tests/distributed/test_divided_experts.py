@@ -71,7 +71,7 @@ def values(rank: int) -> None:
         weights = support.decoded(whole)
         want = support.computed(x, ids, factors, *weights, biases, whole.swiglu, granularity=granularity)
         reference = copy.deepcopy(whole)
-        if biases is not None:  # convert the biases to a dtype that the GEMM accepts together with the result's
+        if biases is not None:  # convert the biases to a dtype that the GEMM supports for this result dtype
             reference.down_proj.bias = nn.Parameter(whole.down_proj.bias.float(), requires_grad=False)
         for by in ways_of(scheme):
             for sums in (torch.float32, None):

@@ -426,7 +426,7 @@ def test_warmup_rows_count_all_ranks(mesh, monkeypatch):
 
 @torch.no_grad()
 def test_warmup_of_gates_returns_partial_sums(mesh, monkeypatch):
-    """Check that ``warmup`` calls layers that return partial sums with results in the dtype ``sums``."""
+    """Check that ``warmup`` makes layers that return partial sums compute their results in the dtype ``sums``."""
     dtypes = []
     real = NVFP4Linear._gated_product
     monkeypatch.setattr(

@@ -256,7 +256,7 @@ def test_convert_scales(layouts, rows, blocks, dtype, seed):
     k = blocks * (16 if dtype == torch.float8_e4m3fn else 32)
     got = convert_scales(source.view(dtype), rows, k, *layouts)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want)
-    # Also stacked matrices, as checkpoints store experts' weights, and flat scales, as torchao stores tiles.
+    # Check stacked matrices too, as checkpoints store experts' weights, and flat scales, as torchao stores tiles.
     other = got[None] if layouts[1] == "linear" else got.flatten()
     again = convert_scales(other, rows, k, *reversed(layouts))
     assert torch.equal(again.view(torch.uint8), torch.from_numpy(spec.arrange(linear.numpy(), layouts[0])))

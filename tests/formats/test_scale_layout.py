@@ -303,8 +303,8 @@ def test_as_tiles_refuses(scale, rows, k, layout, error, text):
 
 @given(rows=st.integers(1, 3).map(lambda n: 128 * n), blocks=st.integers(1, 5).map(lambda n: 4 * n), seed=seeds)
 def test_convert_scales_refuses_what_fits_two_layouts(rows, blocks, seed):
-    """Check that tiles whose shape, as a matrix, is also that of linear scales are refused unless ``as_tiles`` is
-    given."""
+    """Check that tiles are refused, unless ``as_tiles`` is given, if their shape as a matrix is also the shape of
+    linear scales."""
     linear = random_bytes(rows, blocks, seed=seed)
     matrix = tensor(tiles_of(linear, "128x4").reshape(rows, blocks))
     with pytest.raises(

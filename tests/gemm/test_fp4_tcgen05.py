@@ -86,7 +86,8 @@ def test_estimates_are_near_the_limits():
     ("fmt", "layout", "tactic"), [(NVFP4, "128x4", (16, 1, 2)), (MXFP4, "linear", (64, 1, 1))], ids=["nvfp4", "mxfp4"]
 )
 def test_a_call(fmt, layout, tactic, monkeypatch):
-    """Run the kernel of the backend in the emulator, as its launcher calls it."""
+    """Call the backend's launcher, with the kernel executed in the emulator, and compare the result with the
+    reference's."""
     m, n, k = 11, 136, 640
     problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, alpha="column", bias_dtype=FP32)
     target = dataclasses.replace(BLACKWELL, sms=2)
@@ -142,5 +143,6 @@ def test_columns_of_tensor_memory(fmt, tokens):
         assert used <= config.tmem_columns <= 512 and config.tmem_columns < 2 * used
         assert config.shared_columns % config.columns_per_load == config.acc_pitch % config.columns_per_load == 0
         assert (config.shared_columns > 0) == (tokens == 256) == (2 * tokens + 2 * config.stage.scale_columns > 512)
-        # Scales of 128 rows and one k tile: a column stores four scales of 32 rows in each quarter of the lanes.
+        # Columns for the scales of 128 rows and one k tile: in each quarter of the lanes, a column stores four scales
+        # of 32 rows.
         assert config.stage.scale_columns == (1 + -(-tokens // 128)) * 128 * 256 // fmt.block_size // (4 * 32)

@@ -39,7 +39,7 @@ def test_whole_numbers_are_exact(m, dtype, device):
 @pytest.mark.parametrize("counts", [[0, 0, 300, 0], [1, 0, 64, 65], [129, 128, 7, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize("layout", ["contiguous", "uncounted", "masked"])
 def test_experts_have_their_rows(counts, layout, device):
-    """Check that rows of experts are correct, and that no other row is written."""
+    """Check the results in the rows of experts, and that no other row is written."""
     where = torch.device(device)
     if layout == "masked":
         one = masked("", counts, 300, N, K, where, exact=True)

@@ -1,4 +1,4 @@
-"""Tiles of the FP8 GEMMs: which are tactics, which is chosen, and the number of CTAs."""
+"""Tiles of the FP8 GEMMs: which tiles are offered as tactics, which tile is chosen, and the number of CTAs."""
 
 import dataclasses
 import math
@@ -91,7 +91,7 @@ def test_expected_tiles(mean, tile_m):
 def test_random_routing_takes_larger_tiles():
     """Check that larger tiles are chosen under random routing, because half of the experts get more rows than the mean.
 
-    If rows may be padded, the distribution is unknown, and the mean counts.
+    If rows may be padded, the distribution is unknown, and tiles are chosen for the mean.
     """
     packed = fp8_problem(4096, 7168, ExpertLayout(True, False), 32)
     assert choose(packed, 32 * 16, HOPPER).tactic == (32, 128, 1)

@@ -53,8 +53,8 @@ GEMMS = {
 def test_bucket():
     """Check the buckets of M. A bucket is represented by a number that is at least M.
 
-    One row is a separate bucket. The step is 8 up to 128 rows, 16 up to 256, 32 up to 512, and above 512 a sixteenth of
-    the next power of two.
+    One row is a separate bucket. The step between buckets is 8 up to 128 rows, 16 up to 256, 32 up to 512, and above
+    512 a sixteenth of the next power of two.
     """
     assert [bucket(m) for m in (0, 1, 8, 9, 127, 128, 129, 256, 257, 512, 513, 1025, 16_384)] == [
         *(8, 1, 8, 16, 128, 128, 144, 256, 288, 512, 576, 1152, 16_384)

@@ -123,8 +123,8 @@ def test_other_gpus_have_two_launches(name, arch):
 def test_kernels(name, dtype, given):
     """Check which kernels calls with one launch and with two launches use.
 
-    The first of two launches runs the kernel of the prologue's op, the second the kernel of the plain GEMM. The kernel
-    that does both differs from the plain GEMM's kernel only in its operands.
+    The first of two launches runs the kernel of the prologue's op, the second the kernel of the plain GEMM. A single
+    launch runs a kernel that differs from the plain GEMM's kernel only in its operands.
     """
     arch, op, rows = HOPPER.arch, OPS[name], 8 if name == GATE else 1
     kwargs = op.path.example(

@@ -436,7 +436,7 @@ def by_hand(problem, operands, rows, expert, part):
 def test_packed_rows_belong_to_random_experts():
     """Check that timed calls draw the experts' row counts at random, and that checked calls give each expert 10 rows.
 
-    If calls pass counts, timed calls use equal row counts, too.
+    For problems with counts, timed calls give all experts equal numbers of rows.
     """
     for layout, is_random in ((ExpertLayout(True, False), True), (ExpertLayout(True, True), False)):
         bench = tune.Bench(fp8_problem(64, 128, layout, 8), 80, CPU)
@@ -465,7 +465,8 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [case for case in compiled_op_cases() if case.values[0].has_backends])
 def test_on_a_gpu(op, file):
-    """Check that real candidates are timed, that the choice is stored, and that a call with it can be captured."""
+    """Check that real candidates are timed, that the choice is stored, and that a call with the stored choice can be
+    captured."""
     sample = call_of(op, 16, 512, 1024, "cuda")
     given = arguments(op, sample)
     with torch_cute_ops.autotune():

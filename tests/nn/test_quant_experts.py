@@ -256,8 +256,9 @@ ROUTED = {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_are_routed(scheme, form, device):
-    """Check that few tokens run the two ops for routed pairs, with results closer to the decoded weights than with FP8
-    activations, and that the id -1 adds nothing. More tokens use the permuted path, with unchanged bits."""
+    """Check that calls with few tokens run the two ops for routed pairs, and that their error against the decoded
+    weights is smaller than with FP8 activations. The id -1 must add nothing. Calls with more tokens use the permuted
+    path, and their results do not change."""
     if not routes(device):
         return
     experts = block_of(form(), scheme, device).mlp.experts

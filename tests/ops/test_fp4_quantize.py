@@ -50,7 +50,7 @@ def test_every_element(source, device):
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32 edges"])
 def test_every_scale(source, block_size, device):
-    """Check the scale of blocks whose amax is each of these values."""
+    """Check the scale of blocks whose amax is each finite 16-bit value, or each fp32 edge value."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     fractions = torch.linspace(-1, 1, block_size)
     fractions[0] = 1.0

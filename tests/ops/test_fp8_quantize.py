@@ -55,7 +55,7 @@ def test_every_element(source, device):
 @pytest.mark.parametrize(("granularity", "layout"), [("token", "row"), ("block128", "row"), ("block128", "column")])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_scale(source, granularity, layout, device):
-    """Check the scale of 128 elements whose amax is each of these values, including values for which the scale is
+    """Check the scale of 128 elements for every value of ``source`` as their amax. For some values the scale is
     subnormal or zero."""
     values = values_of(source)
     fractions = torch.linspace(-1, 1, 128)

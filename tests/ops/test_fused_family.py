@@ -1,5 +1,5 @@
-"""Ops that add to a residual: equal to an addition followed by the op without it, in place, and in compiled stacks of
-layers."""
+"""Ops that add to a residual: comparison with an addition followed by the op without the addition, updates in place,
+and compiled stacks of layers."""
 
 import re
 
@@ -117,14 +117,15 @@ def calls(draw, op):
 @settings(max_examples=60)
 @given_by(data=st.data())
 def test_call_is_its_parts(op, device, data):
-    """Check that the op equals its separate steps, for random shapes, dtypes, layouts, strides and special values."""
+    """Check that the op gives the same results as its separate steps, for random shapes, dtypes, layouts, strides and
+    special values."""
     drawn = on_device(data.draw(calls(op)), device)
     assert_same(run(op, named(op, drawn)), separately(op, drawn))
 
 
 def on_device(drawn, device):
-    """Copy the arguments to a device, with the same strides. If the residual is the same tensor as the input, it stays
-    so."""
+    """Copy the arguments to a device, with the same strides. If the residual is the same tensor as the input, so are
+    their copies."""
     moved = {}
     for name, value in drawn.items():
         if name == "residual" and value is drawn["input"]:

@@ -1,4 +1,5 @@
-"""Arguments of wrong kinds: error messages that say what to write instead, and other kinds that are accepted."""
+"""Arguments of unusual kinds: wrong kinds, for which the error says what to write instead, and kinds that are
+accepted."""
 
 import numpy as np
 import pytest

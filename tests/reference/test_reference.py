@@ -365,8 +365,9 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 
 
 def test_every_reference_takes_its_ops_arguments():
-    """Check that references take the op's arguments by name, and all others as ``**named``. Only ops define defaults. A
-    reference has a default only for scales of activations, because some ops that call it lack this argument."""
+    """Check that references take the op's arguments by name, and all other arguments as ``**named``. Only ops define
+    defaults. A reference has a default only for scales of activations, because some ops that call it lack this
+    argument."""
     for name, op in OPS.items():
         reference = getattr(importlib.import_module(f"torch_cute_ops.reference.{name}"), name)
         theirs = inspect.signature(reference).parameters.values()

@@ -142,8 +142,8 @@ class FP4Samples:
         yield self.sample("static-weight", *values, static_weight=True)
 
     def _foreign_tiles(self, layout: str, device: torch.device) -> Iterator[Sample]:
-        """Yield calls whose tiled scales have other libraries' shapes, flat or a padded matrix, or gaps between rows of
-        tiles."""
+        """Yield calls whose tiled scales have other libraries' shapes (a flat tensor, or a padded matrix), or gaps
+        between rows of tiles."""
         sample = self.sample("", *self.sizes, NVFP4, layout, device, scale_layout=layout)
         for name in self.names[2:]:
             scale = self.by_name(sample)[name]

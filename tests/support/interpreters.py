@@ -13,8 +13,8 @@ PACKAGE = Path(torch_cute_ops.__file__).parent
 
 
 def variables_of(**environment: str) -> dict[str, str]:
-    """Return environment variables for an interpreter that can import this package, without settings of the package
-    except the given ones."""
+    """Return environment variables for an interpreter that can import this package. Of the package's settings, they
+    contain only the given settings."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
     return {**kept, "PYTHONPATH": path, **environment}

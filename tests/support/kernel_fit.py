@@ -47,7 +47,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     The first of ``kernels`` is the GEMM, or the kernel for many rows.
     """
     arch, config = ARCHS[case.arch], kernel.config
-    # Unless the GEMM's CTAs do it, a separate kernel rearranges the activations. With experts, a separate kernel lists
+    # A separate kernel rearranges the activations, unless the GEMM's CTAs do so. With experts, a separate kernel lists
     # tokens.
     apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.rearranges)
     # One kernel, which bypasses L1, routes or permutes few tokens; two kernels do so for more tokens.
@@ -65,7 +65,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     of_each = [threads] * count if few_rows is None else [threads, few_rows.threads]
     for resources, launched in zip(kernels, of_each, strict=True):
         assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
-        # No static shared memory: CUDA 12 allows only 48 KB of it, so all is dynamic.
+        # Kernels use only dynamic shared memory, because CUDA 12 allows only 48 KB of static shared memory.
         assert resources.smem_bytes == 0
         assert resources.registers * launched <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):

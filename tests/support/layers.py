@@ -50,7 +50,8 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
 
 
 def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
-    """Check ``layer(x)`` against the float64 product. The error may be that of fp32 accumulation and one rounding."""
+    """Check ``layer(x)`` against the float64 product. The allowed error is the error of fp32 accumulation plus one
+    rounding."""
     assert_product(layer(x), layer, x)
 
 
@@ -64,7 +65,7 @@ def weight_multiplied(layer: QuantLinear) -> np.ndarray:
 
 
 def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
-    """Return the FP8 weight that an FP4 layer multiplies FP8 activations by, computed from the layer's tensors."""
+    """Return the FP8 weight by which an FP4 layer multiplies FP8 activations, computed from the layer's tensors."""
     elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
     whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
     if layer.scheme == "nvfp4":

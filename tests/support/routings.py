@@ -11,7 +11,7 @@ from samples._moe_fc2 import top_alpha
 
 def zipf_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:
     """Route each token to ``top`` experts, which are drawn one after another by Zipf's law: the r-th most popular
-    expert is drawn with a probability proportional to 1/r. Which expert is how popular is random."""
+    expert is drawn with a probability proportional to 1/r. The order of popularity is random."""
     rank = torch.randperm(experts, device=device) + 1.0
     # The experts with the largest ln(u) / weight have this distribution (Efraimidis and Spirakis).
     return _of_largest(torch.rand(m, experts, device=device).log() * rank, top)

@@ -60,8 +60,8 @@ def test_one_backend_alone(program, monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_sums_of_fp8_products_may_lose(program, op):
-    """Check that exactly these ops are compared with the tolerance of FP8 tensor cores. Ops with FP4 operands and FP8
-    scales are not."""
+    """Check that only GEMMs with FP8 activations are compared with the tolerance of FP8 tensor cores. GEMMs with FP4
+    activations, whose scales may be FP8, are not."""
     spec = OPS[op]
     lost = {program.lost(spec, sample) is not None for sample in program.samples(spec, torch.device("cpu"))}
     assert lost == {op in ("mm_fp8", "mm_fp8_block", "grouped_mm_fp8", "mm_fp8_fp4", "grouped_mm_fp8_fp4")}
