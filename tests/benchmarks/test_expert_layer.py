@@ -103,7 +103,7 @@ def test_routing(routing):
         assert sum(counts.values()) == 1600 and len(counts) == used
         (expert, count), (_, second) = counts.most_common(2)
         most.append(expert)
-        # With 200 tokens, an expert gets 25 on average; with Zipf, the most popular expert gets nearly all.
+        # An expert gets 25 of 200 tokens on average. With Zipf's law, the most popular expert gets nearly all tokens.
         assert {"uniform": count < 60, "zipf": 120 < count < 200, "hot": count == 200}[routing]
         assert second < 60 or routing == "zipf"
     assert len(set(most)) > 1

@@ -88,7 +88,7 @@ def test_mismatch_allows_rounded_partial_sums_and_no_more():
 
 
 def test_ceilings(fake_backend, monkeypatch):
-    """Check that the ceiling of the read bandwidth is the faster of two ways to read memory, and that a ceiling that
+    """Check that the read bandwidth is measured with the faster of two ways to read memory, and that a ceiling that
     cannot be measured is None."""
     monkeypatch.setattr(measure, "peak_copy_tbps", lambda backend, device: 4.2)
     peaks = {name: getattr(measure, name) for name in ("peak_read_tbps", "peak_bf16_tflops")}

@@ -118,7 +118,8 @@ def test_results(made_up, capsys):
 
 
 def test_timelines(made_up, capsys):
-    """Check the timeline of a middle layer of four, with six kernels each. Times count from the start of this layer."""
+    """Check the timeline of a middle layer, in a profile of four layers with six kernels each. Times are relative to
+    the start of this layer."""
     row = json.loads((made_up / "layer.json").read_text())["rows"][0]
     assert row["layers"] == 4 and set(row["timelines"]) == set(layer.PRECISIONS)
     ran = row["timelines"]["W4A8"]

@@ -92,7 +92,7 @@ def test_a_decode_step(attention, label, monkeypatch):
 
 @torch.no_grad()
 def test_a_compiled_decode_step(monkeypatch):
-    """Check that one compiled graph serves all decode steps, with the results of eager code."""
+    """Check that one compiled graph serves all decode steps, and that its results equal the results of eager code."""
     llama.register_unmasked()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))

@@ -1,5 +1,5 @@
-"""Check that the producers' packages decode checkpoints written by this package to equal weights, and that this package
-does so with theirs.
+"""Check that other producers' packages decode this package's checkpoints to equal weights, and that this package
+decodes the other producers' checkpoints to equal weights.
 
 Needs the extra `producers`.
 """

@@ -89,7 +89,7 @@ def test_good_outputs_are_good(op, device):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_inputs_that_require_grad_are_refused_by_name(op, device):
-    """Check that each floating-point argument that requires grad is refused by name, with advice how to avoid the
+    """Check that each floating-point argument that requires grad is refused by name, with advice on how to avoid the
     error."""
     factors = ("global_scale", "scale", "alpha", "residual", "bias")
     samples = [plain_sample(op, device), *sample_inputs(op.name, device)]

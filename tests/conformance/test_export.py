@@ -132,7 +132,7 @@ class Everything(torch.nn.Module):
 
 
 def call_of_everything(rows):
-    """Return the inputs of a call of each op by name, and the arguments of ``Everything``."""
+    """Return the inputs of one call per op, keyed by op name, and the arguments of ``Everything``."""
     split = {name: split_call(op, rows, device="cpu", **choices_of(op)[0]) for name, op in OPS.items()}
     tensors, numbers = ({name: both[i] for name, both in split.items()} for i in range(2))
     x, gates = torch.randn(rows, K).bfloat16(), torch.rand(rows, 2)

@@ -30,7 +30,8 @@ from torch_cute_ops.registry import OPS
 
 @pytest.fixture(params=(*DEVICES, "model"))
 def place(request, monkeypatch):
-    """Return each device, and the fast path of the Python functions on the launch model."""
+    """Return each environment in turn: the devices, and the launch model, on which the Python functions take the fast
+    path."""
     if request.param != "model":
         return request.param
     request.getfixturevalue("launches")

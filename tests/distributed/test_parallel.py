@@ -248,8 +248,8 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
 
 @torch.no_grad()
 def rows_under_one_scale(rank: int) -> None:
-    """Check that FP8 rows whose columns are divided get the codes and scales of whole rows, including NaN and
-    infinity."""
+    """Check that FP8 rows whose columns are divided among ranks get the codes and scales of the undivided rows,
+    including NaN and infinity."""
     x = torch.randn(6, 64) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1.0, 1.0]).unsqueeze(1)
     x[4, 3], x[5, 40] = torch.nan, torch.inf
     dist.broadcast(x, 0)
@@ -356,7 +356,7 @@ def test_bounds():
     ],
 )
 def test_shard_ranges(suffix, shape, rows, columns):
-    """Check the range of each tensor for the second of two ranks, for a layer (512, 256)."""
+    """Check which range of each tensor the second of two ranks stores, for a layer (512, 256)."""
     assert shard_range(WeightShard(0, 1, 2), suffix, shape, (512, 256), "name") == rows
     assert shard_range(WeightShard(1, 1, 2), suffix, shape, (512, 256), "name") == columns
 

@@ -87,7 +87,8 @@ def test_fewer_experts_than_a_token_has_by_default(fp8_moe_layer: ModuleType, ca
 
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
 def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
-    """Compare the bf16 layer with float64, and the FP8 layer with float64 on its decoded weights."""
+    """Compare both layers with float64 computations: the bf16 layer on its weights, and the FP8 layer on its decoded
+    weights."""
     weights = fp8_moe_layer.random_weights(256, 12, 128, torch.device("cpu"))
     routing = fp8_moe_layer.Routing(groups, best, 3)
     x = torch.randn(5, 256).bfloat16()

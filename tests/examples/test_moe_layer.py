@@ -127,8 +127,8 @@ def test_the_layer_in_bf16(moe_layer: ModuleType, name: str) -> None:
 @pytest.mark.parametrize(("activations", "tokens", "most"), [("bf16", 5, 0.014), ("fp4", 5, 0.26), ("bf16", 60, 0.06)])
 @by_model
 def test_the_layer_in_fp4(moe_layer: ModuleType, name: str, activations: str, tokens: int, most: float) -> None:
-    """Compare both layouts with float64 on the weights rounded to the format, and the bf16 layer with the decoded
-    weights."""
+    """Compare the FP4 layer with a float64 computation on weights rounded to its format. A bf16 layer with the FP4
+    layer's decoded weights must be close to this computation, too."""
     model, weights, x = small_layer(moe_layer, name, tokens)
     layer = moe_layer.fp4_layer(model, weights, torch.randn(64, 128).bfloat16(), activations)
     assert (moe_layer.activations_of(layer, tokens) == "fp8") == (tokens == 60)

@@ -1,4 +1,4 @@
-"""``fp4_dequantize``: results must be exact."""
+"""``fp4_dequantize``: results must equal the specification's bit for bit."""
 
 import torch
 from support import spec

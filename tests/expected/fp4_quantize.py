@@ -1,4 +1,4 @@
-"""``fp4_quantize``: results must be exact."""
+"""``fp4_quantize``: codes and scales must equal the specification's bit for bit."""
 
 from expected import Tensors, assert_same, quantised, rows_of
 

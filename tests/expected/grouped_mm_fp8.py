@@ -1,4 +1,5 @@
-"""``grouped_mm_fp8``: results must be within the error bound of tensor-core sums, and zero in rows of padding."""
+"""``grouped_mm_fp8``: results may differ from float64 sums by the error bound of tensor cores, and must be zero in rows
+of padding."""
 
 import itertools
 

@@ -1,4 +1,5 @@
-"""``grouped_mm_fp8_fp4``: results must be within the error bound of tensor-core sums, and zero in rows of padding."""
+"""``grouped_mm_fp8_fp4``: results may differ from float64 sums by the error bound of tensor cores, and must be zero in
+rows of padding."""
 
 from expected._fp4_gemm import layout_of
 from expected._fp8_fp4 import fp4_weight

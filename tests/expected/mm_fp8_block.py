@@ -1,4 +1,4 @@
-"""``mm_fp8_block``: results must be within the error bound of tensor-core sums."""
+"""``mm_fp8_block``: results may differ from float64 sums by the error bound of tensor cores."""
 
 import torch
 

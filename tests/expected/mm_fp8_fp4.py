@@ -1,4 +1,4 @@
-"""``mm_fp8_fp4``: results must be within the error bound of tensor-core sums."""
+"""``mm_fp8_fp4``: results may differ from float64 sums by the error bound of tensor cores."""
 
 from expected._epilogue import of_rows
 from expected._fp4_gemm import layout_of

@@ -1,5 +1,5 @@
-"""``moe_finalize``: results must be exact. The fp32 product or sum of two numbers is the float64 result, rounded
-once."""
+"""``moe_finalize``: results must equal the specification's bit for bit. The fp32 product or sum of two numbers is the
+float64 result, rounded once."""
 
 import numpy as np
 import torch

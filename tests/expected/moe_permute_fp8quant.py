@@ -1,4 +1,5 @@
-"""``moe_permute_fp8quant``: results must be exact, and zero in rows of padding."""
+"""``moe_permute_fp8quant``: codes and scales must equal the specification's bit for bit, and must be zero in rows of
+padding."""
 
 import numpy as np
 import torch

@@ -1,5 +1,6 @@
-"""``moe_route``: the experts must be exact, unless fp32 arithmetic cannot distinguish their scores; weights must be
-within the error of fp32 arithmetic; the order of rows must be exact for the experts that were chosen."""
+"""``moe_route``: the experts must equal the expected experts, unless fp32 arithmetic cannot distinguish their scores.
+Weights must be within the error of fp32 arithmetic. The order of rows must be exact for the experts that the op
+chose."""
 
 import numpy as np
 import torch

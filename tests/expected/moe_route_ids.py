@@ -1,4 +1,4 @@
-"""``moe_route_ids``: results must be exact; a pair with an invalid expert gets no row."""
+"""``moe_route_ids``: results must equal the expected order exactly; a pair with an invalid expert gets no row."""
 
 import torch
 

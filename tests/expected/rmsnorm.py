@@ -1,4 +1,5 @@
-"""``rmsnorm``: results must be within half an ulp of the dtype plus the error of an fp32 computation."""
+"""``rmsnorm``: results may differ from the exact norm by half an ulp of the dtype plus the error of an fp32
+computation."""
 
 import torch
 

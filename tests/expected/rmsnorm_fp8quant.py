@@ -1,4 +1,5 @@
-"""``rmsnorm_fp8quant``: results must be within the error of an fp32 sum in any order."""
+"""``rmsnorm_fp8quant``: codes and scales may differ from the specification's only as far as the error of an fp32 sum,
+in any order, allows."""
 
 import numpy as np
 import torch

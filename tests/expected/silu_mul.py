@@ -1,4 +1,4 @@
-"""``silu_mul``: results must be within half an ulp plus the error of an fp32 exponential."""
+"""``silu_mul``: results may differ from the exact results by half an ulp plus the error of an fp32 exponential."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""``silu_mul_fp4quant``: results must be within the error of an fp32 exponential."""
+"""``silu_mul_fp4quant``: codes and scales may differ from the specification's only as far as the error of an fp32
+exponential allows."""
 
 from expected import Tensors, gated, quantised, rmsnorm_fp4quant, rows_of
 

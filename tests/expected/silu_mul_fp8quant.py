@@ -1,4 +1,5 @@
-"""``silu_mul_fp8quant``: results must be within the error of an fp32 exponential."""
+"""``silu_mul_fp8quant``: codes and scales may differ from the specification's only as far as the error of an fp32
+exponential allows."""
 
 from expected import Tensors, gated, quantised_fp8, rmsnorm_fp8quant, rows_of
 from torch_cute_ops.testing import GATE_ERROR

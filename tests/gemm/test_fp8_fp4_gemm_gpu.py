@@ -93,8 +93,8 @@ def test_clusters_with_several_tiles(name, fmt, m, target):
 @pytest.mark.parametrize("is_hard", [False, True], ids=["exact", "hard"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
-    """Check that results are equal whether most of the weight is re-encoded while the GEMM runs, or the whole weight
-    before.
+    """Check that results are equal whether most of the weight is re-encoded while the GEMM runs, or the whole weight is
+    re-encoded before the GEMM.
 
     Each checked call follows a call with another weight, so that a GEMM that does not wait for a row reads old numbers.
     Another call, whose kernels may start early, follows each checked call. If ``is_hard``, the weight contains rows in

@@ -161,7 +161,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, num_ctas), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
-    # Kernels in which single warps multiply m tiles are checked less strictly; docs/limits.md explains why.
+    # Kernels in which a single warp multiplies an m tile are checked less strictly; docs/limits.md explains why.
     strict = by_warpgroups or case.tile_m > WARP_MMA_TILE_M
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]

@@ -143,7 +143,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         num_ctas=one.num_ctas,
     )
     arguments, before = written_late(arguments, Operands._fields)
-    # Kernels in which single warps multiply m tiles are checked less strictly; docs/limits.md explains why.
+    # Kernels in which a single warp multiplies an m tile are checked less strictly; docs/limits.md explains why.
     strict = not kernel.config.by_warp
     run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=strict, edit=edit, written_before=before)
     return y, y_scale

@@ -72,7 +72,8 @@ def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Ten
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
         yield f"special-sums-{short(dtype)}", special[pairs[:, 0]], special[pairs[:, 1]]
         yield f"cancels-{short(dtype)}", plain, -plain
-        # Sums halfway between two numbers of the dtype, which must round to the even one, and sums next to them.
+        # Include sums halfway between two numbers of the dtype, which must round to the even number, and sums next to
+        # them.
         eps = torch.finfo(dtype).eps
         steps = torch.arange(1, 193, device=device).to(torch.float64) * eps / 2
         near = torch.stack((steps, steps * (1 + eps), steps * (1 - eps / 2))).to(dtype)

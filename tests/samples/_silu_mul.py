@@ -1,4 +1,4 @@
-"""Samples and error inputs of the ops with SwiGLU, in addition to the rows of a family."""
+"""Samples and error inputs of the ops with SwiGLU. They extend the samples of a family of formats."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -15,7 +15,7 @@ from samples._rows import DTYPES, short
 from samples._weights import every_other_expert, stride_errors, with_padding
 
 ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
-"""Dimension of each tensor of a ``call`` that is the number of rows."""
+"""For each tensor of a ``call``, the index of the dimension that is the number of rows."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:
@@ -163,8 +163,8 @@ def _epilogues(device: torch.device) -> Iterator[Sample]:
 def with_token_scales(
     one: Sample, *, exact: bool = False, one_a_scale: bool = False, one_b_scale: bool = False
 ) -> Sample:
-    """Return the call with per-token and per-channel scales instead of block scales. Scales that were NaN, of padding
-    rows and of experts without rows, stay NaN.
+    """Return the call with per-token and per-channel scales instead of block scales. The NaN scales of padding rows and
+    of experts without rows stay NaN.
 
     Args:
         one: call with block scales.

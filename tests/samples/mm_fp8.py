@@ -41,7 +41,8 @@ def sample(
     """Return a random call. With ``exact``, all its sums are exact.
 
     Args:
-        one_a_scale, one_b_scale: True for one scale per tensor, False for one scale per row of ``a`` or per column.
+        one_a_scale, one_b_scale: True for one scale per tensor, False for one scale per row of ``a`` or per
+            column of the result.
     """
     numbers, factors = (integers, powers) if exact else (codes, scales)
     a, b = (numbers(rows, k, device=device) for rows in (m, n))

@@ -37,7 +37,7 @@ SIZES = {
 }
 """M, N and K of samples, keyed by the feature of the sizes that the sample tests."""
 ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
-"""Dimension of each tensor of a ``call`` that is the number of rows."""
+"""For each tensor of a ``call``, the index of the dimension that is the number of rows."""
 
 
 def call(*shape: int, device: torch.device) -> Sample:

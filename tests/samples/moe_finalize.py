@@ -21,8 +21,8 @@ from samples._rows import DTYPES, random_rows, short, special_rows, views
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with M tokens (the product of all dimensions except the last) and rows of the last size, rounded
-    up. Every third pair is dropped.
+    """Return a call with M tokens (the product of all dimensions except the last) and rows as long as the last
+    dimension, rounded up. Every third pair is dropped.
 
     The buffer also has M rows, so that calls differ only in M. No test uses eleven tokens, because PyTorch treats equal
     sizes as one symbol.

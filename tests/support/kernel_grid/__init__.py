@@ -1,5 +1,5 @@
-"""Kernel configurations (cases) that tests compile, one module per group of kernels. Each list of cases can be made
-complete or as a selection."""
+"""Kernel configurations (cases) that tests compile, one module per group of kernels. Functions return all cases of a
+group, or a selection of them."""
 
 from __future__ import annotations
 

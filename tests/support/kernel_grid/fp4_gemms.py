@@ -46,7 +46,7 @@ WARPGROUP_KINDS: tuple[tuple[Any, ...], ...] = (
 class MmaCase(KernelCase):
     """An FP4 GEMM by mma.sync and the architecture to compile it for.
 
-    The attributes are arguments of ``fp4_mma.plan``; layouts are names.
+    The attributes are arguments of ``fp4_mma.plan``, with layouts given by name.
     """
 
     dtype: torch.dtype
@@ -223,7 +223,7 @@ class ExpertsCase(KernelCase):
 @dataclass(frozen=True)
 class GatedExpertsCase(KernelCase):
     """Gated FP4 GEMM over experts (``fp4_gated_experts``). The attributes are arguments of its ``plan``; ``epilogue``
-    contains arguments of ``GatedEpilogue``, and layouts are names."""
+    contains arguments of ``GatedEpilogue``, and layouts are given by name."""
 
     dtype: torch.dtype
     format: FP4Format
