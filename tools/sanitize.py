@@ -52,7 +52,7 @@ TOOLS = {
 
 
 FOUND = 9
-"""Exit status that tells the sanitizer to use if it found an error."""
+"""Exit status that the sanitizer is told to use if it finds an error."""
 HAZARD = re.compile(
     r"Potential (RAW|WAR|WAW) hazard detected at .*\n"
     r"=+ +(\w+) Thread \((\d+),.*\n"

@@ -163,8 +163,8 @@ def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
 
 
 def check_first_rows(launch, columns, device, tactic):
-    """Check that the first 33 of 100 rows, and the first row, give the same bits alone, and that a second call repeats
-    all rows."""
+    """Check that the first 33 of 100 rows, and the first row, give the same bits alone, and that a second call gives
+    the same bits for all rows."""
     every = []
     for rows in (100, 100, 33, 1):
         every.append(torch.full((rows, columns), torch.nan, device=device))

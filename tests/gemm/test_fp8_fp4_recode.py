@@ -1,4 +1,5 @@
-"""The backend ``recode``: when it writes the FP8 weight while the GEMM runs, and with how many SMs."""
+"""The backend ``recode``: for which problems it writes the FP8 weight while the GEMM runs, and the number of SMs that
+write."""
 
 from dataclasses import replace
 

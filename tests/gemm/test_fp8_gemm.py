@@ -74,7 +74,7 @@ def test_one_expert_is_the_plain_gemm(device):
 @pytest.mark.parametrize("m", [5, 130])
 def test_long_sums_do_not_lose_more(m, device):
     """Check long sums of positive numbers, in which tensor cores alone would lose small terms. The error must not
-    exceed the error of one k tile."""
+    exceed the error of a sum over one k tile."""
     where = torch.device(device)
     k = 128 * BLOCK
     a, b = (torch.rand(rows, k, device=where).to(torch.float8_e4m3fn) for rows in (m, 128))

@@ -176,8 +176,8 @@ def test_errors():
 
 @pytest.mark.parametrize("few", [False, True])
 def test_wrong_routing_is_refused(few):
-    """Check that swapped arguments, ids that are no integers, and ids of experts that do not exist are refused on both
-    paths."""
+    """Check that swapped arguments, ids that are no integers, and ids of experts that do not exist are refused, on the
+    path for few tokens and on the path for many tokens."""
     experts = block_of(Experts(), "nvfp4").mlp.experts
     if few:
         experts.route_few_()

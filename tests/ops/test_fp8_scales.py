@@ -223,7 +223,7 @@ def quantising(device: torch.device) -> dict[str, tuple[Sample, torch.Size]]:
 @pytest.mark.parametrize("op", quantising(CPU))
 def test_outputs_take_the_layout_of_the_given_tensor(op, entry, request, device):
     """Check that scales are written in the layout of the given output tensor, that memory between its elements does not
-    change, and that a second call and ``out=`` give the same."""
+    change, and that a second call and ``out=`` give the same results."""
     if entry == "model":
         request.getfixturevalue("launches")
         device = "cpu"

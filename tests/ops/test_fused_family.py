@@ -124,8 +124,8 @@ def test_call_is_its_parts(op, device, data):
 
 
 def on_device(drawn, device):
-    """Copy the arguments to a device, with the same strides. If the residual is the same tensor as the input, so are
-    their copies."""
+    """Copy the arguments to a device, with the same strides. If the residual is the same tensor as the input, both stay
+    one tensor."""
     moved = {}
     for name, value in drawn.items():
         if name == "residual" and value is drawn["input"]:

@@ -25,7 +25,7 @@ GATES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def swiglu_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
-    """Yield wrong parameters of the gate, after these positional arguments."""
+    """Yield calls with the positional arguments ``args`` and wrong parameters of the gate."""
     for name, values in {
         "swiglu_alpha": (torch.nan, torch.inf),
         "swiglu_beta": (torch.nan, -torch.inf),
