@@ -135,8 +135,8 @@ workers get equal loads."""
 def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
     """Parametrise a check of (op, name of a sample) with these cases, divided into chunks.
 
-    In every test, a sample belongs to the chunk with the same id, so that the same worker runs it and its kernel is
-    compiled once.
+    A sample is in a chunk with the same id in every test, so that one worker runs the sample in all tests, and its
+    kernel is compiled once.
     """
     return each_case(
         ("op", "name"), cases, lambda op, name: f"{op.name}-samples-{_chunk(_samples(op.name, 'cpu'), name)}"
