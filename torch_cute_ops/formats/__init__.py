@@ -1,4 +1,4 @@
-"""Definitions of the formats: element codes, block scales, scale layouts, packing. Plain torch, no kernels."""
+"""Definitions of the quantised formats in plain torch: element codes, packing, block scales and scale layouts."""
 
 from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, nvfp4_global_scale, resolve_fp4_format
 from torch_cute_ops.formats.fp8 import (

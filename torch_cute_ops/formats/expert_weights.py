@@ -1,4 +1,4 @@
-"""Conversion of the stacked weights of all experts to one matrix, an operand of an expert layer's second GEMM."""
+"""Convert the stacked weights of all experts to one matrix, the weight of an expert layer's second GEMM."""
 
 import torch
 

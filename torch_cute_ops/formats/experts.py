@@ -1,4 +1,4 @@
-"""Layout of the buffers that connect the steps of an expert layer. Their rows are grouped by expert."""
+"""Layout of the buffers that connect the steps of an expert layer. The rows of a buffer are grouped by expert."""
 
 from typing import Final
 

@@ -44,7 +44,7 @@ class FP4Format:
 
     @property
     def width_multiple(self) -> int:
-        """Divisor that the length of a row must have: the block size."""
+        """Number that must divide the length of a row: the block size."""
         return self.block_size
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -114,7 +114,7 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _has_value(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's element can be read, because the code is not being compiled or transformed."""
+    """Return True if Python can read the tensor's element. It cannot while torch compiles or transforms the code."""
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and not _is_transformed(tensor)
 
 
@@ -147,8 +147,8 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """Decode e2m1 codes (uint8, 0..15) to fp32."""
-    # Shifted into float32's exponent and fraction fields, the bits of a code have the value times 2^-126. A lookup
-    # table would break the capture of CUDA graphs.
+    # Shift the bits of a code into the exponent and fraction fields of a float32, which is then the code's value times
+    # 2^-126. A lookup table would break the capture of CUDA graphs.
     codes = codes.to(torch.int32)
     return (((codes & 7) << 22) | ((codes & 8) << 28)).view(torch.float32) * 2.0**126
 
@@ -160,7 +160,7 @@ def encode_e4m3(value: torch.Tensor) -> torch.Tensor:
 
 def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
     """Decode ue8m0 bytes (uint8) to fp32: ``2^(byte - 127)``, or NaN for the byte 255."""
-    # The byte is the exponent field of an fp32 number. Only 2^-127 differs, because it is subnormal.
+    # The byte is the exponent field of an fp32 number, except for 2^-127, which is subnormal in fp32.
     bits = torch.where(byte == 0, 0x00400000, byte.to(torch.int32) << 23)
     return torch.where(byte == UE8M0_NAN, torch.nan, bits.to(torch.int32).view(torch.float32))
 

@@ -32,11 +32,11 @@ class FP8Format:
 
     @property
     def width_multiple(self) -> int:
-        """Divisor that the length of a row must have: half a block, or 1 without blocks."""
+        """Number that must divide the length of a row: half a block, or 1 without blocks."""
         return self.block_size // 2 or 1
 
     def scales_per_row(self, width: int) -> int:
-        """Return the number of scales of a row of ``width`` elements. It is 1 if one scale covers the whole tensor."""
+        """Return the number of scales of a row of ``width`` elements, or 1 if one scale covers the whole tensor."""
         return (width + self.block_size - 1) // self.block_size if self.block_size else 1
 
 

@@ -138,7 +138,7 @@ def fitting_layouts(shape: Sequence[int], lead: Sequence[int], blocks: int) -> l
 
 
 def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layout: ScaleLayout) -> str | None:
-    r"""Return the reason that ``scale`` cannot contain the tiles of a tensor (\*lead, blocks · B), or None if it can.
+    r"""Return the reason why ``scale`` cannot contain the tiles of a tensor (\*lead, blocks · B), or None if it can.
 
     Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
     Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices, if no
@@ -247,7 +247,7 @@ def _reordered(codes: torch.Tensor, layout: ScaleLayout, sizes: tuple[int, int],
     row_tiles, block_tiles = sizes[0] // layout.tile_rows, sizes[1] // TILE_BLOCKS
     groups, rows = (4, 32) if layout.tile_rows == 128 else (1, layout.tile_rows)
     matrix, tiles = (row_tiles, groups, rows, block_tiles, width), (row_tiles, block_tiles, rows, groups, width)
-    # The permutation is its own inverse.
+    # The same permutation serves both directions, because it is its own inverse.
     reordered = quads.view(tiles if from_tiles else matrix).permute(0, 3, 2, 1, 4)
     return reordered.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
@@ -319,7 +319,7 @@ def convert_scales(
 
 
 def _hint_of_dtype(scale: torch.Tensor, rows: int, k: int) -> str:
-    """Return advice to view uint8 scales as float8_e4m3fn if their number fits NVFP4, else an empty string."""
+    """Return advice to view uint8 scales as float8_e4m3fn if the number of scales fits NVFP4, else an empty string."""
     if scale.dtype != torch.uint8 or k % 16:
         return ""
     counts = [row_count(layout.shape((rows,), k // 16)) for layout in SCALE_LAYOUTS.values()]

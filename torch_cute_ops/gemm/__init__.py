@@ -1,2 +1,1 @@
-"""GEMMs in all formats: the description of a GEMM, the backends that compute it, and the choice and tuning of a
-backend."""
+"""GEMMs in all formats: how a GEMM is described, which backends compute it, and how a backend is chosen and tuned."""

@@ -27,7 +27,7 @@ class Target:
 
     Attributes:
         device: device of the tensors.
-        arch: architecture, or None if no kernel supports it, as on a CPU.
+        arch: architecture of the GPU, or None if this package has no kernels for the device, for example for a CPU.
         sms: number of streaming multiprocessors.
         name: name of the GPU, or None if it is not a GPU of this machine. GEMMs are then not tuned.
         bandwidth: peak DRAM bandwidth in bytes per second, or None to derive it from the architecture and the SMs.
@@ -59,7 +59,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
-        """Return the reason that the backend cannot compute a problem on ``target``, for any M, or None if it can.
+        """Return the reason why the backend cannot compute a problem on ``target``, whatever M is, or None if it can.
 
         ``handles(problem)`` must be True.
         """
@@ -74,7 +74,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def kernels(self, problem: GemmProblem, tactic: Any, arch: Arch) -> tuple[KernelSpec, ...]:
-        """Return the kernels of this package that the tactic launches, which warm-up and bundles compile."""
+        """Return the kernels of this package that the tactic launches. Warm-up and bundles compile them."""
 
     @abc.abstractmethod
     def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
@@ -86,6 +86,6 @@ class Backend(abc.ABC):
         return named
 
     def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
-        """Return True if the tactic launches a single compiled function, which checks strides and alignment of its
-        operands."""
+        """Return True if the tactic launches a single compiled function. That function checks the strides and the
+        alignment of its operands."""
         return False

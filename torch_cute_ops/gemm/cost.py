@@ -37,19 +37,19 @@ def smallest_tile(tiles: Iterable[int], m: int) -> int:
 
 
 def places(slots: int, cluster: int) -> int:
-    """Return the number of CTAs that run at the same time in clusters of ``cluster`` CTAs, if ``slots`` CTAs run
-    without clusters."""
+    """Return the number of CTAs that run at the same time in clusters of ``cluster`` CTAs, on a GPU on which ``slots``
+    CTAs without clusters run at the same time."""
     share = CLUSTER_PLACES.get(cluster, LARGE_CLUSTER_PLACES)
     return max(1, int(share * slots / cluster)) * cluster
 
 
 def memory_seconds(size: int, kernels: int, target: Target) -> float:
-    """Return the time in seconds in which ``kernels`` kernels, one after the other, move ``size`` bytes."""
+    """Return the time in seconds in which ``kernels`` successive kernels together move ``size`` bytes."""
     return kernels * LAUNCH_SECONDS + size / bytes_per_second(target)
 
 
 def bytes_per_second(target: Target) -> float:
-    """Return the memory bandwidth that a copy reaches, counting reads and writes."""
+    """Return the DRAM bandwidth that a copy reaches, in bytes read or written per second."""
     return MEMORY_EFFICIENCY * (target.bandwidth or _arch(target).peak_bandwidth(target.sms))
 
 
@@ -60,8 +60,8 @@ def tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> f
 
 
 def fp4_tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> float:
-    """Return the time in seconds of ``flops`` operations on two FP4 operands. Tensor cores without FP4 use their 16-bit
-    rate."""
+    """Return the time in seconds of ``flops`` operations on two FP4 operands. For tensor cores without FP4, their
+    16-bit rate is assumed."""
     arch = _arch(target)
     return tensor_core_seconds(flops, target, sms) * arch.flops_per_clock / (arch.fp4_flops_per_clock or 1.0)
 
@@ -74,7 +74,7 @@ def weight_seconds(weights: int, clocks: float) -> float:
 def overlapped(*seconds: float, order: float) -> float:
     """Return the total time of tasks that overlap imperfectly: the ``order``-norm of their times."""
     total = 0.0
-    for part in seconds:  # a loop, because a generator takes twice as long
+    for part in seconds:  # a generator expression would take twice as long as this loop
         total += part**order
     return float(total ** (1 / order))
 

@@ -55,7 +55,7 @@ def fp4_operands(problem: GemmProblem) -> FP4Operands:
 
 
 def reason_no_kernel(target: Target) -> str | None:
-    """Return the reason that this package has no kernel for ``target``, or None."""
+    """Return the reason why this package has no kernel for ``target``, or None if it has kernels."""
     if target.device.type != "cuda":
         return f"needs a CUDA device; the tensors are on {target.device}"
     if target.arch is None:
@@ -64,7 +64,7 @@ def reason_no_kernel(target: Target) -> str | None:
 
 
 def reason_no_wgmma(target: Target) -> str | None:
-    """Return the reason that wgmma kernels do not support ``target``, or None."""
+    """Return the reason why wgmma kernels do not support ``target``, or None if they do."""
     reason = reason_no_kernel(target)
     if reason is None and target.arch is not None and not target.arch.has_wgmma:
         return f"needs Hopper's warpgroup MMA; this is {target.arch.name}"
@@ -72,7 +72,7 @@ def reason_no_wgmma(target: Target) -> str | None:
 
 
 def reason_no_tcgen05(target: Target) -> str | None:
-    """Return the reason that tcgen05 kernels do not support ``target``, or None."""
+    """Return the reason why tcgen05 kernels do not support ``target``, or None if they do."""
     reason = reason_no_kernel(target)
     if reason is None and target.arch is not None and not target.arch.has_tcgen05:
         return f"needs data-center Blackwell's tcgen05; this is {target.arch.name}"
@@ -80,14 +80,14 @@ def reason_no_tcgen05(target: Target) -> str | None:
 
 
 def reason_misaligned(problem: GemmProblem) -> str | None:
-    """Return the reason that kernels cannot load the operands, because they are not aligned, or None."""
+    """Return a reason if kernels cannot load the operands because these are not aligned, or None if they can."""
     if problem.n % 8 or problem.k % 32:
         return f"n={problem.n} and k={problem.k}: they have to be multiples of 8 and 32"
     return None
 
 
 def reason_not_words(problem: GemmProblem) -> str | None:
-    """Return the reason that kernels cannot load linear scales four at a time, or None."""
+    """Return the reason why kernels cannot load linear scales four at a time, or None if they can."""
     blocks = problem.k // fp4_format(problem).block_size
     if weight_scales(problem).is_linear and blocks % 4:
         return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
@@ -95,7 +95,7 @@ def reason_not_words(problem: GemmProblem) -> str | None:
 
 
 def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None:
-    """Return the reason that TMA cannot copy linear scales one k tile at a time, or None.
+    """Return the reason why TMA cannot copy linear scales one k tile at a time, or None if it can.
 
     Args:
         problem: problem with an FP4 weight.

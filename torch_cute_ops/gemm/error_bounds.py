@@ -59,10 +59,10 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
             left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
             if over == "k" and alpha is not None:
                 factor = alpha[part].double().repeat_interleave(problem.expert_k, 1)
-                left = torch.where(factor == 0, 0.0, left * factor)  # unrouted tokens may be NaN
+                left = torch.where(factor == 0, 0.0, left * factor)  # the activations of unrouted tokens may be NaN
             for columns in _slices(slice(0, n), k):
                 right = _decoded_weight(problem, weight, factors, expert, columns).t()
-                if over == "k":  # skip experts without a routed token: they may be NaN
+                if over == "k":  # skip experts without a routed token: their operands may be NaN
                     right = torch.where((left != 0).any(0)[:, None], right, 0.0)
                 total = left @ right
                 lost = (left.abs() @ right.abs()) * relative
@@ -87,8 +87,8 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
 
 
 def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tensor, Tensor]:
-    """Return the expected gated columns (M, E·I) in fp32, zero for pairs that are not routed, and the largest allowed
-    error before rounding.
+    """Return the expected result of the gate, (M, E·I) in fp32, and the largest allowed error before rounding. Pairs
+    that are not routed are zero.
 
     The error covers one rounding per term of a sum, and the error of the exponential. The gate, whose slope is at most
     1.1, propagates both.
@@ -128,8 +128,8 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
 def block_difference(
     got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor], fmt: FP4Format
 ) -> str | None:
-    """Return a description of blocks that differ from the expected blocks, or None. Only blocks that are written are
-    compared.
+    """Return a description of the blocks that differ from the expected blocks, or None if none differs. ``masks`` tell
+    which codes and scales are written, and only these are compared.
 
     If the values come from an exponential, at most one scale in 1,000 may differ, by one step, and at most one code in
     1,000, also by one step.
@@ -172,7 +172,7 @@ def _rows_of_experts(problem: GemmProblem, rows: int) -> list[slice]:
 
 
 def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: bool) -> Tensor:
-    """Return the elements of an ``alpha`` or a bias that belong to these columns of an expert."""
+    """Return the elements of an ``alpha`` or a bias that apply to some columns of one expert."""
     if value.dim() == 2 or (is_grouped and value.shape[0] > 1):
         value = value[expert]
     value = value.reshape(-1)
@@ -182,8 +182,8 @@ def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: 
 def _off_by_gate(
     problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
 ) -> Tensor:
-    """Return the allowed error, in fp64, of gated activations if another implementation of the exponential computes
-    them from the same rows.
+    """Return the error, in fp64, that is allowed in gated activations because implementations of the exponential
+    function differ.
 
     Args:
         problem: problem with a gate in its prologue.

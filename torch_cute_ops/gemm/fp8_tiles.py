@@ -19,9 +19,9 @@ class Tile(NamedTuple):
 
     Attributes:
         tile_m, tile_n: numbers of rows of ``a`` and of the weight.
-        split_k: number of CTAs of a cluster that divide the K of a tile.
+        split_k: number of CTAs of a cluster among which K of a tile is divided.
         ctas_per_sm: number of CTAs that share an SM.
-        cluster_m: number of CTAs of a cluster that divide the rows of a tile equally.
+        cluster_m: number of CTAs of a cluster among which the rows of a tile are divided equally.
     """
 
     tile_m: int
@@ -69,12 +69,12 @@ class Tile(NamedTuple):
             k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands have arrived.
             wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
             row_bytes: bytes of one weight row in a k tile.
-            share_clocks: SM clocks to add up the partial sums of a tile, for each CTA of the cluster after the first.
+            share_clocks: SM clocks to add the partial sums of one more CTA of the cluster to a tile.
             read_again: fraction of the weight that is read from memory a second time if several row tiles run at the
                 same time.
         """
-        # The weight is read from memory at least once. Row tiles that run at the same time share this read, and all SMs
-        # that read share the bandwidth.
+        # The weight is read from memory at least once. Row tiles that run at the same time share one read of the
+        # weight. All SMs that read share the bandwidth.
         tiles = self.tiles_of(problem, m)
         side_by_side = min(-(-rows_of_expert(problem, m) // self.tile_m), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)

@@ -1,4 +1,4 @@
-"""Tensors of one GEMM call, as the launch functions of backends take them."""
+"""Dataclasses that hold the tensors of one GEMM call. The launch functions of backends take them as arguments."""
 
 from typing import NamedTuple
 

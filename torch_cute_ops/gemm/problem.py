@@ -70,7 +70,7 @@ class Grouping:
             columns of the result (first GEMM of an expert layer). ``"rows"``: experts own rows of ``a``, and each has
             its own weight.
         experts: number of experts, or 1 for ``"none"``.
-        rows: for ``"rows"``, description of the tensors that assign rows to experts.
+        rows: if ``over`` is ``"rows"``, description of the tensors that assign rows to experts.
     """
 
     over: Literal["none", "k", "n", "rows"] = "none"
@@ -83,7 +83,7 @@ class GemmProblem:
     """A GEMM without its M: ``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]``, changed by ``grouping``.
 
     The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``. Each
-    expert's sum is rounded to fp32. The multiplication by the factor, and the addition to other experts' sums, are in
+    expert's sum is rounded to fp32. The multiplication by the factor and the addition to other experts' sums are in
     fp32. If the factor is zero, of either sign, nothing is computed: the operands do not affect the result, even if
     they are NaN. Each expert has its own bias, ``factor[m, e] · (Σ … + bias[e, n])``, with a rounding to fp32 after
     each step.
@@ -97,7 +97,7 @@ class GemmProblem:
         n, k: number of columns of the result, and number of elements of a sum. If experts divide N or K, ``n`` or ``k``
             counts all experts together.
         grouping: division among experts.
-        epilogue: operations on a sum before it is stored.
+        epilogue: operations that are applied to an accumulator before it is stored.
         gate: ``"silu"``, or ``"swiglu"`` with parameters that calls pass, or None without a gate. With a gate, the
             result is SwiGLU of the two halves of each expert's weight rows, and the weight has ``2 · n`` rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
@@ -212,8 +212,8 @@ class GemmProblem:
     def flops(self, m: int) -> int:
         """Return the number of multiplications and additions of a call.
 
-        With experts over K or N, each token counts ``topk`` experts. In the masked layout, all rows of the buffer
-        count.
+        With experts over K or N, ``topk`` experts are counted per token. In the masked layout, all rows of the buffer
+        are counted.
         """
         if self.grouping.over == "n":
             return 2 * m * self.weight_rows // self.experts * self.k * self.topk

@@ -1,4 +1,4 @@
-"""Choice of a backend and a tactic for a GEMM."""
+"""Choose a backend and a tactic for a GEMM."""
 
 import functools
 from dataclasses import replace
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
 
 def target_of(device: torch.device | Arch) -> Target:
-    """Return a device as a target, or the first known GPU of an architecture."""
+    """Return the ``Target`` of a device. For an architecture, return the first known GPU with this architecture."""
     if isinstance(device, Arch):
         return usual_targets(device)[0]
     if device.type != "cuda":
@@ -109,7 +109,7 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
     backend = candidates(problem).get(found.backend) if found is not None else None
     if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
         return None
-    # The tuner stores a tactic as a plain tuple, which compares equal to the backend's tactic, a named tuple.
+    # The tuner stores a tactic as a plain tuple. It compares equal to the backend's tactic, which is a named tuple.
     tactics = backend.tactics(problem, bucket(m), target)
     return next((Choice(backend, tactic) for tactic in tactics if tactic == found.tactic), None)
 

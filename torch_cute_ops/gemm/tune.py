@@ -1,4 +1,4 @@
-"""Tuning of GEMMs: estimates of all candidates, random operands, and calls that are checked and timed."""
+"""Tune GEMMs: estimate the time of each candidate, run the candidates on random operands, check and time them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ def kernels(problem: GemmProblem, m: int, target: Target) -> Iterator[KernelSpec
 
 
 def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, float]:
-    """Return the estimated seconds of every candidate. They are infinite for backends that are selected only by
+    """Return the estimated seconds of every candidate. The estimate is infinite if the backend can be selected only by
     name."""
     return {
         Candidate(name, tactic): math.inf if backend.by_name_only else backend.estimate(problem, m, tactic, target)
@@ -91,7 +91,7 @@ class Bench:
         bound."""
         _, (out,) = self._exact
         assert out is not None
-        out.fill_(math.nan)  # so that unwritten elements are detected
+        out.fill_(math.nan)  # NaN, so that the check below detects unwritten elements
         with torch.no_grad(), _on(self.target.device):
             self._run(candidate, self._exact)
             return error_bounds.difference(out.reshape(-1, self.problem.n), *self._expected)
@@ -161,7 +161,7 @@ class Bench:
         if problem.prologue_quant == "scaled":
             a_scale = torch.full((1,), 3.0, dtype=torch.float32, device=device)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
-        # With FP8 activations and an FP4 weight, sums are exact only if all scales of a row are the same power of two.
+        # With FP8 activations and an FP4 weight, sums are exact only if one power of two scales a whole weight row.
         b, b_scale = _weight(problem.b, weights, problem.k, generator, exact and problem.a.is_fp8)
         offsets = counts = None
         if over == "rows":
@@ -248,7 +248,7 @@ class GatedBench(Bench):
 
         alpha = bias = global_scale = None
         if epilogue.alpha is not None:
-            # With this factor, gates are of the order of 1, as in models.
+            # With this ``alpha``, the inputs of the gate have magnitudes around 1, as in models.
             alpha = filled(2 * problem.k**-0.5, *((experts,) if epilogue.alpha == "expert" else (experts, 2)))
         if epilogue.bias_dtype is not None:
             drawn = torch.randint(-2, 3, (experts, rows), device=device, generator=generator)
@@ -324,8 +324,8 @@ def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool)
 def _fp4(
     lead: tuple[int, ...], k: int, fmt: FP4Format, layout: ScaleLayout, generator: torch.Generator, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return random codes and scales, including padding. If ``exact``, all scales of a row are the same power of
-    two."""
+    """Return random FP4 codes and scales, including padding. If ``exact``, all scales of one row are equal, and a power
+    of two."""
     codes, scale = fp4_shapes((*lead, k), fmt, layout)
     device = generator.device
     packed = torch.randint(0, 256, codes, dtype=torch.uint8, device=device, generator=generator)

@@ -50,7 +50,7 @@ class FP4KernelBackend(FP4Backend):
         return reason or self.reason_unfit(problem)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        """Return the reason that the kernel cannot compute a problem whose operands are aligned, or None."""
+        """Return the reason why the kernel cannot compute a problem with aligned operands, or None if it can."""
         raise NotImplementedError
 
     def config(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
@@ -58,14 +58,14 @@ class FP4KernelBackend(FP4Backend):
         raise NotImplementedError
 
     def built(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
-        """Return the result of ``config`` from a cache, because planning asks for it several times."""
+        """Return the result of ``config``. It is cached, because planning needs it several times."""
         key = self.kernel, tactic, arch.name, settings.PDL
         if key not in problem.configs:
             problem.configs[key] = self.config(problem, tactic, arch)
         return problem.configs[key]
 
     def buildable(self, problem: GemmProblem, tactics: Iterable[T], target: Target) -> tuple[T, ...]:
-        """Return those tactics whose kernels can be built for the target, or all of them if the target is not a GPU."""
+        """Return the tactics whose kernels can be built for the target. Without a GPU as target, return all tactics."""
         arch = target.arch
         return tuple(one for one in tactics if arch is None or self.built(problem, one, arch) is not None)
 

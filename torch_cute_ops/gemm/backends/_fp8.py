@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.compiler import compile_kernel
 
 
 def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]:
-    """Return the arguments that the ``plan`` functions of all FP8 wgmma kernels have in common."""
+    """Return the arguments that all FP8 wgmma kernels' ``plan`` functions take."""
     return {
         "rows": problem.grouping.rows,
         "epilogue": problem.epilogue,
@@ -37,7 +37,7 @@ class FP8Tactic(NamedTuple):
     Attributes:
         tile_m: number of rows of ``a`` in a tile.
         tile_n: number of rows of the weight in a tile.
-        split_k: number of CTAs of a cluster that compute a tile, each over a range of K.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
     """
 
     tile_m: int
@@ -75,7 +75,7 @@ class FP8Backend(Backend):
         return launch
 
     def compiled(self, problem: GemmProblem, tactic: Any, target: Target) -> tuple[Callable[..., None], int, bool]:
-        """Return a tactic's compiled function, its number of CTAs, and True if the kernel prefetches."""
+        """Return (compiled function, number of CTAs to launch, True if the kernel prefetches) for a tactic."""
         assert target.arch is not None
         (kernel,) = self.kernels(problem, tactic, target.arch)
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)

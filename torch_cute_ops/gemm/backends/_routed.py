@@ -30,13 +30,13 @@ class RoutedBackend(FP4KernelBackend):
 
 
 def clocks_per_weight(tile_m: int) -> float:
-    """Return the SM clocks that one weight element takes in an m tile of ``tile_m`` rows."""
+    """Return the SM clocks to decode one weight element and multiply it with an m tile of ``tile_m`` rows."""
     return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
 
 
 @functools.cache
 def mean_m_tiles(tokens: int, probability: float, tile_m: int) -> float:
-    """Return the mean number of m tiles of an expert, if each token is routed to the expert with this probability.
+    """Return the mean number of m tiles of an expert to which each token is routed with this probability.
 
     The result is the mean of ceil(X / tile_m) for a binomial random variable X.
     """

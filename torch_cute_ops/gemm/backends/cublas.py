@@ -72,7 +72,7 @@ class Cublas(FP4Backend):
             seconds = _block_scaled_seconds(problem, m, target)
             if not _is_one_call(problem):  # other kernels read and write the fp32 result
                 return seconds + memory_seconds(2 * acc_bytes, 1, target)
-            # PyTorch first multiplies the two scales of whole tensors, in a separate launch.
+            # With ``alpha``, PyTorch first multiplies the two per-tensor factors in a separate launch.
             return seconds + LAUNCH_SECONDS * (problem.epilogue.alpha is not None)
         # The decoded operands and the fp32 result are written to memory and read again.
         size = 2 * problem.k * (problem.n + (m if problem.a.is_fp4 else 0))
@@ -112,7 +112,7 @@ def _dtype(problem: GemmProblem) -> torch.dtype:
 
 
 def _accumulate(a: Tensor, weight: Tensor) -> Tensor:
-    """Return ``a @ weight.T`` in fp32. With a 16-bit result, cuBLAS might round partial sums to 16 bits."""
+    """Return ``a @ weight.T`` in fp32, because for a 16-bit result cuBLAS might round partial sums to 16 bits."""
     return torch.mm(a, weight.t(), out_dtype=torch.float32)
 
 
@@ -133,7 +133,7 @@ def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
 def _cuda_multiplies_codes() -> bool:
     """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
 
-    A PyTorch without CUDA only compiles kernels for another machine, whose toolkit is assumed to have these GEMMs.
+    A PyTorch without CUDA can only plan for other machines. Their toolkits are assumed to have these GEMMs.
     """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
 
@@ -172,7 +172,7 @@ def _block_scaled_seconds(problem: GemmProblem, m: int, target: Target) -> float
         side = BLOCK_SCALED_TILE * ctas
         row_tiles, column_tiles = -(-m // side), -(-problem.n // side)
         waves = -(-row_tiles * column_tiles // (target.sms // ctas))
-        # These are the bytes per CTA. Tiles that run at the same time read the weight from memory once.
+        # Bytes that one CTA reads. Tiles that run at the same time together read the weight from memory once.
         weight_bytes = BLOCK_SCALED_TILE * row_bytes / min(row_tiles, L2_RATE)
         activation_bytes = min(m, side) // ctas * row_bytes / L2_RATE
         read = (weight_bytes + activation_bytes) / (bytes_per_second(target) / target.sms)
@@ -201,8 +201,8 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
 
 
 def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], Any]:
-    """Return a function that multiplies FP4 codes. Its arguments are codes, block scales, a factor or None, and a
-    result in ``dtype``."""
+    """Return a function that multiplies FP4 codes. Its arguments are the codes of both operands, the block scales of
+    both, a factor or None, and the result in ``dtype``."""
     if not HAS_TWO_LEVELS:
         return lambda a, b, a_scale, b_scale, factor, out: torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=dtype, out=out
@@ -225,7 +225,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         if unit is None:
             unit = torch.ones_like(factor)
             if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
-                one = unit  # not in a capture: such a tensor exists only in replays
+                one = unit  # do not cache it during a graph capture: a captured tensor is written only in replays
         call(a, b, [a_scale, factor], *both, [b_scale, unit], *both, None, dtype, out=out)
 
     return multiply

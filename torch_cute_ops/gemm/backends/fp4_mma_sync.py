@@ -48,7 +48,7 @@ class MmaSyncTactic(NamedTuple):
 
     Attributes:
         tile_m: number of rows of ``a`` in a tile.
-        split_k: number of CTAs of a cluster that compute a tile, each over a range of K.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
         ctas_per_sm: number of CTAs that run on an SM at the same time.
     """
 
@@ -80,8 +80,8 @@ class FP4MmaSync(FP4KernelBackend):
         ctas = -(-problem.n // fp4_mma.TILE_N) * -(-m // tile_m) * split_k
         slots = cost.places(target.sms * ctas_per_sm, split_k)
         waves = -(-ctas // slots)
-        # A partial wave takes as long as a full wave, because the model assumes that a CTA's share of the bandwidth is
-        # fixed.
+        # The model assumes that each CTA gets a fixed share of the bandwidth, so a partial wave takes as long as a full
+        # wave.
         weight_bytes = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
         by_codes = target.arch is not None and _multiplies_codes(problem, target.arch)
         row_bytes = problem.a.row_bytes(problem.k) if by_codes else 2 * problem.k

@@ -23,7 +23,7 @@ class Tcgen05Tactic(NamedTuple):
     Attributes:
         tile_m: number of rows of ``a`` in a tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each computes 128 rows of the weight.
-        split_k: number of CTAs of a cluster that compute a tile, each over a range of K.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
     """
 
     tile_m: int

@@ -1,5 +1,5 @@
-"""GEMMs of two FP4 operands with experts over K, on the block-scaled tensor cores of data-center Blackwell, by
-``kernels/fp4_tcgen05_experts``."""
+"""GEMMs of two FP4 operands in which each expert owns a range of K, on the block-scaled tensor cores of data-center
+Blackwell, by ``kernels/fp4_tcgen05_experts``."""
 
 from typing import Final, NamedTuple
 
@@ -45,7 +45,8 @@ class Tcgen05ExpertsTactic(NamedTuple):
 
 
 class FP4Tcgen05Experts(Tcgen05Backend):
-    """Backend for experts over K that multiplies the FP4 codes of both operands by ``tcgen05.mma``."""
+    """Backend for GEMMs in which each expert owns a range of K. It multiplies the FP4 codes of both operands by
+    ``tcgen05.mma``."""
 
     tactic_type = Tcgen05ExpertsTactic
     kernel = fp4_tcgen05_experts.KERNEL
@@ -70,8 +71,8 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         experts = work_tiles * problem.experts / classes
         if mode == ROUTED:
             routed = 1 - (1 - problem.topk / problem.experts) ** tile_m
-            # Classes have unequal numbers of routed experts. A CTA computes several classes, which reduces the
-            # differences.
+            # The classes contain unequal numbers of routed experts. A CTA computes several classes, which reduces the
+            # difference between the CTAs.
             several = min(work_tiles, classes)
             spread = several * (1 - several / classes) * problem.experts / classes * routed
             experts = experts * routed + spread**0.5

@@ -71,8 +71,8 @@ class WgmmaTactic(NamedTuple):
     Attributes:
         tile_m: number of rows of ``a`` in a tile.
         tile_n: number of rows of the weight in a tile.
-        split_k: number of CTAs that compute a tile, each over a range of K, or ``STREAM_K``. They form a cluster,
-            except with experts over K. With small ``tile_m``, they rearrange the activations themselves.
+        split_k: number of CTAs that compute a tile, each over a range of K, or ``STREAM_K``. These CTAs form a
+            cluster, except if experts divide K. With small ``tile_m``, they rearrange the activations themselves.
     """
 
     tile_m: int
@@ -81,7 +81,7 @@ class WgmmaTactic(NamedTuple):
 
 
 class FP4Wgmma(FP4KernelBackend):
-    """Backend for every number of rows, with or without experts over K."""
+    """Backend for every number of rows, without experts or with experts that each own a range of K."""
 
     name = "wgmma"
     tactic_type = WgmmaTactic
@@ -127,8 +127,8 @@ class FP4Wgmma(FP4KernelBackend):
         weights = tile_n * K_TILE
         over_k = problem.grouping.over == "k"
         factor, order = (EXPERTS_MMA_FACTOR, EXPERTS_READ_ORDER) if over_k else (MMA_FACTOR, READ_ORDER)
-        # This is the time per k tile. In a warpgroup, decoding and MMAs alternate. The other warpgroup fills half of
-        # the gaps.
+        # Time per k tile. Each of the two warpgroups alternates between decoding and MMAs, and each fills half of the
+        # other's gaps.
         computed = cost.overlapped(
             cost.weight_seconds(weights, _decode_clocks(problem, tile_m, tile_n)),
             factor * cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_n(tile_m), target, sms=1),
@@ -141,8 +141,8 @@ class FP4Wgmma(FP4KernelBackend):
             computed = cost.overlapped(computed, rearranged, order=4)
         if over_k:
             computed += cost.weight_seconds(tile_n * tile_m, EXPERT_CLOCKS) * K_TILE / problem.expert_k
-        # The CTAs of a wave share the bandwidth, even if they are few. Each n tile is read from memory once, then from
-        # L2.
+        # The CTAs of a wave share the bandwidth, even if the wave is not full. Each n tile of the weight is read from
+        # memory once, and then from L2.
         readers = min(target.sms, ctas / waves) * (1 + (m_tiles - 1) * L2_FACTOR) / m_tiles
         read = readers * weights * (0.5 + 1 / fp4_format(problem).block_size) / cost.bytes_per_second(target)
         wave = RAMP_SECONDS + k_tiles * cost.overlapped(computed, read, order=order)
@@ -155,8 +155,8 @@ class FP4Wgmma(FP4KernelBackend):
             seconds += waves * 2 * schedule.acc_bytes / CLUSTER_BYTES_PER_SECOND if split_k > 1 else 0.0
             seconds -= waves * SEND_SECONDS if fp4_wgmma.sends(tile_m, split_k) else 0.0
         elif schedule.has_partial_sums:
-            # The CTAs of a tile write partial sums. The last CTA waits for all others, and reads their partial sums in
-            # sequence.
+            # The CTAs of a tile write partial sums. The last CTA waits for all other CTAs of the tile, and reads their
+            # partial sums one after another.
             others = max(1.0, schedule.num_ctas / max(1, schedule.n_tiles) - 1)
             seconds += cost.LAUNCH_SECONDS + waves * others * schedule.acc_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
@@ -239,8 +239,8 @@ def _rearranges(problem: GemmProblem, tile_m: int, split_k: int) -> bool:
 
 
 def _has_clusters(problem: GemmProblem, tactic: WgmmaTactic) -> bool:
-    """Return True if the CTAs of an n tile form a cluster. A single CTA that rearranges the activations counts as a
-    cluster."""
+    """Return True if the CTAs of an n tile form a cluster. A tile with a single CTA counts as a cluster if the CTA
+    rearranges the activations."""
     if problem.grouping.over != "none":
         return False
     return tactic.split_k > 1 or fp4_wgmma.rearranges(tactic.tile_m, tactic.split_k)
@@ -264,7 +264,7 @@ def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Ta
     """Return the values of ``tile_n`` to try: the largest value, and the value with the least work per SM.
 
     Only clusters that rearrange the activations may use several values. With some values, the kernel multiplies codes
-    without decoding them. For tiles of one row, the value with the least work among these is tried too.
+    without decoding them. For tiles of one row, the function also returns the one of these values with the least work.
     """
     sizes = fp4_wgmma.tiles_n(tile_m)
     if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tile_m, split_k):

@@ -2,8 +2,8 @@
 
 A first kernel writes the weight to memory in FP8. The GEMM then multiplies as with an FP8 weight. The first kernel
 writes either all weight rows before the GEMM starts, or only the rows that the GEMM's first tiles need. In the second
-case, another launch writes the other rows while the GEMM runs. It consists of few CTAs, each on a separate SM. Tiles of
-the GEMM wait for their rows.
+case, another launch writes the other rows while the GEMM runs. This launch consists of few CTAs, each on a separate SM.
+Each tile of the GEMM waits until its weight rows are written.
 """
 
 from dataclasses import replace
@@ -87,7 +87,7 @@ class FP8FP4Recode(FP8FP4Backend):
         else:
             first = first_tiles(problem, m, target) / max(weight_tiles(problem), 1)
             recode = (1 - first) * weight_bytes / (OVERLAPPED_RATE * sms)
-            # The first strip of m tiles needs the whole weight, so recoding ends before the other strips begin.
+            # The first strip of m tiles needs the whole weight. So recoding has ended before the second strip begins.
             strips = -(-m // (MANY * fp8_fp4_recode.RASTER))
             multiply *= OVERLAPPED_SLOWDOWN
             multiply = max(multiply, recode + multiply * (strips - 1) / strips)
@@ -141,7 +141,7 @@ def weight_tiles(problem: GemmProblem) -> int:
 
 
 def first_tiles(problem: GemmProblem, m: int, target: Target) -> int:
-    """Return the number of n tiles that are recoded before a GEMM of ``m`` rows starts, if recoding of the others
-    overlaps the GEMM."""
+    """Return the number of n tiles that are recoded before a GEMM of ``m`` rows starts. The remaining n tiles are
+    recoded while the GEMM runs."""
     rows = min(-(-m // MANY), fp8_fp4_recode.RASTER)
     return min(weight_tiles(problem), WAVES_FIRST * -(-target.sms // max(1, rows)))

@@ -1,5 +1,6 @@
-"""GEMMs of few rows of FP8 activations and an MXFP4 weight, whose codes are multiplied without decoding, by Hopper's
-wgmma. Plain or grouped by rows: ``kernels/fp8_fp4_wgmma_codes``."""
+"""GEMMs of FP8 activations and an MXFP4 weight for few rows, by Hopper's wgmma: ``kernels/fp8_fp4_wgmma_codes``.
+
+The tensor cores read the MXFP4 codes without a decoding step. The GEMM may be plain or have experts over rows."""
 
 from typing import Any, ClassVar
 

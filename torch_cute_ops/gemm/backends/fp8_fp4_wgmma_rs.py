@@ -1,5 +1,6 @@
-"""GEMMs of few rows of FP8 activations and an NVFP4 weight that is decoded to registers, by Hopper's wgmma. Plain or
-grouped by rows: ``kernels/fp8_fp4_wgmma_rs``."""
+"""GEMMs of FP8 activations and an NVFP4 weight for few rows, by Hopper's wgmma: ``kernels/fp8_fp4_wgmma_rs``.
+
+The weight is decoded to registers. The GEMM may be plain or have experts over rows."""
 
 from typing import Any, ClassVar
 

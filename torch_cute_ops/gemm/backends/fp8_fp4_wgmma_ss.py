@@ -1,5 +1,6 @@
-"""GEMMs of FP8 activations and an FP4 weight that is decoded to shared memory, by Hopper's wgmma. Plain or grouped by
-rows: ``kernels/fp8_fp4_wgmma_ss``."""
+"""GEMMs of FP8 activations and an FP4 weight, by Hopper's wgmma: ``kernels/fp8_fp4_wgmma_ss``.
+
+The weight is decoded to shared memory. The GEMM may be plain or have experts over rows."""
 
 import itertools
 from typing import Any, ClassVar
@@ -43,7 +44,7 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
     kernel: ClassVar = fp8_fp4_wgmma_ss.KERNEL
 
     def plan(self, problem: GemmProblem, **given: Any) -> Any:
-        """Return the configuration of the kernel for these tile sizes, or None if it does not fit."""
+        """Return the configuration of the kernel for these tile sizes, or None if the kernel does not fit on an SM."""
         return fp8_fp4_wgmma_ss.plan(fmt=fp4_format(problem), **given)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
@@ -52,7 +53,7 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
         # With random routing, most experts own less than twice the mean number of rows.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tile_m for tile_m in sizes if tile_m >= most), sizes[-1])
-        # With experts there are enough tiles, so tiles with half of the columns, which are slower, are not needed.
+        # With experts, the tiles keep all SMs busy. So the slower tiles with half of the columns are not needed.
         return tuple(
             tactic
             for tactic in itertools.starmap(FP8Tactic, self.tiles)
@@ -81,8 +82,8 @@ class FP8FP4WgmmaSS(FP8FP4Backend):
 def _may_split(problem: GemmProblem, tile_m: int, rows: int) -> bool:
     """Return True if CTAs may split the K of tiles of ``tile_m`` rows.
 
-    Each m tile reads the weight again. Splitting makes a GEMM faster for up to two m tiles of 128 rows, or one smaller
-    m tile. GEMMs with experts have enough tiles without it.
+    Each m tile reads the weight again. Splitting K makes a GEMM faster for up to two m tiles of 128 rows, or one
+    smaller m tile. GEMMs with experts have enough tiles for all SMs without splitting K.
     """
     if tile_m < MANY:
         return rows <= tile_m

@@ -65,7 +65,7 @@ class FP8MmaSync(FP8Backend):
 
 
 class FP8TokenMmaSync(FP8MmaSync):
-    """Backend for experts with per-token and per-channel scales, which uses the kernel for block scales.
+    """Backend for GEMMs over experts with per-token and per-channel scales. It calls the kernel for block scales.
 
     The scale of a row is repeated for all its blocks of K. The block scales of the weight are 1. The per-channel scales
     are passed as the kernel's ``alpha``.

@@ -29,9 +29,9 @@ Tensor = torch.Tensor
 class FP8ScaledMM(Backend):
     """Backend that calls ``torch._scaled_mm``, which runs a kernel of cuBLASLt or CUTLASS.
 
-    If PyTorch supports the dtypes of the scales and of the bias, it applies them. Otherwise it computes sums in fp32,
-    and separate kernels apply scales and bias. If N is not a multiple of 16, operands are decoded to bfloat16 in each
-    call, which is exact.
+    If PyTorch supports the dtypes of the scales and of the bias, it applies both. Otherwise it computes sums in fp32,
+    and separate kernels apply scales and bias. If N is not a multiple of 16, each call decodes the operands to
+    bfloat16, which is exact, and multiplies the decoded operands.
     """
 
     name = "scaled_mm"

@@ -59,8 +59,8 @@ class FP8TokenWgmma(FP8Backend):
             and (tactic.tile_m == MANY or tactic.tile_n == K_TILE or is_plain)
             and (tactic.split_k == 1 or rows <= tactic.tile_m)
         ]
-        # Of tactics with equal estimates, the first is chosen. So sort: fewest rows first, then widest tile, then
-        # fewest CTAs.
+        # Among tactics with equal estimates, the caller chooses the first. So sort by rows (fewest first), then by tile
+        # width (widest first), then by CTAs (fewest first).
         return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:

@@ -47,15 +47,15 @@ class FP8Wgmma(FP8Backend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
         rows, is_plain = rows_of_expert(problem, m), problem.grouping.rows.is_plain
         # If CTAs split K and several m tiles run at the same time, the weight is read more than once, and the GEMM is
-        # 10 % slower. With experts there are enough tiles, so narrow tiles of few rows do not make the GEMM faster.
+        # 10 % slower. With experts, the tiles keep all SMs busy, so narrow tiles of few rows do not speed up the GEMM.
         useful = [
             tactic
             for tactic in itertools.starmap(FP8Tactic, fp8_wgmma.TILES)
             if (rows > MANY // 4 if tactic.tile_m == MANY else tactic.tile_n == K_TILE or is_plain)
             and (tactic.split_k == 1 or rows <= tactic.tile_m)
         ]
-        # Of tactics with equal estimates, the first is chosen. So sort: fewest rows first, then widest tile, then
-        # fewest CTAs.
+        # Among tactics with equal estimates, the caller chooses the first. So sort by rows (fewest first), then by tile
+        # width (widest first), then by CTAs (fewest first).
         return tuple(sorted(useful, key=lambda tactic: (tactic.tile_m, -tactic.tile_n, tactic.split_k)))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:

@@ -95,7 +95,7 @@ def _fp4(problem: GemmProblem, given: Operands) -> Tensor:
 
 
 def unrounded_activations(problem: GemmProblem, rows: Tensor) -> Tensor:
-    """Return the activations that a prologue computes from the rows of a call, in fp32, not yet rounded."""
+    """Return the activations that a prologue computes from a call's input rows, in fp32, before they are rounded."""
     return silu_mul_rows(rows) if problem.prologue_gate else rows.float()
 
 

@@ -1,4 +1,5 @@
-"""FP4 GEMMs with experts over K that compute only routed (token, expert) pairs, by ``kernels/fp4_experts``."""
+"""FP4 GEMMs in which each expert owns a range of K, and only routed (token, expert) pairs are computed, by
+``kernels/fp4_experts``."""
 
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class RoutedTactic(NamedTuple):
     Attributes:
         tile_m: number of rows of ``a`` in a work tile of an expert.
         token_block: number of tokens whose results a CTA accumulates.
-        classes: number of classes into which experts are divided. Each CTA of an n tile sums over some of the classes.
+        classes: number of classes into which the experts are divided. Each CTA sums over the experts of some classes.
     """
 
     tile_m: int
@@ -42,7 +43,7 @@ class RoutedTactic(NamedTuple):
 
 
 class Routed(RoutedBackend):
-    """Backend for experts over K that multiplies only routed (token, expert) pairs."""
+    """Backend for GEMMs in which each expert owns a range of K. It multiplies only routed (token, expert) pairs."""
 
     tactic_type = RoutedTactic
     kernel = fp4_experts.KERNEL
@@ -78,7 +79,7 @@ class Routed(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         m_tiles = problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m)
         n_tiles, num_ctas = -(-problem.n // tile_n), config.num_ctas(problem.n, target.sms)
-        # ``most`` is the work of the slowest CTA, as a number of n tiles.
+        # ``most`` is the work of the CTA with the most work, measured in n tiles.
         most = -(-n_tiles * classes // num_ctas) / classes
         waves = -(-num_ctas * blocks // target.sms)
         computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m))

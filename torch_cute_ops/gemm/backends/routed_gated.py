@@ -1,5 +1,5 @@
-"""FP4 GEMMs over experts with a gate that compute only routed (token, expert) pairs, by
-``kernels/fp4_gated_experts``."""
+"""FP4 GEMMs with a gate in which each expert owns columns of the result, and only routed (token, expert) pairs are
+computed, by ``kernels/fp4_gated_experts``."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from torch_cute_ops.runtime.arch import Arch
 
 @dataclass(frozen=True)
 class Model:
-    """Constants with which the time of a call is estimated.
+    """Constants of the model that estimates the time of a call.
 
     Attributes:
         fixed_seconds: time of a call's two kernels with almost no work.
@@ -62,7 +62,7 @@ class GatedTactic(NamedTuple):
     Attributes:
         tile_n: number of weight rows in a work tile. Half of them belong to the gate.
         tile_m: number of rows of ``a`` in a work tile.
-        split_k: number of equal ranges of K. CTAs that share a work tile divide these ranges.
+        split_k: number of equal ranges into which K of a work tile is divided. Each range is computed by one CTA.
         token_block: number of tokens whose work tiles are listed together.
     """
 
@@ -73,7 +73,8 @@ class GatedTactic(NamedTuple):
 
 
 class RoutedGated(RoutedBackend):
-    """Backend for experts over N with a gate, which multiplies only routed (token, expert) pairs."""
+    """Backend for GEMMs with a gate in which each expert owns columns of the result. It multiplies only routed (token,
+    expert) pairs."""
 
     tactic_type = GatedTactic
     kernel = fp4_gated_experts.KERNEL
@@ -107,12 +108,12 @@ class RoutedGated(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         n_tiles = 2 * problem.expert_n // tile_n
         work_tiles = blocks * problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m) * n_tiles
-        # Each CTA computes whole ranges of K of work tiles. On average, a CTA is idle at the end for the time of half a
-        # range.
+        # A CTA never computes a part of a range of K. So at the end of the launch a CTA is idle, on average for the
+        # time of half a range.
         most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
         clocks = MODEL.decode_clocks + MODEL.token_clocks * (tactic.tile_m - 8)
         computed = most * weight_seconds(tile_n * problem.k, clocks)
-        # CTAs that share a work tile wait for each other, one after the other.
+        # Each CTA of a work tile waits for the partial sums of the CTA before it.
         handed_over = (math.ceil(min(1.0 / most, split_k)) - 1) * MODEL.handover_seconds
         token_bytes = config.k_tiles * config.arranged.token_bytes
         weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)

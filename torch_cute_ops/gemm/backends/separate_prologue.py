@@ -28,7 +28,7 @@ class SeparatePrologue(Backend):
     """Backend that adds a prologue to another backend.
 
     If a tactic begins with ``SEPARATE``, the kernel of ``silu_mul``, ``fp4_quantize`` or ``silu_mul_fp4quant`` runs
-    first. Otherwise the other backend's kernel computes the prologue itself. Both give the same results.
+    first. Otherwise the other backend's kernel computes the prologue itself. The results are the same in both cases.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -100,7 +100,7 @@ def prologue_kernel(problem: GemmProblem, arch: Arch) -> KernelSpec:
 
 
 def _prologue(problem: GemmProblem, target: Target) -> Callable[[torch.Tensor, torch.Tensor | None], Activations]:
-    """Return a function that computes the activations (M, K) on a GPU, from the rows and the global scale of a call."""
+    """Return a function that computes the activations (M, K) on a GPU from a call's input rows and global scale."""
     assert target.arch is not None
     kernel = prologue_kernel(problem, target.arch)
     function, max_ctas = compile_kernel(kernel, target.arch), target.sms * kernel.config.waves
