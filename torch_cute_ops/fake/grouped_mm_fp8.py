@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def grouped_mm_fp8(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
-    """Describe the product: (R, N), or (E, rows of an expert, N)."""
+    """Describe the product: (R, N), or (E, rows per expert, N) in the masked layout."""
     return [((*a.shape[:-1], b.shape[2]), result_dtype(a, out_dtype))]

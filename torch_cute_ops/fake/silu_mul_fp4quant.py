@@ -1,4 +1,4 @@
-"""Outputs of ``silu_mul_fp4quant``, and the output shape that all gates share."""
+"""Outputs of ``silu_mul_fp4quant``, and the output shape of all ops that apply a gate."""
 
 from typing import Any
 

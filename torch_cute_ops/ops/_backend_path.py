@@ -1,5 +1,4 @@
-"""Call path of GEMM ops: chooses a backend for a CUDA call. Shared by GEMMs with and without a gate in their
-epilogue."""
+"""Call path that all GEMM ops share, with or without a gate in their epilogue. It chooses a backend for a CUDA call."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -39,7 +38,7 @@ Call = TypeVar("Call", bound=tuple[Any, ...])
 
 
 class BackendPath(CallPath[Call]):
-    """CUDA calls of a GEMM that several backends can compute.
+    """Base class of the call paths of GEMM ops. Several backends can compute a GEMM, and the class chooses one.
 
     A ``Call`` has the fields ``a``, ``block_size``, ``scale_format``, ``scale_layout`` and ``backend``, among others.
 
@@ -77,7 +76,7 @@ class BackendPath(CallPath[Call]):
         raise NotImplementedError
 
     def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
-        """Return a launcher for a problem, with the chosen backend, on a target. Its kernels are compiled."""
+        """Compile the kernels of the chosen backend for a problem and a target, and return a launcher for them."""
         raise NotImplementedError
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
@@ -193,7 +192,7 @@ class BackendPath(CallPath[Call]):
         choice = self._choose(problem, m, target, call.backend)
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
-        # Do not store the launcher in a capture: nothing is tuned then, so a later call may still have to tune.
+        # Do not store the launcher while a CUDA graph is captured: captures do not tune, so a later call may have to.
         launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
         return launcher
@@ -270,8 +269,8 @@ class BackendLauncher(Launcher[Call]):
             self.y_scales = ScaleRows.of(quantised.scale_layout, problem.n // quantised.format.block_size)
 
     def tiles(self, scale: Tensor, rows: int) -> Tensor | None:
-        """Return the scales of ``rows`` rows of activations in the shape that kernels expect, or None if their own
-        shape is not accepted.
+        """Return the scales of ``rows`` rows of activations in the shape that kernels expect, or None if ``scale`` has
+        a shape that is not accepted.
 
         The fast path calls this function if the call names the layout, because the tiles may then have another
         library's shape.
@@ -313,7 +312,7 @@ class ScaleRows(NamedTuple):
 
     @classmethod
     def of(cls, layout: ScaleLayout, blocks: int) -> "ScaleRows":
-        """Return the shape of the scales of rows with ``blocks`` blocks in ``layout``."""
+        """Return the shape, in ``layout``, of the scales of a matrix with ``blocks`` blocks per row."""
         shape = layout.shape((1,), blocks)
         return cls(layout.tile_rows or 1, shape[1], shape[1:], contiguous_strides(shape), layout.is_linear)
 
@@ -325,7 +324,7 @@ class ScaleRows(NamedTuple):
 def fp4_zeros(
     shape: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes and block scales of an FP4 matrix of this shape that is all zeros."""
+    """Return the codes and block scales of an all-zero FP4 matrix of this shape."""
     codes, scale = (torch.zeros(each, dtype=torch.uint8, device=device) for each in fp4_shapes(shape, fmt, layout))
     return codes, scale.view(fmt.scale_dtype)
 

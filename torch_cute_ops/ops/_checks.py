@@ -1,5 +1,5 @@
-"""Checks of the ops' arguments. Each error message names the op, the argument, the given value, the expected value, and
-if possible a fix."""
+"""Checks of the ops' arguments. Each error message names the op and the argument, and gives the passed value, the
+expected value, and if possible a fix."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dt
 
 
 def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``tensor`` is dense (not sparse), has strides, and is none of torch's quantised tensors."""
+    """Check that ``tensor`` is a dense tensor with strides: neither sparse nor one of torch's quantised tensors."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised by torch" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"cute::{op}: {name} is {what}; expected a dense tensor")
@@ -169,8 +169,7 @@ def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tup
 
 
 def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: str, device: torch.device) -> None:
-    """Check that ``scale`` is one fp32 element if the format's scale is given by the caller, and None if the op
-    computes the scales."""
+    """Check that ``scale`` is one fp32 element if the caller must pass the scale, and None if the op computes it."""
     if not fmt.is_static:
         if scale is not None:
             raise ValueError(
@@ -234,8 +233,8 @@ def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return True if two elements of the tensor may share memory: if a dimension's stride is at most the extent of the
-    inner dimensions in memory.
+    """Return True if two elements of the tensor may share memory, because a dimension's stride does not exceed the
+    memory extent of the inner dimensions.
 
     Return False for symbolic sizes, because real calls check their tensors again.
     """
@@ -259,8 +258,8 @@ def check_no_sharing(
 ) -> None:
     """Check that no output, and no argument that is updated in place, shares memory with another tensor of the call.
 
-    Three cases are allowed: an updated argument that is the same view as ``input``, an updated argument that is other
-    columns of the same rows, and the pair ``may_share`` (output, argument) as the same view.
+    Three cases are allowed. An updated argument may be the same view as ``input``. An updated argument and ``input``
+    may be different columns of the same rows. The output and the argument of ``may_share`` may be the same view.
     """
     written = {**outputs, **{name: arguments[name] for name in updated}}
     others = {**arguments, **outputs}
@@ -279,8 +278,7 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return an identifier of a tensor's memory, with the tensor's first byte and end byte in this memory; or None for
-    symbolic sizes.
+    """Return (identifier of the memory, first byte, end byte) of a tensor in its memory, or None for symbolic sizes.
 
     For tensors with addresses, the identifier is 0 and bytes are addresses.
     """
@@ -320,7 +318,7 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
         return False
     steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
-    # If every other stride is a whole number of rows, the address modulo the row length is an element's column.
+    # If the smallest stride divides all other strides, an element's address modulo this stride is its column.
     if not steps or min(steps) == 0 or any(step % min(steps) for step in steps):
         return False
     mine, others = _place(one), _place(other)
@@ -374,7 +372,7 @@ def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
 
 
 def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, ...]) -> None:
-    """Check that the caller gave one tensor per output."""
+    """Check that the caller passed one tensor for each output of the op."""
     if len(outputs) != len(names):
         raise ValueError(f"cute::{op}: out has {len(outputs)} tensors; expected {len(names)}: {', '.join(names)}")
 
@@ -387,8 +385,7 @@ def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> Non
 
 
 def check_transposed(op: str, name: str, weight: torch.Tensor, stored: str) -> None:
-    """Check that ``weight``, (..., K, N), is the transposed view of a row-major weight (N, K): that ``stride(-2)`` is
-    1.
+    """Check that ``weight``, (..., K, N), is the transposed view of a row-major weight (N, K), so ``stride(-2)`` is 1.
 
     Args:
         op, name: names of the op and of the argument.
@@ -437,8 +434,8 @@ def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device:
 
 
 def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str) -> None:
-    """Check that each element of ``indices``, on the CPU, is -1 or a valid index into ``count`` things. ``of`` names
-    these things in the message."""
+    """Check that each element of a CPU tensor ``indices`` is -1 or less than ``count``. The message contains ``of``,
+    the name of the indexed things."""
     wrong = index_out_of_range(indices, count)
     if wrong is not None:
         raise ValueError(f"cute::{op}: {name} holds {wrong}, out of range: there are {count} {of}")
@@ -453,7 +450,7 @@ def index_out_of_range(indices: torch.Tensor, count: int) -> int | None:
 
 
 def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> None:
-    """Check that ``offsets``, on the CPU, ascend and lie between 0 and ``rows``, the rows of the argument ``name``."""
+    """Check that ``offsets``, a CPU tensor, ascends within 0 to ``rows``, the number of rows of argument ``name``."""
     values = offsets.tolist()
     if min(values) < 0 or max(values) > rows:
         wrong = min(values) if min(values) < 0 else max(values)
@@ -466,8 +463,7 @@ def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> Non
 
 
 def check_counts(op: str, counts: torch.Tensor, offsets: torch.Tensor | None, max_rows: int) -> None:
-    """Check that ``counts``, on the CPU, are not negative, and that each is at most the number of rows reserved for its
-    expert.
+    """Check that no element of a CPU tensor ``counts`` is negative or exceeds the rows reserved for its expert.
 
     Args:
         op: name of the op.
@@ -487,8 +483,7 @@ def check_counts(op: str, counts: torch.Tensor, offsets: torch.Tensor | None, ma
 def check_rows_of_experts(
     op: str, name: str, rows: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None
 ) -> None:
-    """Check the values of ``offsets`` and ``counts``, on the CPU, which locate experts' rows in the argument
-    ``name``."""
+    """Check the values of ``offsets`` and ``counts``, CPU tensors that locate experts' rows in argument ``name``."""
     if offsets is not None:
         check_ascending(op, offsets, rows.shape[0], name)
     if counts is not None:
@@ -528,8 +523,8 @@ def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
 
 
 def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool = True) -> None:
-    """Check that ``value`` is finite and within a limit that the caller has tested as ``fits``. ``limit`` describes the
-    limit in the message."""
+    """Check that ``value`` is finite, and that ``fits`` is True: that the value is within the caller's limit. The error
+    message contains ``limit``, a description of the limit."""
     if not (math.isfinite(value) and fits):
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
 

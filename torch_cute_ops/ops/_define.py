@@ -1,4 +1,4 @@
-"""Definition of an op from its typed Python function: generates all functions of the op that PyTorch calls.
+"""Define an op from its typed Python function, and generate all functions of the op that PyTorch calls.
 
 ``define`` reads the function's signature and docstring, and generates the function's body, the CUDA entries of both
 overloads, and the guards at the Autograd key. The generated functions differ only in the op's parameters. A generic
@@ -153,7 +153,7 @@ class OpSpec:
         return self.path.kernels(call, where)
 
     def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
-        """Return, for each backend, the reason that it cannot compute a call on this device or architecture, or None.
+        """Return, for each backend, the reason why it cannot compute a call on ``where``, or None if it can.
 
         The argument ``backend`` of the call is ignored.
         """
@@ -171,8 +171,8 @@ class OpSpec:
         return importlib.import_module(f"torch_cute_ops.reference.{self.name}")
 
     def _of_outputs(self, name: str) -> Callable[..., Outputs] | None:
-        """Return the function of this name in the reference's module, or None. The function takes all outputs, and the
-        op's arguments by name."""
+        """Return the function of this name in ``reference/<op>.py``, or None if the module does not define it. The
+        function takes all outputs, and the op's arguments by name."""
         function = getattr(self._reference, name, None)
         if function is None:
             return None
@@ -189,7 +189,7 @@ def as_tuple(value: Any) -> Outputs:
 
 
 def define(path: CallPath[Any], *outputs: str) -> Callable[[Function], Function]:
-    """Define an op from the decorated function, whose parameters and docstring the op gets. The function needs no body.
+    """Define an op with the parameters and the docstring of the decorated function. The function needs no body.
 
     The function's keyword-only parameter ``out`` takes the outputs.
 
@@ -305,7 +305,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     values = CHECKS | {
         "Call": path.call_type._make,
-        # run_verified is used only in debug mode, so that other calls do not pay for its checks.
+        # Use ``run_verified`` only in debug mode, because its checks would slow down all other calls.
         "run": path.run_verified if settings.CHECK else path.run,
         "ops": torch.ops.cute,
         "PLAIN": PLAIN,

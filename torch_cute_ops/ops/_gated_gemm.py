@@ -1,5 +1,5 @@
-"""Call path of the GEMMs ``moe_fc1_*``: experts along N, with a gate in the epilogue (the first half of an expert
-layer)."""
+"""Call path of the ops ``moe_fc1_*``, the first GEMM of an expert layer. Each expert owns columns of the result, and
+the epilogue applies a gate."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -67,8 +67,8 @@ class GatedCall(NamedTuple):
 
 
 class GatedGemm(BackendPath[GatedCall]):
-    """Call path of a GEMM whose experts lie along N. The epilogue multiplies the two halves (gate and up) of each
-    expert's columns.
+    """Call path of a GEMM in which each expert owns columns of the result. The epilogue combines the two halves of
+    these columns, gate and up, to the gated result.
 
     Args:
         a: format of the activations and of the result.
@@ -261,8 +261,8 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         m, scales = a.shape[0], self.a_scales
         if not m:
             return None
-        # Check here: the kernel would launch no CTAs for operands with gaps, and the resulting CUDA error would end a
-        # graph capture.
+        # Check that the operands have no gaps between rows. Otherwise the kernel would launch no CTAs, and the
+        # resulting CUDA error would end a graph capture.
         if not b.mT.is_contiguous() or not b_scale.is_contiguous():
             return None
         if a_scale is not None and not a_scale.is_contiguous():

@@ -1,5 +1,5 @@
-"""Call paths of GEMMs without a gate in their epilogue: argument checks, the description of the problem, and the
-launch.
+"""Call paths of GEMMs without a gate in their epilogue. A call path checks arguments, describes the problem and
+launches the kernel.
 
 Each kind of GEMM has a class: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm``, ``GroupedFP8Gemm`` and ``TokenFP8Gemm``.
 """
@@ -44,8 +44,8 @@ FP8_N_MULTIPLE: Final = 8
 
 
 class GemmCall(NamedTuple):
-    """Arguments of any GEMM op without a gate in its epilogue. ``b`` is the weight, a transposed view; some ops name it
-    ``w``."""
+    """Arguments of any GEMM op without a gate in its epilogue. ``b`` is the weight, a transposed view. Some ops name
+    this argument ``w``."""
 
     a: Tensor
     b: Tensor
@@ -118,7 +118,7 @@ class Gemm(BackendPath[GemmCall]):
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` is inlined, and local variables replace the
         ``GemmCall``.
 
-        A call takes 2.2 µs instead of 2.6 µs (measured on a CPU, with an empty compiled function).
+        This reduces the time of a call from 2.6 µs to 2.2 µs (measured on a CPU, with an empty compiled function).
         """
         result = None
         try:
@@ -269,7 +269,7 @@ class Gemm(BackendPath[GemmCall]):
         return declared
 
     def declare_kind(self) -> dict[str, Property]:
-        """Return the static properties that only this kind of GEMM has."""
+        """Return the static properties of this kind of GEMM that other kinds lack."""
         return {"alpha": choice(AlphaKind, self.alpha_kind)}
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class FP4Gemm(Gemm):
 
 
 class ExpertFP4Gemm(FP4Gemm):
-    """Call path of a GEMM whose FP4 weight, (E·I/2, N), contains one range of K per expert."""
+    """Call path of a GEMM in which each expert owns a range of K. The FP4 weight is (E·I/2, N)."""
 
     over = "k"
     b_name = "w"
@@ -373,7 +373,7 @@ class ExpertFP4Gemm(FP4Gemm):
         return grouping
 
     def alpha_kind(self, call: GemmCall) -> None:
-        """Return None: the experts' factors are applied before the epilogue."""
+        """Return None, because the experts' factors are applied before the epilogue, not by it."""
 
     def declare_kind(self) -> dict[str, Property]:
         declared = {"experts": size(self.experts), **super().declare_kind()}
@@ -413,13 +413,17 @@ def has_one_a_scale(call: GemmCall) -> bool:
 
 
 def has_one_b_scale(call: GemmCall) -> bool:
-    """Return True if all columns of ``b`` share one scale. One element is unambiguous, because N is a multiple of 8."""
+    """Return True if all columns of ``b`` share one scale. N is a multiple of 8, so one element is never a scale per
+    column."""
     return call.b_scale.numel() == 1
 
 
 def token_operands(one_a_scale: bool, one_b_scale: bool) -> "tuple[Operand, Operand]":
-    """Return the formats of FP8 matrices whose scale is per tensor (True), or per row of ``a`` and per column of ``b``
-    (False)."""
+    """Return the formats of two FP8 matrices.
+
+    A flag is True if the matrix has one scale for the whole tensor. If the flags are False, ``a`` has one scale per row
+    and ``b`` has one scale per column.
+    """
     p = gemm_package().problem
     return tuple(p.Operand(FP8_TENSOR if one else FP8_TOKEN) for one in (one_a_scale, one_b_scale))
 
@@ -516,7 +520,7 @@ class FP8Gemm(Gemm):
         return n, k
 
     def has_token_scales(self, call: GemmCall) -> bool:
-        """Return True if the scales are per token and per channel, or per matrix, and False if they are per block."""
+        """Return True for scales per token, per channel or per matrix, and False for scales per block."""
         return False
 
     def _check_block_scales(
@@ -535,7 +539,7 @@ class FP8Gemm(Gemm):
             self._refuse_transposed_scale(b_scale)
 
     def check_layout(self, call: GemmCall) -> None:
-        """Check that the call has ``offsets`` or ``counts``, which say where each expert's rows are."""
+        """Check that the call passes ``offsets`` or ``counts``, which locate each expert's rows."""
 
     def _check_weight_format(self, call: GemmCall) -> tuple[FP4Format | None, ScaleLayout | None]:
         if self.b == "fp8":
@@ -572,7 +576,7 @@ class FP8Gemm(Gemm):
         _checks.check_shape(self.op, "a", call.a, (call.a.shape[0], k), f"the K of b{self.hint(call)}")
 
     def check_expert_rows(self, call: GemmCall, experts: int) -> None:
-        """Check the tensors that say where each expert's rows are."""
+        """Check ``offsets`` and ``counts``, which locate each expert's rows."""
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         p = gemm_package().problem
@@ -742,8 +746,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         is_changed = False
         if self.views_b_scale:
             b_scale, is_changed = b_scale.view(self.b_scale_shape), True
-        # Check here: the kernel would launch no CTAs for tiles with gaps, and the resulting CUDA error would end a
-        # graph capture.
+        # Check that the scale tiles have no gaps between them. Otherwise the kernel would launch no CTAs, and the
+        # resulting CUDA error would end a graph capture.
         if self.b_scale_shape is not None and not b_scale.is_contiguous():
             return None
         if self.tile_rows:
@@ -763,8 +767,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             copies_scale = (
                 a_scale.stride(-2) != 1 or (self.is_masked and a_scale.stride(0) != m)
             ) and not is_one_column(a_scale)
-        # Check here what the compiled function does not: the number of offsets, and in the masked layout the distance
-        # between experts.
+        # The compiled function checks neither the number of offsets nor, in the masked layout, the distance between
+        # experts. So check them here.
         if self.is_grouped and not (
             a.is_contiguous()
             and are_int32(offsets, counts)
@@ -808,7 +812,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if prefetch is not None:
             prefetch = seen_as(prefetch, torch.uint8)
             if not prefetch.numel() or prefetch.data_ptr() % PREFETCH_MULTIPLE:
-                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # the next GEMM would not read the copy
+                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # the next GEMM would not read an aligned copy
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)

@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 
 
 def cuda_device(device: torch.device | int | str | None) -> torch.device:
-    """Return this device, or the current CUDA device for None."""
+    """Return ``device`` as a ``torch.device``, or the current CUDA device if ``device`` is None."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
 
 
@@ -45,8 +45,8 @@ def writable_columns(scale: Tensor) -> Iterator[Tensor]:
 
 
 def are_int32(*tensors: Tensor | None) -> bool:
-    """Return True if all tensors that are not None are int32. Compiled functions do not check this: they also accept
-    uint32."""
+    """Return True if all tensors that are not None are int32. Compiled functions do not check this, because they also
+    accept uint32."""
     for tensor in tensors:  # noqa: SIM110 (a generator takes twice as long)
         if tensor is not None and tensor.dtype is not torch.int32:
             return False

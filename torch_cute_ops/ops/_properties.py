@@ -1,7 +1,7 @@
 """Static properties of an op's calls. ``warmup``, deployment files and the command line use them to name a kernel.
 
-Each op declares its properties once, in ``CallPath.declare``. The properties of a call, example calls and the options
-of the command line are derived from the declaration.
+Each op declares its properties once, in ``CallPath.declare``. The properties of a call, the example calls and the
+command-line options are all derived from this declaration.
 """
 
 import inspect
@@ -51,7 +51,7 @@ class Property:
         return self.default is REQUIRED
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Return the requirement that ``value`` violates, or None if ``value`` is valid."""
+        """Return a description of the requirement that ``value`` violates, or None if ``value`` is valid."""
         if value is None and self.is_optional:
             return None
         # compare types exactly, because True is an int but no size

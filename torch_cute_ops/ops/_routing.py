@@ -24,7 +24,7 @@ a CTA may count beyond the last row; the margin to 2^31 covers this."""
 
 
 class ChoiceCall(NamedTuple):
-    """Arguments of an op that chooses experts from logits. Arguments that an op lacks have defaults."""
+    """Arguments of an op that chooses experts from logits. An argument that the op lacks keeps its default."""
 
     logits: Tensor
     topk: int
@@ -84,7 +84,7 @@ def expert_choice(call: ChoiceCall) -> "ExpertChoice":
 
 
 def choice_key(call: ChoiceCall) -> tuple[Any, ...]:
-    """Return the part of the static key that the choice of experts determines. The call need not be checked yet."""
+    """Return the elements of the static key that describe the choice of experts. The call need not be checked yet."""
     logits = call.logits
     return (
         *(logits.shape[-1], logits.dtype, call.topk, call.bias is not None),
@@ -168,7 +168,7 @@ def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outp
 
 
 def workspace_of(config: Any, slots: int, rows: int, sms: int, new: New, order: Outputs) -> Tensor:
-    """Allocate the workspace of a call's kernels. Kernels without workspace ignore the argument and get one of the
-    outputs."""
+    """Allocate the workspace of a call's kernels. If the kernels need none, return one of the outputs, which they
+    ignore."""
     words = config.workspace_words(slots, rows, sms)
     return new((words,), (1,), torch.int32) if words else order[-1]

@@ -34,8 +34,8 @@ _BLOCK: Final = FP8_BLOCK128.granularity
 
 
 class RowCall(NamedTuple):
-    """Arguments of any op that quantises, normalises or gates rows. ``factor`` is the global scale of FP4, or the given
-    scale of FP8."""
+    """Arguments of any op that quantises, normalises or gates rows. ``factor`` is the global scale of FP4, or the
+    static scale of FP8."""
 
     input: Tensor
     residual: Tensor | None = None
@@ -147,7 +147,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
-            # The function refused a tensor, because its rows do not start at multiples of 16 bytes. Copy the tensors.
+            # The compiled function refused a tensor whose rows do not start at multiples of 16 bytes. So copy them.
             copies = [
                 None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
                 for tensor in (rows, sums, weight)
@@ -218,7 +218,7 @@ class RowQuant(KernelPath[RowCall]):
     ) -> Any:
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` and the launch are inlined.
 
-        With separate functions, a call takes 1.2 µs longer on the host of an H200 (``benchmarks host``).
+        Without inlining, a call takes 1.2 µs longer on the host of an H200 (``benchmarks host``).
         """
         result = None
         try:
@@ -325,7 +325,7 @@ class RowQuant(KernelPath[RowCall]):
         return True
 
     def _problem(self, call: RowCall) -> Any:
-        """Return the configuration that ``row_quant`` is planned from."""
+        """Describe the call for the function that plans the kernel ``row_quant``."""
         from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
         from torch_cute_ops.kernels.row_quant import RowQuantSpec
 
@@ -335,7 +335,8 @@ class RowQuant(KernelPath[RowCall]):
             source=self.source,
             dtype=call.input.dtype,
             weight_dtype=None if call.weight is None else call.weight.dtype,
-            # Round the width up. Only FP8 rows may need this: FP4 rows consist of whole blocks, and so of whole units.
+            # Round the width up to whole units. Only FP8 rows may need this: FP4 rows consist of whole blocks, and
+            # each block consists of whole units.
             width=-(-hidden // FP8_UNIT) * FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,
@@ -386,8 +387,8 @@ class RowQuant(KernelPath[RowCall]):
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:
-    """Return True if the gate is plain ``silu(gate) · up``, without scaling, offset or clamp. A separate kernel
-    computes this gate."""
+    """Return True if the gate is plain ``silu(gate) · up``, without scaling, offset or clamp. This gate is compiled to
+    a separate kernel."""
     return limit is None and alpha == 1.0 and beta == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Read the signature of an op from its typed Python function: its parameters, and from them its schemas.
+"""Read the parameters of an op from its typed Python function, and derive the op's schemas from them.
 
 This replaces torch's ``infer_schema``, which makes every ``int`` a ``SymInt``, even a block size, and refuses
 ``Literal``.
@@ -96,7 +96,7 @@ class Parameter(NamedTuple):
         return f"{text}={default}"
 
     def reason_unfit(self, value: Any) -> str | None:
-        """Return the reason that ``value`` has a wrong Python type, or None."""
+        """Return an explanation if ``value`` has a wrong Python type, or None if the type is right."""
         if (value is None and self.is_optional) or is_proxy(value):
             return None
         accepted, expected = _KINDS[self.type]
@@ -161,7 +161,7 @@ class Signature:
 
     @cached_property
     def _usual_types(self) -> tuple[frozenset[type], ...]:
-        """Python types, for each parameter, whose values need no further check."""
+        """For each parameter, the Python types that are accepted without a further check."""
         return tuple(
             frozenset(
                 (*(kind for kind in _KINDS[each.type][0] if kind is not int), *([NoneType] if each.is_optional else []))
@@ -197,8 +197,8 @@ class Signature:
     def tags(self) -> tuple[torch.Tag, ...]:
         """Tags of the functional op.
 
-        The tag makes Inductor pass tensors with the strides that they have in the traced program, because the strides
-        of FP8 block scales define their layout. Ops that update tensors in place get a weaker tag, which preserves only
+        The tag makes Inductor pass tensors with the strides of the traced program, because the strides of FP8 block
+        scales define their layout. Ops that update tensors in place get a weaker tag, which preserves only
         the order of strides. With the stronger tag, Inductor would copy a tensor that has a dimension of one element,
         and torch 2.11 to 2.13 then fails (``KeyError`` in ``compute_ancestors``).
         """

@@ -1,4 +1,5 @@
-"""Rules: when to fuse a gate or a quantisation into the following GEMM, and when a GEMM prefetches the next weight."""
+"""Rules that decide when a gate or a quantisation is fused into the following GEMM, and when a GEMM prefetches the
+next weight."""
 
 from typing import Final
 
@@ -52,8 +53,8 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
 
 
 def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
-    """Return True if a GEMM of this many rows should prefetch the next weight into L2. Only the kernels of some GPUs
-    can prefetch.
+    """Return True if a GEMM of ``rows`` rows should prefetch the next weight into L2. Only the kernels of some GPUs can
+    prefetch.
 
     The limit is higher for an FP8 weight.
     """

@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm``: ``add_rmsnorm_fp4quant`` that returns the norm too."""
+"""``add_rmsnorm_fp4quant_with_norm``: ``add_rmsnorm_fp4quant`` that also returns the norm."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""``fp4_dequantize``: FP4 blocks to floating-point numbers."""
+"""``fp4_dequantize``: conversion of FP4 blocks to floating-point numbers."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8``: GEMM of each expert's rows and weight, in FP8 with block scales or per-token scales."""
+"""``grouped_mm_fp8``: one GEMM per expert, of its rows and its weight, in FP8 with block scales or per-token scales."""
 
 import torch
 from torch import Tensor

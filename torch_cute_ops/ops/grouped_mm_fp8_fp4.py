@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8_fp4``: GEMM of each expert's FP8 rows and FP4 weight."""
+"""``grouped_mm_fp8_fp4``: one GEMM per expert, of its FP8 rows and its FP4 weight."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""``mm_fp8``: GEMM of two FP8 matrices with a scale for each row of both, or for a whole matrix."""
+"""``mm_fp8``: GEMM of two FP8 matrices. Each matrix has a scale per row (token or channel), or a scale per tensor."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""``moe_fc1_fp4``: first GEMM of an expert layer, FP4 by FP4, with its gate and FP4 quantisation."""
+"""``moe_fc1_fp4``: first GEMM of an expert layer for FP4 activations and weights, with gate and FP4 quantisation."""
 
 from torch import Tensor
 

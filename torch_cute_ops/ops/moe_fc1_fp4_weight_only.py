@@ -1,4 +1,4 @@
-"""``moe_fc1_fp4_weight_only``: first GEMM of an expert layer, 16-bit activations by FP4, with its gate."""
+"""``moe_fc1_fp4_weight_only``: first GEMM of an expert layer for 16-bit activations and FP4 weights, with gate."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""``moe_fc2_fp4``: second GEMM of an expert layer, FP4 by FP4, summed over the experts."""
+"""``moe_fc2_fp4``: second GEMM of an expert layer for FP4 activations and weights, summed over the experts."""
 
 import torch
 from torch import Tensor

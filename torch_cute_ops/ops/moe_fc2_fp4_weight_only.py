@@ -1,4 +1,5 @@
-"""``moe_fc2_fp4_weight_only``: second GEMM of an expert layer, 16-bit activations by FP4, summed over the experts."""
+"""``moe_fc2_fp4_weight_only``: second GEMM of an expert layer for 16-bit activations and FP4 weights, summed over the
+experts."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""``moe_permute_fp8quant``: tokens' rows in the experts' order, in FP8."""
+"""``moe_permute_fp8quant``: copy the tokens' rows into the experts' order, and quantise them to FP8."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class _Launcher(KernelLauncher[_Call]):
 
     def __init__(self, kernel: KernelSpec, function: Callable[..., None], device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)
-        # Workspace argument of calls that need no workspace.
+        # Tensor that is passed as the workspace if a call needs no workspace.
         self.unused = allocator(device)((1, 1), (1, 1), torch.float32)
 
     def run(self, call: _Call, out: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``moe_route``: experts of each token, and the order of their rows."""
+"""``moe_route``: choose the experts of each token, and order the routed rows by expert."""
 
 from typing import Any
 

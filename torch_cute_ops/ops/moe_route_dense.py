@@ -1,4 +1,4 @@
-"""``moe_route_dense``: routing weights of each token as a matrix over all experts."""
+"""``moe_route_dense``: choose each token's experts, and write the routing weights as a matrix (tokens, experts)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``moe_route_ids``: order of the rows of experts that were chosen elsewhere."""
+"""``moe_route_ids``: order the routed rows by expert, if the experts of each token were already chosen."""
 
 from typing import Any, NamedTuple
 

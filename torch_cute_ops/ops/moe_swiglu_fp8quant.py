@@ -1,4 +1,4 @@
-"""``moe_swiglu_fp8quant``: SwiGLU's gate and FP8 quantisation of experts' rows."""
+"""``moe_swiglu_fp8quant``: SwiGLU and FP8 quantisation of the experts' rows, in one pass."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ def _has_large_table(call: _Call) -> bool:
 
 
 def _has_as_many(shape: torch.Size, offsets: Tensor | None, counts: Tensor | None) -> bool:
-    """Return True if the offsets, the counts and the shape of the input describe the same number of experts."""
+    """Return True if the offsets, the counts and the input's shape imply the same number of experts."""
     if offsets is None:
         return counts is not None and len(shape) == 3 and counts.shape == shape[:1] and shape[0] <= MAX_EXPERTS
     experts = offsets.numel() - 1

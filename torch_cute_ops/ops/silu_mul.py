@@ -1,4 +1,4 @@
-"""``silu_mul``: SwiGLU's gate of each row."""
+"""``silu_mul``: SwiGLU of each row."""
 
 from torch import Tensor
 

@@ -1,1 +1,1 @@
-"""Executable specification of the ops in plain torch. These functions are also the ops' CPU implementations."""
+"""Executable specifications of the ops in plain torch. They are also the ops' CPU implementations."""

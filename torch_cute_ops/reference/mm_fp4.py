@@ -39,7 +39,7 @@ def formats_of(
 
 
 def default_dtype(a: torch.Tensor, a_scale: torch.Tensor | None) -> torch.dtype:
-    """Return the default dtype of the result: the dtype of 16-bit activations, or bfloat16 for quantised
+    """Return the default dtype of the result: the dtype of ``a`` for 16-bit activations, or bfloat16 for FP4
     activations."""
     return a.dtype if a_scale is None else torch.bfloat16
 

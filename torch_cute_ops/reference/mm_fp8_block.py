@@ -15,7 +15,7 @@ def mm_fp8_block(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.
 
 
 def factors_of_columns(b_scale: torch.Tensor, n: int) -> torch.Tensor:
-    """Repeat scales (..., ⌈N/128⌉, blocks) of 128-row blocks for each row of the weight: (..., N, blocks)."""
+    """Repeat the scales of 128-row blocks, (..., ⌈N/128⌉, blocks), for each row of the weight: (..., N, blocks)."""
     return b_scale.repeat_interleave(BLOCK, -2)[..., :n, :]
 
 

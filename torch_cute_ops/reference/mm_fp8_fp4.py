@@ -39,7 +39,7 @@ def fp8_weight(
     lead, k = codes.shape[:-1], codes.shape[-1] * 2
     rows, blocks = lead.numel(), k // fmt.block_size
     linear = to_linear(scale.view(fmt.scale_dtype), layout, rows, blocks).reshape(rows, blocks)
-    # float64, because 6 times the largest ue8m0 scale exceeds float32.
+    # Compute in float64, because 6 times the largest ue8m0 scale exceeds the range of float32.
     scales = decode_scale(linear, fmt).double()
     each = BLOCK // fmt.block_size
     padded = torch.nn.functional.pad(scales.abs().nan_to_num(0.0), (0, -blocks % each))
@@ -50,6 +50,7 @@ def fp8_weight(
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
-    # float32 loses nothing: the product has few significant bits, or is so small that e4m3 rounds it to zero.
+    # The conversion to float32 is exact, because the product has few significant bits, or does not matter, because e4m3
+    # rounds such a small product to zero.
     value = (numbers * (scales * inverse)[..., None]).float().view(*lead, k)
     return encode_e4m3(value), powers.float().view(*lead, powers.shape[1])

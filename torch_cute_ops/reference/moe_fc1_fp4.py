@@ -16,8 +16,8 @@ Tensor = torch.Tensor
 
 
 def moe_fc1_fp4(w: Tensor, global_scale: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
-    """Compute SwiGLU of each expert's gate and up columns, and quantise it to FP4; zero for pairs that are not routed.
-    See the op's docstring."""
+    """Compute SwiGLU of each expert's gate and up columns, and quantise the result to FP4. Pairs that are not routed
+    become zero. See the op's docstring."""
     fmt, layout, _ = formats_of(named["a_scale"], **named)
     return quantize_experts(gated_columns(w=w, **named), len(w), global_scale, fmt, layout)
 

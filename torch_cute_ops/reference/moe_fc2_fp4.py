@@ -64,7 +64,7 @@ def expert_gemm(
         product = matmul_rows(numbers[rows], weight).float()
         if added is not None:
             product = product + added
-        # Select with where, because a zero factor times a NaN product would be NaN.
+        # Select with ``torch.where`` instead of a zero factor, because zero times a NaN product would be NaN.
         total[rows] += torch.where(counts[rows], factor[rows] * product, 0.0)
     return total.to(out_dtype)
 

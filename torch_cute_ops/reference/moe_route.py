@@ -45,7 +45,7 @@ def choose_experts(
     chosen = best_first(choice, left_out.repeat_interleave(groups.shape[2], 1))[:, :topk]
     weights = score.gather(1, chosen)
     if renormalize and scoring == "softmax":
-        # The softmax of the chosen logits alone: with a bias, the scores of all chosen experts may round to zero.
+        # Renormalise by a softmax over the chosen logits only: with a bias, all chosen experts' scores may round to 0.
         weights = torch.where(score[:, :1].isnan(), torch.nan, value.gather(1, chosen).softmax(1))
     elif renormalize:
         # A sum of sigmoids may be zero. DeepSeek-V3's reference also adds 1e-20.
@@ -54,9 +54,9 @@ def choose_experts(
 
 
 def best_first(values: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the order that sorts each row: largest first, equal values by index, NaN last of all numbers.
+    """Return the indices that sort each row: largest value first, then equal values by index, then NaN.
 
-    Columns where ``left_out`` is True come after all others.
+    Columns with ``left_out`` True come last.
     """
     order = _or_least(values).argsort(dim=1, descending=True, stable=True)
     level = values.isnan().to(torch.int8)

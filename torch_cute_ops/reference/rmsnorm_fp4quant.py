@@ -13,7 +13,7 @@ def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
     """
-    # contiguous, because torch's order of additions depends on strides
+    # make the rows contiguous, because the order in which torch adds depends on the strides
     value = input.float().contiguous()
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
     return value * rstd * weight.float()

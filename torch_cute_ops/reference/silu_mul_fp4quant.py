@@ -13,7 +13,7 @@ def silu_mul_rows(
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
 ) -> torch.Tensor:
-    """Gate the second half of each row (..., 2I) by the first half: (..., I) in fp32, without a final rounding.
+    """Apply SwiGLU's gate, the first half of each row (..., 2I), to the second half. Return (..., I) fp32, not rounded.
 
     The formula is ``g · sigmoid(alpha · g) · (u + beta)`` with ``g = min(gate, limit)`` and
     ``u = clip(up, -limit, limit)``; by default ``silu(gate) · up``. NaN passes the clamps. If ``exp(-alpha · g)``
