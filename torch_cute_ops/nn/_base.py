@@ -1,5 +1,5 @@
-"""Base class of quantised linear layers. Weights and scales are buffers that are moved but never cast, and state dicts
-use the layout of checkpoints."""
+"""Base class of quantised linear layers. Weights and scales are buffers that are moved between devices but never cast.
+State dicts use the layout of checkpoints."""
 
 import numbers
 import weakref
@@ -31,7 +31,7 @@ _SCALE_ARGUMENT: Final = {"fp4": "global_scale", "fp8": "scale"}
 
 
 class Quantization(NamedTuple):
-    """Parameters with which a layer quantises its input.
+    """How a layer quantises its input.
 
     Attributes:
         to: ``"fp4"`` for ``fp4_quantize``, ``"fp8"`` for ``fp8_quantize``.
@@ -142,7 +142,7 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
-        # Leave out the scale, because it is a buffer that may be moved or replaced later.
+        # Leave out the activations' scale, because it is a buffer that may be moved or replaced later.
         self._input_quantization = self._quantization()
         self._derive()
 
@@ -153,7 +153,7 @@ class QuantLinear(nn.Module):
 
     @classmethod
     def reason_unsupported(cls, out_features: int, in_features: int, activations: Activations = "auto") -> str | None:
-        """Return the reason that no op supports a weight of shape (N, K) with these activations, or None."""
+        """Return the reason why no op supports a weight of shape (N, K) with these activations, or None if one does."""
         multiples = cls.multiples_for(activations)
         for name, size, multiple in zip(("out", "in"), (out_features, in_features), multiples, strict=True):
             if size <= 0 or size % multiple:
@@ -202,15 +202,15 @@ class QuantLinear(nn.Module):
     def _complete(self) -> None:
         """Launch an empty kernel after the kernels that wrote the weight.
 
-        The next GEMM may read its static weight before the launch before it has ended. With this kernel in between, the
-        kernels that wrote the weight have ended by then.
+        The next GEMM may read its static weight while the previous launch still runs. If the previous launch is this
+        empty kernel, the kernels that wrote the weight have already ended.
         """
         if self.weight.is_cuda:
             torch.empty(1, device=self.weight.device).fill_(0.0)
 
     def _set_derived(self, name: str, value: Tensor) -> None:
-        """Set a buffer that no state dict contains. Overwrite the old buffer if possible, because CUDA graphs may read
-        its memory."""
+        """Set a buffer that no state dict contains. If possible, overwrite the old buffer in place, because CUDA graphs
+        may read its memory."""
         old = self._buffers.get(name)
         if old is not None and old.shape == value.shape and old.device == value.device and not value.is_meta:
             old.copy_(value)
@@ -371,9 +371,9 @@ class QuantLinear(nn.Module):
         return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
-        """Return the number of input rows that makes the GEMM multiply at least ``rows`` rows.
+        """Return the number of input rows for which the GEMM multiplies at least ``rows`` rows.
 
-        A layer that gathers the input rows of several ranks needs fewer rows from each rank.
+        The result is smaller than ``rows`` if the layer gathers the input rows of several ranks.
         """
         return rows
 
@@ -580,8 +580,8 @@ def link(layer: QuantLinear, following: QuantLinear | None) -> None:
         _FOLLOWING[layer] = weakref.ref(following)
 
 
-# Stored outside the modules: as attributes, the links would make a copy or pickle of one layer include all later
-# layers.
+# Store the links outside the modules. If they were attributes, a copy or pickle of one layer would include all
+# later layers.
 _FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
 
 
@@ -595,15 +595,15 @@ def _rows_of(x: Tensor) -> Tensor:
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along dimension 0; FP8 as bytes, because not every torch version concatenates FP8."""
+    """Concatenate tensors along dimension 0. Concatenate FP8 tensors as bytes, because some torch versions do not
+    support FP8 here."""
     if tensors[0].dtype != torch.float8_e4m3fn:
         return torch.cat([*tensors])
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
 
 
 def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply ``fn`` to the tensor viewed as bytes, so that a ``fn`` that casts (as in ``.to(dtype)``) moves it without
-    casting."""
+    """Apply ``fn``, such as ``.to(dtype)``, to the tensor viewed as bytes, so that the tensor is moved but not cast."""
     as_bytes = fn(tensor.view(torch.uint8))
     if as_bytes.dtype != torch.uint8:  # Module.type casts all tensors, even bytes
         return tensor.to(as_bytes.device)
@@ -623,5 +623,5 @@ def supported_weight(cls: type[QuantLinear], linear: nn.Linear, activations: Act
 
 
 def float32_like(value: Any, like: Tensor) -> Tensor:
-    """Return a number or tensor as a float32 tensor on the device of ``like``."""
+    """Convert a number or tensor to a float32 tensor on the device of ``like``."""
     return torch.as_tensor(value, dtype=torch.float32, device=like.device)

@@ -63,7 +63,7 @@ _HOOKS: Final = (
 
 
 def reason_bound(module: nn.Module) -> str | None:
-    """Return the reason that this module cannot be replaced without losing a hook or a changed ``forward``, or None.
+    """Return a reason if replacing this module would lose a hook or a changed ``forward``, or None if it would not.
 
     Hooks are not moved to a new module, because they may read ``weight``, which would then contain codes.
     """
@@ -76,7 +76,7 @@ def reason_bound(module: nn.Module) -> str | None:
 
 
 def reason_holds_more(module: nn.Module) -> str | None:
-    """Return the reason that a quantised layer cannot take over something that was added to an ``nn.Linear``, or None.
+    """Return a reason if an ``nn.Linear`` got an addition that a quantised layer cannot take over, or None if it can.
 
     :func:`replace` copies all other attributes.
     """
@@ -103,7 +103,7 @@ def _attributes_of_quantised() -> frozenset[str]:
 
 
 def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()) -> str | None:
-    """Return the reason that a module may compute something else than ``nn.Linear``, or None.
+    """Return a reason if a module may compute something else than ``nn.Linear``, or None if it computes the same.
 
     Args:
         module: module to examine.
@@ -128,7 +128,7 @@ def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()
 
 
 def reason_not_floats(name: str, tensor: Tensor) -> str | None:
-    """Return the reason that a parameter cannot be quantised (no plain tensor, or a wrong dtype), or None."""
+    """Return the reason why a parameter cannot be quantised (no plain tensor, or a wrong dtype), or None if it can."""
     if type(tensor) is not nn.Parameter:
         return f"its {name} is a {type(tensor).__name__}"
     return None if tensor.dtype in _DTYPES else f"its {name} is {tensor.dtype}"
@@ -150,7 +150,7 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of the module itself, without its submodules."""
+    """Return the parameters and persistent buffers of a module by name. Submodules are not included."""
     buffers = {key: each for key, each in module._buffers.items() if key not in module._non_persistent_buffers_set}
     return {key: each for key, each in {**module._parameters, **buffers}.items() if each is not None}
 
@@ -161,7 +161,7 @@ def identity(tensor: Tensor) -> object:
 
 
 def owners_of_parameters(model: nn.Module) -> dict[object, dict[nn.Module, str]]:
-    """Return, for each parameter (keyed by its ``identity``), the modules that contain it, with their names."""
+    """Map the ``identity`` of each parameter to the modules that contain the parameter, and to their names."""
     owners: defaultdict[object, dict[nn.Module, str]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -171,6 +171,6 @@ def owners_of_parameters(model: nn.Module) -> dict[object, dict[nn.Module, str]]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join at most ``SHOWN`` names to a text for messages."""
+    """Return a text for messages that lists at most ``SHOWN`` of the names."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

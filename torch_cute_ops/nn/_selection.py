@@ -1,4 +1,4 @@
-"""Choose the layers and experts of a model that quantised modules replace, and give a reason for each other module."""
+"""Choose the layers and experts of a model that become quantised modules. Give a reason for every other module."""
 
 import dis
 import functools
@@ -154,7 +154,7 @@ def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Modul
             continue
         if (_EXPERTS.search(key) or experts_or_reason(sibling) is not None) and _experts_in(sibling) == count:
             return True
-        # A list of modules under any name may be experts. To be safe, only a single layer then counts as their router.
+        # A list of modules may be experts, whatever its name is. To be safe, count only a single layer as the router.
         if module is layers[0] and _like_modules(sibling, layers[0].in_features) == count:
             return True
     return False
@@ -186,14 +186,15 @@ def _experts_in(module: Any) -> int | None:
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point parameters of the module itself that have two or more dimensions, with their names."""
+    """Yield (name, parameter) for each floating-point parameter with two or more dimensions that the module itself
+    owns. Submodules are not included."""
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.dim() >= 2 and parameter.is_floating_point():
             yield name, parameter
 
 
 def _left_of_other(model: nn.Module, name: str, module: nn.Module) -> Left:
-    """Return the reason that a module, which is neither a linear layer nor experts, stays unchanged."""
+    """Return the reason why a module that is neither a linear layer nor experts stays unchanged."""
     kind = type(module).__name__
     if isinstance(module, nn.Embedding) or "Embedding" in kind:
         return Left("it is an embedding", is_expected=True)
@@ -230,8 +231,8 @@ def _left_of_linear(
 
 @functools.cache
 def _read_by(cls: Any) -> frozenset[str]:
-    """Return the names of layers whose weight the methods of a class read for computing: they pass it to a function, or
-    convert other tensors to its dtype.
+    """Return the names of layers whose weight the methods of a class use in a computation. A method uses a weight if it
+    passes the weight to a function, or converts other tensors to the weight's dtype.
 
     T5 converts the input of ``wo`` to the dtype of its weight, and WavLM passes the weights of its projections to
     ``multi_head_attention_forward``. Methods that read only a weight's device or shape, or initialise it, do not count.

@@ -1,8 +1,8 @@
-"""Gradients of frozen quantised layers with respect to their input, as needed to train adapters.
+"""Input gradients of frozen quantised layers, with which adapters such as LoRA can be trained.
 
-The gradient is ``dx = dy · W`` with the decoded weight W, as if the forward did not round (a straight-through
-estimator). The forward computes the same result as without gradients, and saves only references to the layer's buffers.
-The backward decodes a block of rows of W at a time.
+The gradient is ``dx = dy · W`` with the decoded weight W. It treats the rounding of the activations as the identity
+(straight-through estimator). The forward computes the same result as without gradients, and saves only references to
+the layer's buffers. The backward decodes W one block of rows at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ RowsDecoder = Callable[[int, int], Tensor]
 
 
 class Layer(Protocol):
-    """Methods of :class:`torch_cute_ops.nn.QuantLinear` that the gradient needs."""
+    """Protocol with the methods of :class:`torch_cute_ops.nn.QuantLinear` that the backward calls."""
 
     in_features: int
     out_features: int
@@ -42,7 +42,7 @@ def refuse_weight_gradient(module: nn.Module, weights: Iterable[tuple[str, Tenso
     """Check that no quantised weight or scale requires grad.
 
     Raises:
-        ValueError: if one requires grad, with its name.
+        ValueError: if a weight or scale requires grad. The message contains its name.
     """
     for name, tensor in weights:
         if tensor.requires_grad:
@@ -135,9 +135,9 @@ class _Experts(torch.autograd.Function):
 def experts_gradients(
     module: Any, hidden_states: Tensor, top_k_weights: Tensor, top_k_index: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients with respect to the tokens (M, H) and the routing weights (M, topk), one expert at a time.
+    """Return the gradients with respect to the tokens (M, H) and the routing weights (M, topk).
 
-    The gradients are those of experts with the decoded weights and unrounded activations.
+    Experts are processed one at a time, with decoded weights and unrounded activations.
     """
     dtype, count = hidden_states.dtype, module.experts
     of_tokens = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)

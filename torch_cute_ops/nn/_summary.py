@@ -24,10 +24,10 @@ class Summary(NamedTuple):
     Attributes:
         function: name of the function that replaced modules, such as ``"quantize_"``.
         replaced: class of each new module, keyed by the old module's name.
-        left: reason for each module that stays although it owns a parameter of two or more dimensions, keyed by its
-            name.
-        bytes_before: bytes of the model's parameters and buffers before; tied tensors count once.
-        bytes_after: bytes of the model's parameters and buffers after.
+        left: reason why a module was not replaced, keyed by the module's name. Only modules that own a parameter of two
+            or more dimensions are listed.
+        bytes_before: bytes of the model's parameters and buffers before the change; tied tensors count once.
+        bytes_after: bytes of the model's parameters and buffers after the change.
     """
 
     function: str
@@ -51,7 +51,7 @@ class Summary(NamedTuple):
 
 
 def summary(model: nn.Module) -> Summary:
-    """Return the replacements that the last function of this package made in this model.
+    """Return which modules of this model were replaced by the last function of this package that changed the model.
 
     The functions are :func:`quantize_`, :func:`random_`, :func:`torch_cute_ops.checkpoint.load_`, and the functions of
     ``integrations.transformers``.

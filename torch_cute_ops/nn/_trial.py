@@ -1,8 +1,8 @@
 """Check whether ``QuantExperts`` can replace a module of experts: run both on random tokens and compare the results.
 
-A trial first searches the gate with a few tokens in float64. Then four more comparisons must agree with this gate: the
-same tokens in the module's own dtype, and many tokens that all choose the same two experts (which shows a limit on the
-tokens per expert), each in evaluation and in training mode.
+A trial first searches the gate with a few tokens in float64. Then four more comparisons must agree with this gate. Two
+use the same tokens in the module's own dtype, in evaluation and in training mode. Two use many tokens that all choose
+the same two experts, in both modes: these reveal a limit on the tokens per expert.
 """
 
 import copy
@@ -52,8 +52,7 @@ _MOST_FOUND: Final = 256
 
 
 def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
-    """Return the gate with which ``QuantExperts`` computes the same as the module, or the reason that no such gate was
-    found.
+    """Return the gate with which ``QuantExperts`` computes the same as the module, or the reason why none was found.
 
     A copy of the module runs with synthetic weights of the module's sizes, on the CPU, with tokens that exceed all
     clamps. Therefore the trial also works for modules on the meta device. It needs memory for one expert in float64.
@@ -71,7 +70,7 @@ def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
 
 
 def candidates(module: Any) -> list[SwiGLU]:
-    """Return the gates that are worth trying, according to the module's attributes: plain SwiGLU first."""
+    """Return the gates to try: plain SwiGLU first, then gates with parameters that the module's attributes give."""
     limits, alphas = (
         [value for name in names if isinstance(value := getattr(module, name, None), (int, float)) and value > 0]
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
@@ -93,13 +92,13 @@ def _tried(given: "FloatExperts") -> SwiGLU | str:
             if isinstance(found, SwiGLU):
                 return _reason_of_more(given, found) or found
             reasons.append(found)
-    # A forward may fail in float64 only because it casts to float32. Then the reason from the float32 trial is the real
-    # one.
+    # If the forward casts to float32, it may fail in float64 for this reason alone. Then report the reason from the
+    # float32 trial.
     return reasons[0] if REFUSES not in reasons[0] else reasons[-1]
 
 
 class _Tokens(NamedTuple):
-    """Arguments of a forward: tokens (M, H), the chosen experts and their weights, (M, topk) each."""
+    """Arguments of a module's forward: tokens (M, H), chosen experts (M, topk), and routing weights (M, topk)."""
 
     tokens: Tensor
     chosen: Tensor
@@ -143,8 +142,8 @@ def _tokens(
 
 
 def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
-    """Return the gate with which ``QuantExperts`` computes the module's results for a few tokens in ``dtype``, or the
-    reason that no gate does."""
+    """Return the gate with which ``QuantExperts`` gives the module's results for a few tokens in ``dtype``, or the
+    reason why no gate does."""
     generator = torch.Generator("cpu").manual_seed(0)
     gates, few = candidates(given.module), _few(given, dtype, generator)
     clone = _cloned(given, dtype, generator)
@@ -162,8 +161,8 @@ def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
 
 
 def _reason_of_more(given: "FloatExperts", gate: SwiGLU) -> str | None:
-    """Return the reason that results with this gate differ from the module's in another mode or dtype, or for many
-    tokens; or None if they agree."""
+    """Compare results with this gate and the module's results in other modes and dtypes, and for many tokens. Return
+    the reason why they differ, or None if they agree."""
     kind, own = type(given.module).__name__, given.module.gate_up_proj.dtype
     if own not in TOLERANCE:  # a quantised parameter; quantize_ refuses it
         own = torch.float32
@@ -189,7 +188,7 @@ def _reason_of_more(given: "FloatExperts", gate: SwiGLU) -> str | None:
 
 
 def _cloned(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> Any:
-    """Return a copy of the module with synthetic weights in ``dtype``, or the reason that it cannot be copied."""
+    """Return a copy of the module with synthetic weights in ``dtype``, or the reason why it cannot be copied."""
     try:
         return _clone(given.module, _synthetic(given, dtype, generator), dtype, generator)
     except Exception as error:  # a user's module can raise any exception
@@ -197,7 +196,7 @@ def _cloned(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generato
 
 
 def _result(clone: Any, arguments: _Tokens) -> Tensor | str:
-    """Return the result of the module's forward, or the reason that it failed."""
+    """Return the result of the module's forward, or the reason why the forward failed."""
     try:
         with _OneExpertAtATime(max(LARGEST, clone.gate_up_proj[0].numel())):
             got = clone(*(each.clone() for each in arguments))
@@ -224,8 +223,8 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 class _OneExpertAtATime(TorchDispatchMode):
-    """Dispatch mode that refuses ops which read or gather too many elements of the experts' weights, before the op
-    allocates its result.
+    """Dispatch mode that refuses ops that would read or gather too many elements of the experts' weights. It refuses
+    an op before the op allocates its result.
 
     The experts' synthetic weights share memory, so they are small, but a copy of them might not fit into memory.
 
@@ -260,7 +259,8 @@ def _size_of_gather(source: Tensor, *where: Any) -> int:
 
 
 def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return random tensors in the shapes of the module's parameters that need little more memory than one expert.
+    """Return random tensors in the shapes of the module's parameters. All together need little more memory than one
+    expert.
 
     The weights are overlapping windows of one vector, which repeats a shorter random vector. All matrices differ, and a
     GEMM can read each of them in place.
@@ -309,8 +309,7 @@ def _on_cpu(buffer: Tensor | None, dtype: torch.dtype, generator: torch.Generato
 
 
 def _results(given: "FloatExperts", gates: Sequence[SwiGLU], arguments: _Tokens) -> list[Tensor]:
-    """Compute the result of ``QuantExperts`` with each gate in at least float32, from the unquantised weights that
-    quantisation would read."""
+    """For each gate, compute the result of ``QuantExperts`` from the unquantised weights, in at least float32."""
     tokens, chosen, weights = arguments
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     tokens, weights = tokens.to(dtype), weights.to(dtype)

@@ -89,8 +89,9 @@ class ExpertLayer(nn.Module):
     rounding. The host never waits for the device, and no shape depends on the routing. Calls can therefore be captured,
     and a replay uses the current routing.
 
-    As with ``route_few_``, a token's result is bitwise independent of the other tokens and their experts. The number of
-    tokens can change it, because it selects the ops, the GEMMs' tactics, and cuBLAS's algorithm for the router.
+    As with ``route_few_``, a token's result does not depend, not even in its last bit, on the other tokens and their
+    experts. It can depend on the number of tokens, which selects the ops, the GEMMs' tactics, and cuBLAS's algorithm
+    for the router.
 
     The state dict contains ``router``, ``router_bias`` and ``bias`` if given, ``experts`` and ``shared``. Call
     ``layer.experts.route_few_()`` to speed up calls with few tokens.
@@ -193,8 +194,8 @@ class ExpertLayer(nn.Module):
         return nn.functional.linear(x.float(), self.router.float(), bias)
 
     def forward_few(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Compute :meth:`forward` from tokens (M, H) and logits (M, E) with the ops that compute only routed pairs, for
-        any M.
+        """Compute :meth:`forward` from tokens (M, H) and logits (M, E), with the ops that compute only routed pairs. M
+        may be any number.
 
         Raises:
             RuntimeError: without ``experts.route_few_()``.
@@ -207,8 +208,8 @@ class ExpertLayer(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def forward_many(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Compute :meth:`forward` from tokens (M, H) and logits (M, E) with the ops that permute rows, for any M.
-        Raises as :meth:`forward`."""
+        """Compute :meth:`forward` from tokens (M, H) and logits (M, E), with the ops that permute rows. M may be any
+        number. Raises as :meth:`forward`."""
         weights, _, expanded, permuted, offsets, _ = moe_route(
             logits, self.topk, self.bias, alignment=1, **self.scoring
         )

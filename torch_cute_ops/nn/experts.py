@@ -53,8 +53,8 @@ _SMALLEST_FACTOR: Final = 2.0**-100
 
 
 def few_tokens(width: int) -> int:
-    """Return the average number of tokens per expert up to which ``route_few_`` computes only routed pairs; 0 means
-    that it never does.
+    """Return the largest average number of tokens per expert for which ``route_few_`` computes only routed pairs. The
+    result 0 means that it never does.
 
     Measured on an H200: for I = 256 the routed path is faster than the permuted path up to ``MOST_FEW`` tokens, for any
     routing; for I = 768, it is faster up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to a
@@ -163,8 +163,8 @@ class QuantExperts(nn.Module):
         is zero, for example for gpt-oss's experts with I = 2,880. Then nothing changes, and a warning says so.
 
         Only the number of tokens selects the path (the ops of a call). The two paths round activations differently. In
-        each path a token's result is bitwise independent of the other tokens and their experts. The number of tokens
-        can change it, because it selects the path and, on a GPU, the GEMMs' tactics.
+        each path, a token's result does not depend, not even in its last bit, on the other tokens and their experts.
+        It can depend on the number of tokens, which selects the path and, on a GPU, the GEMMs' tactics.
 
         The down layers are stored a second time, side by side as (H, E · I/2), because these ops need this layout: one
         third more bytes in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements.
@@ -352,7 +352,7 @@ class QuantExperts(nn.Module):
             every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
             own = top_k_index.unsqueeze(-1) == every
             factors = weights.unsqueeze(-1) if few.alpha is None else weights.unsqueeze(-1) * few.alpha
-            # torch.where, because a factor of an expert that a token does not use can be NaN, and NaN · 0 is NaN.
+            # Use torch.where, because multiplying by 0 would not remove the NaN factor of an expert that is not used.
             return self._few(few, hidden_states, torch.where(own, factors, 0.0).sum(1), sums)
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
         return self._many(hidden_states, weights, expanded, permuted, offsets, None, sums)
@@ -365,14 +365,15 @@ class QuantExperts(nn.Module):
         return self.is_few(tokens, topk)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Return True if this number of tokens is few, as ``route_few_`` defines it."""
+        """Return True if a call with ``tokens`` tokens has few tokens, as ``route_few_`` defines it."""
         return tokens <= MOST_FEW and tokens * topk <= self._most_of_expert() * self.experts
 
     def _most_of_expert(self) -> int:
         return few_tokens(self.intermediate_size) if self.tokens_of_expert is None else self.tokens_of_expert
 
     def _few(self, few: "_SideBySide", hidden_states: Tensor, routing: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Compute the sums of experts from a routing (M, E) that is already multiplied by the experts' factors."""
+        """Compute each token's weighted sum over experts. The routing weights (M, E) already include the experts'
+        factors."""
         gate_up: Any = self.gate_up_proj
         weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)).mT, gate_up.weight_scale
         down, down_scale = few.weight.mT, few.weight_scale
@@ -494,8 +495,8 @@ class _SideBySide(nn.Module):
     def renew(
         self, experts: QuantExperts, input_scale: Tensor | None = None, hidden_scale: Tensor | None = None
     ) -> None:
-        """Compute the buffers again after weights or global scales changed. The buffers are overwritten in place,
-        because CUDA graphs may read them."""
+        """Compute the buffers again after weights or global scales changed. Overwrite the buffers in place, because
+        CUDA graphs may read them."""
         self._write({"input_global_scale": input_scale, "hidden_global_scale": hidden_scale})
         self._write(self._derived(experts))
 
@@ -574,7 +575,7 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
         raise TypeError(f"QuantExperts: got top_k_weights with dtype {weights}; expected floating-point numbers")
     if torch.compiler.is_compiling() or type(top_k_index) not in PLAIN or not top_k_index.numel():
         return
-    # values on a GPU cannot be read in a capture; the ops then raise an error that names the setting
+    # Values on a GPU cannot be read while a CUDA graph is captured. The ops then raise an error that names the setting.
     reads_gpu = settings.CHECK and top_k_index.is_cuda and not torch.cuda.is_current_stream_capturing()
     if top_k_index.is_cpu or reads_gpu:
         wrong = index_out_of_range(top_k_index, experts)
@@ -586,7 +587,7 @@ def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> N
 
 
 def reason_unsupported(scheme: str, experts: int, hidden: int, width: int) -> str | None:
-    """Return the reason that the ops do not support experts of these sizes in this format, or None."""
+    """Return the reason why the ops do not support experts of these sizes in this format, or None if they do."""
     if scheme not in FORMATS:
         return f"scheme is {scheme!r}; expected {', '.join(map(repr, FORMATS))} for experts"
     if not 1 <= experts <= MAX_EXPERTS:
@@ -605,7 +606,7 @@ def reason_unrouted(
     target: torch.device | str | None,
     activations: FewActivations = "16bit",
 ) -> str | None:
-    """Return the reason that :meth:`QuantExperts.route_few_` does not support experts of these sizes, or None.
+    """Return the reason why :meth:`QuantExperts.route_few_` does not support these experts, or None if it does.
 
     Args:
         scheme, experts, hidden, width: format and sizes that ``reason_unsupported`` accepts.
@@ -637,7 +638,7 @@ def stack(
     device: torch.device | str | None = None,
     bias: Tensor | None = None,
 ) -> QuantLinear:
-    """Stack layers along N in one layer, such as the layers of all experts. Only one layer's tensors are read at a
+    """Stack several layers, such as the layers of all experts, along N in one layer. Read the tensors of one layer at a
     time.
 
     Args:

@@ -1,4 +1,4 @@
-"""Find unquantised experts in models, verify what they compute, and quantise them."""
+"""Find unquantised experts in models, check that ``QuantExperts`` computes the same function, and quantise them."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -45,16 +45,16 @@ class FloatExperts(NamedTuple):
         return *self.halves(both), down
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the biases of the stacked layers: gate and up (E · 2I,), each expert's gate first, and down (E · H,);
-        or None for both."""
+        """Return the biases of all experts: gate and up (E · 2I,), with each expert's gate first, and down (E · H,).
+        Return None for both if the experts have no biases."""
         if not self.has_bias:
             return None, None
         both, down = self.module.gate_up_proj_bias.detach(), self.module.down_proj_bias.detach()
         return torch.cat(self.halves(both.t())).t().flatten(), down.flatten()
 
     def verified(self) -> SwiGLU | str:
-        """Return the gate with which :class:`QuantExperts` computes the same as the module, or the reason that no gate
-        was found.
+        """Return the gate with which :class:`QuantExperts` computes the same as the module, or the reason why none was
+        found.
 
         The module's forward is run on random tokens, so its code need not be known. The comparison covers the gate, the
         order of gate and up, biases, norms, factors, and the order of the arguments.
@@ -88,8 +88,8 @@ def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
         is_transposed: gate_up.shape[1:] == ((hidden, 2 * width) if is_transposed else (2 * width, hidden))
         for is_transposed, (width, hidden) in ((False, sizes[::-1]), (True, sizes))
     }
-    # Without the attribute, decide by the shapes. They fit one orientation only, because gate_up_proj holds two
-    # matrices.
+    # Without the attribute, decide by the shapes. They fit only one orientation, because gate_up_proj contains two
+    # matrices and down_proj one.
     is_transposed = bool(getattr(module, "is_transposed", is_fitting[True] and not is_fitting[False]))
     if not is_fitting[is_transposed]:
         return f"{shapes} fit no H and I"

@@ -63,8 +63,7 @@ class _FP4Linear(QuantLinear):
         return convert_scales(scale, self.out_features, self.in_features, source, target)
 
     def _alpha(self) -> Tensor | None:
-        """Return the factor (``alpha``) of the GEMM's result: one for all columns, or one per column; or None for a
-        factor of 1."""
+        """Return the GEMM's ``alpha``: one factor for all columns, one factor per column, or None for a factor of 1."""
         return None
 
     def _quantization(self) -> Quantization | None:
@@ -84,13 +83,12 @@ class _FP4Linear(QuantLinear):
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **options)
 
     def prologue_quantises(self, rows: Tensor) -> bool:
-        """Return True if the rows are few and in 16 bits, and the GPU has a kernel that quantises and multiplies
-        them."""
+        """Return True for few 16-bit rows, on a GPU for which a single kernel quantises and multiplies them."""
         return self._quantises(rows, gated=False)
 
     def prologue_gates(self, rows: Tensor) -> bool:
-        """Return True if the layer's activations are in 16 bits, or if the GPU has a kernel that gates, quantises and
-        multiplies a single row."""
+        """Return True if the layer's activations are in 16 bits, or if, for a single row, one kernel of the GPU gates,
+        quantises and multiplies."""
         return self.activations == "16bit" or self._quantises(rows, gated=True)
 
     def _quantises(self, rows: Tensor, *, gated: bool) -> bool:
@@ -108,7 +106,7 @@ class _FP4Linear(QuantLinear):
     def _multiply_16bit(
         self, a: Tensor, dtype: torch.dtype, weight_only: Callable[..., Tensor], quantising: Callable[..., Tensor]
     ) -> Tensor:
-        """Multiply 16-bit rows ``a``. Call ``weight_only``, or ``quantising`` if the layer's activations are FP4."""
+        """Multiply 16-bit rows ``a`` by calling the op ``weight_only``, or ``quantising`` for FP4 activations."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = (a, self.weight.t(), self.weight_scale)
         epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
@@ -181,8 +179,8 @@ class NVFP4Linear(_FP4Linear):
         if self.activations == "fp4":
             self._set_derived("input_global_scale", self.input_scale.reciprocal())
             alpha = alpha * self.input_scale
-        # Use one factor per column even if the parts' factors are equal. A comparison would wait for the GPU, and
-        # layers of equal sizes could then differ in their compiled code.
+        # Use one factor per column even if all parts have equal factors. A comparison of the factors would wait for the
+        # GPU, and layers of equal sizes might be compiled differently.
         if len(self.parts) > 1:
             alpha = self._to_rows(alpha)
         if alpha is not self.weight_scale_2:

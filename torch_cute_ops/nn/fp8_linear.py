@@ -31,9 +31,9 @@ class FP8BlockLinear(QuantLinear):
 
     Activations: ``"fp8"``, with one scale per 128 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
 
-    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉). In
-    spite of its name, which is DeepSeek-V3's, the weight is multiplied by it. In a merged layer, every part except the
-    last has a multiple of 128 rows.
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉). The
+    name ``weight_scale_inv`` is DeepSeek-V3's, but decoding multiplies by this scale. In a merged layer, every part
+    except the last has a multiple of 128 rows.
     """
 
     scheme = "fp8_block"
@@ -153,7 +153,7 @@ class _FP8Linear(QuantLinear):
 
     @property
     def can_prefetch(self) -> bool:
-        """True if the GEMM can load the next layer's weight into L2: torch's scaled GEMM cannot."""
+        """True if the GEMM can load the next layer's weight into L2. It cannot if torch's scaled GEMM multiplies."""
         return self._fits_mm_fp8()
 
     def _fits_mm_fp8(self) -> bool:

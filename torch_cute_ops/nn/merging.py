@@ -15,7 +15,7 @@ from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 @torch.no_grad()
 def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED) -> nn.Module:
-    """Merge the quantised layers of a model that have the same input, in place: one GEMM instead of two or three.
+    """Merge quantised layers with the same input, in place, so that one GEMM replaces two or three.
 
     A module with, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` instead. Its ``forward`` stays
     unchanged: a call to one of the three returns its columns of the merged result. Modules such as Hugging Face
@@ -33,7 +33,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
         a CPU, or on a GPU with ``TORCH_CUTE_OPS_CHECK=1``. Without this setting, wrong calls under
         ``torch.inference_mode()`` on a GPU are not detected, and neither are wrong calls under ``torch.compile``.
     """
-    # Leave out quantised layers: this list would keep all of them in memory until the last layer is merged.
+    # Leave out quantised layers, because this list would keep all of them in memory until the last layer is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
         groups = {}
         for name, originals in merged.items():
@@ -70,8 +70,8 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
         made: Any = object.__reduce_ex__(self, protocol)
         return (_blank, (base, groups), *made[2:])
 
-    # The subclass has the name of ``base``, because Hugging Face's hooks look classes up by name. pickle would find
-    # ``base`` under this name, so ``__reduce_ex__`` calls ``_merging`` again.
+    # Give the subclass the name of ``base``, because Hugging Face's hooks look up classes by name. Under this name,
+    # pickle would find ``base``. So ``__reduce_ex__`` calls ``_merging`` again.
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
@@ -88,8 +88,8 @@ def _blank(base: Any, groups: Groups) -> Any:
 
 
 class _WithOriginals:
-    """Replaces ``self`` during one call of a module's ``forward``. It has the original layers, and otherwise the
-    module's attributes. Concurrent calls use separate objects."""
+    """Object that replaces ``self`` during one call of a module's ``forward``. Its attributes are the original layers
+    and all other attributes of the module. Concurrent calls use separate objects."""
 
     def __init__(self, module: nn.Module, groups: Groups) -> None:
         self._module = module
@@ -143,8 +143,8 @@ def _version(x: Tensor) -> int | None:
 
 
 def _compares_values(x: Tensor) -> bool:
-    """Return True if a change of this input can only be detected by comparing its values, and the values may be read:
-    for inference tensors, on a GPU only in debug mode."""
+    """Return True if changes of this input are detected by comparing its values. This is so for inference tensors on a
+    CPU, and in debug mode also on a GPU."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN or not x.is_inference():
         return False
     return x.is_cpu or (settings.CHECK and x.is_cuda and not torch.cuda.is_current_stream_capturing())
@@ -156,7 +156,7 @@ def _has_equal_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 class _Original:
-    """Stand-in for one of the merged layers, which the module's ``forward`` calls and inspects."""
+    """Replacement for one of the original layers that were merged. The module's ``forward`` calls and inspects it."""
 
     def __init__(self, results: _Results, index: int) -> None:
         self.results, self.index = results, index

@@ -118,8 +118,8 @@ def quantize_(
 def finished(
     function: str, model: nn.Module, cls: type[QuantLinear], selection: Selection, bytes_before: int
 ) -> list[str]:
-    """Guard a model against ``save_pretrained`` and record its summary after its modules were replaced. Return the
-    texts of warnings.
+    """Make ``save_pretrained`` refuse a model whose modules were replaced, and record the summary. Return the texts of
+    warnings.
 
     Args:
         function: name of the function, for the summary and the warnings.
@@ -146,8 +146,7 @@ def finished(
 
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-    """Return the largest magnitude over all sibling layers' weights, for each layer that shares its input with
-    siblings."""
+    """For each layer that shares its input with sibling layers, return the largest magnitude in all their weights."""
     found = {}
     for names in sibling_groups(linears):
         amax = torch.stack([linears[name].weight.abs().amax().float() for name in names]).amax()

@@ -1,4 +1,4 @@
-"""Quantised layers with random codes, to build models of any size without a checkpoint."""
+"""Create quantised layers with random codes, to build models of any size without a checkpoint."""
 
 import warnings
 from collections.abc import Iterable
@@ -123,7 +123,7 @@ def replace_randomly(
 def random_stack(
     scheme: str, in_features: int, parts: list[int], bias: Tensor | None, generator: torch.Generator
 ) -> QuantLinear:
-    """Create layers with random codes, stacked along N in one layer, such as the layers of all experts.
+    """Create one layer with random codes that stacks several layers along N, such as the layers of all experts.
 
     Args:
         scheme: format of the weights, a key of ``FORMATS``.
