@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Files:
-    """Tensors of a checkpoint, which are read by name, one at a time.
+    """Access to the tensors of a checkpoint by name. Each call reads one tensor.
 
     The constructor reads the headers of all files. After a call of ``rename``, all methods take the new names.
 
@@ -115,7 +115,7 @@ class Files:
         self._suffixes = self._suffixes_of_modules()
 
     def original(self, name: str) -> str:
-        """Return the name in the checkpoint of a module or tensor that may have been renamed."""
+        """Return the name that a module or tensor had in the checkpoint before ``rename``."""
         if name in self._in_file:
             return self._in_file[name]
         for suffix in self._suffixes.get(name, ()):
@@ -145,8 +145,8 @@ class Files:
         return name in self.file_of
 
     def suffixes(self, module: str) -> set[str]:
-        """Return the last components of the names of a module's tensors, without its submodules, such as ``{"weight",
-        "bias"}``."""
+        """Return the last name components of the tensors directly in a module, such as ``{"weight", "bias"}``. Tensors
+        of submodules are left out."""
         return self._suffixes.get(module, set())
 
     def describe(self, name: str) -> str:
@@ -154,7 +154,7 @@ class Files:
         return f"{self._in_file.get(name, name)} in {self.file_of.get(name, self.path)}"
 
     def _slice(self, name: str) -> Any:
-        """Return safetensors' handle of a tensor, without reading the tensor's data."""
+        """Return the object with which safetensors reads a tensor or a slice. No data is read yet."""
         return self._open[self.file_of[name]].get_slice(self._in_file[name])
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""Names, dtypes and meaning of the tensors that checkpoints store for a quantised layer, and functions that build
-layers from these tensors."""
+"""Description of the tensors that checkpoints store for a quantised layer, and functions that build such layers."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -45,8 +44,8 @@ class Field(NamedTuple):
         dtypes: dtypes that are accepted when reading; the first is used for writing.
         shape: function that returns the tensor's shape for N and K. Additional dimensions of size 1 are ignored.
         is_reciprocal: True if the checkpoint stores the reciprocal of the module's value.
-        is_optional: True for the scale of activations. Static FP8 activations need it, and so does a module with
-            ``activations="fp4"``. Schemes with dynamic FP8 activations refuse it.
+        is_optional: True for the scale of activations. Static FP8 activations need this scale, and so does a module
+            with ``activations="fp4"``. Schemes with dynamic FP8 activations refuse it.
     """
 
     stored: str
@@ -223,8 +222,8 @@ def read_tensors(
                 _checked(files, stored, field, n, k)
         elif stored in files:
             if field is _NVFP4_SCALE and scheme.activations == "fp8_static" and files.shape(stored)[-1:] == (k // 32,):
-                # ModelOpt's W4A8_NVFP4_FP8 has blocks of 32 elements. Read each as two blocks of 16 with the same
-                # scale.
+                # ModelOpt's W4A8_NVFP4_FP8 has blocks of 32 elements. Read each block as two blocks of 16 elements with
+                # the same scale.
                 tensor = _checked(files, stored, _NVFP4_SCALE_OF_32, n, k)
                 tensor = tensor.view(torch.uint8).repeat_interleave(2, 1).view(tensor.dtype)
             else:
@@ -285,8 +284,8 @@ def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
 
 
 def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
-    """Return the tensors of an unmerged layer, without its bias, as a checkpoint in this style stores them. Keys are
-    the last components of their names."""
+    """Return an unmerged layer's tensors, without the bias, as a checkpoint in this style stores them. Keys are the
+    last components of the tensors' names."""
     held, size = layer.tensors(), (layer.out_features, layer.in_features)
     return {
         field.stored: (_inverse(held[field.name]) if field.is_reciprocal else held[field.name]).reshape(
@@ -298,10 +297,10 @@ def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
 
 
 def _inverse(value: Tensor) -> Tensor:
-    """Return a float32 number whose reciprocal is ``value``, or if none exists the number nearest to ``1 / value``.
+    """Return a float32 number whose reciprocal is ``value`` or, if none exists, the number nearest to ``1 / value``.
 
-    Because of rounding, the reciprocal of the number nearest to ``1 / value`` need not be ``value``; then a number one
-    ulp away may be exact.
+    Because of rounding, the reciprocal of the number nearest to ``1 / value`` need not be ``value``. In this case, the
+    reciprocal of a number one ulp away may be ``value``.
     """
     nearest = value.reciprocal()
     up, down = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (torch.inf, 0.0))

@@ -18,8 +18,8 @@ POWERS: Final = (torch.float8_e8m0fnu, torch.uint8)
 
 
 def check_scales(described: str, scale: Tensor) -> None:
-    """Check that no block scale (e4m3 or e8m0) is NaN or has the sign bit set. The sign bit is an error even for zero,
-    because no producer writes minus zero.
+    """Check that no block scale (e4m3 or e8m0) is NaN or negative. Minus zero is an error too, because no producer
+    writes it.
 
     Args:
         described: tensor name and file, for messages.
@@ -46,7 +46,7 @@ def check_factors(described: str, factors: Tensor, *, is_zero_allowed: bool) -> 
 
 
 def check_zeros(described: str, factors: Tensor, weight: Tensor) -> None:
-    """Check that a scale of 0 belongs to elements that are all 0. Otherwise the scale would erase elements, which no
+    """Check that all elements with a scale of 0 are 0 themselves. Otherwise the scale would erase elements, which no
     producer intends.
 
     Args:
@@ -94,7 +94,7 @@ def e8m0_numbers(codes: Tensor) -> Tensor:
 
 
 def block_factors(described: str, scale: Tensor) -> Tensor:
-    """Check the scales of FP8 blocks, which may be floats or e8m0, and return them in float32.
+    """Check the scales of FP8 blocks and convert them to float32. Scales may be floats or e8m0.
 
     Raises:
         ValueError: for a scale that is NaN, infinite or negative.

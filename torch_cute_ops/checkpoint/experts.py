@@ -1,5 +1,5 @@
-"""Read the experts of gpt-oss checkpoints, and experts in parameters that were quantised as a whole; names of experts'
-layers."""
+"""Read experts that a checkpoint stores in three-dimensional parameters: gpt-oss's experts, and parameters that
+transformers or ModelOpt quantised as a whole."""
 
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -92,7 +92,7 @@ def mxfp4_experts(
 
 
 def gpt_oss_names(name: str) -> list[str]:
-    """Return the names of the checkpoint's tensors for the experts of a gpt-oss layer."""
+    """Return the names of the tensors in which a checkpoint stores the experts of a gpt-oss layer."""
     return [f"{name}.{part}_{suffix}" for part in ("gate_up_proj", "down_proj")
             for suffix in ("blocks", "scales", "bias")]  # fmt: skip
 
@@ -124,15 +124,15 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
 
 
 def fused_names(files: Files, stored: str, part: str) -> list[str]:
-    """Return the last components of the names of the tensors that store a quantised parameter, without its bias."""
+    """Return the last name components of the tensors that store a quantised parameter. The bias is left out."""
     return [each for each in files.suffixes(stored) if each.startswith(part) and not each.endswith("_bias")]
 
 
 def read_fused(
     files: Files, name: str, scheme: LayerScheme, experts: int, n: int, k: int, *, is_transposed: bool
 ) -> dict[str, Tensor]:
-    """Read a three-dimensional parameter of experts that was quantised as a whole: by transformers (FP8 blocks) or
-    ModelOpt (NVFP4).
+    """Read a three-dimensional parameter of experts that transformers (FP8 blocks) or ModelOpt (NVFP4) quantised as a
+    whole.
 
     Args:
         files: tensors of the checkpoint.

@@ -36,7 +36,7 @@ Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Mo
 
 
 class Quantisation(NamedTuple):
-    """Modules of an unquantised checkpoint that are quantised as soon as they are loaded.
+    """Settings for quantising modules of an unquantised checkpoint as soon as they are loaded.
 
     Attributes:
         scheme: format of the weights.
@@ -261,15 +261,14 @@ class Loader:
             warnings.warn(f"scales of the KV cache are not used: {listed(kv_scales)}", stacklevel=stacklevel)
 
     def refuse_unused(self, names: Iterable[str]) -> None:
-        """Check that all of these checkpoint tensors were loaded, except scales of the KV cache. Raise ``ValueError``
-        if not."""
+        """Raise ``ValueError`` if any of these checkpoint tensors was not loaded, except scales of the KV cache."""
         left = [name for name in names if name not in self.used and name.rpartition(".")[2] not in KV_SCALES]
         if left:
             raise ValueError(f"the model does not use {listed([self.files.describe(name) for name in left])}")
 
     def absent_modules(self) -> list[str]:
-        """Return the names of the linear layers and experts that have no weight in the checkpoint, without layers with
-        a tied weight."""
+        """Return the names of the linear layers and experts without a weight in the checkpoint. Layers with a tied
+        weight are left out."""
         modules = {parent for name in self.files.file_of for parent in _names.parents(name)}
 
         def is_absent(name: str, module: nn.Module) -> bool:
@@ -281,8 +280,8 @@ class Loader:
         return [name for name, module in self.model.named_modules() if is_absent(name, module)]
 
     def quantised_modules(self) -> dict[str, nn.Module]:
-        """Return the model's linear layers and experts that the checkpoint quantises, as they are before loading, by
-        name.
+        """Return the modules, by name, that are unquantised in the model and quantised in the checkpoint: linear layers
+        and experts.
 
         Raises:
             ValueError: if such a module shares its weight with another module.
@@ -338,8 +337,8 @@ class Loader:
         _free(module)
 
     def _amax_of(self, name: str, chosen: Quantisation) -> Tensor | None:
-        """Return the largest magnitude over the weights of a layer and its siblings, read from the checkpoint; or None
-        for a layer without siblings."""
+        """Return the largest magnitude in the checkpoint's weights of a layer and its siblings, or None for a layer
+        without siblings."""
         linears = chosen.selection.linears
         if not self.siblings:
             self.siblings = {each: group for group in sibling_groups(linears) for each in group}
@@ -379,8 +378,8 @@ class Loader:
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
             lacks = self._note_uncalibrated(sources, schemes)
-            # If the model's layer has no input scale, build the new layer without one, too: then both have the same
-            # tensors, and the old layer can be overwritten in place.
+            # If the model's layer has no input scale, build the new layer without an input scale, too. Then both layers
+            # contain the same tensors, and the old layer can be overwritten in place.
             has_input_scale = not lacks and getattr(module, "has_input_scale", True)
         layers = []
         for source, scheme, each in zip(sources, schemes, activations, strict=True):
@@ -399,8 +398,8 @@ class Loader:
             _names.replace(self.model, module, layer)
 
     def _note_uncalibrated(self, sources: Sequence[str], schemes: Sequence[LayerScheme]) -> bool:
-        """Return True if one of the layers lacks an input scale that is not needed. Remember this layer for the
-        warning."""
+        """Return True if one of the layers ``sources`` lacks an input scale and does not need it. Record this layer for
+        the warning."""
         lacking = [
             source
             for source, scheme in zip(sources, schemes, strict=True)
@@ -434,8 +433,7 @@ class Loader:
         return name
 
     def sources(self, name: str) -> list[str]:
-        """Return the names of the checkpoint's layers that a layer of the model consists of: several if the layer is
-        merged."""
+        """Return the names of the checkpoint's layers that form a layer of the model. A merged layer has several."""
         name = self.stored(name)
         parent, _, last = name.rpartition(".")
         if not self.files.suffixes(name) and last in self.options.merged:
@@ -445,7 +443,7 @@ class Loader:
         return [name]
 
     def _is_quantised(self, source: str) -> bool:
-        """Return True if the checkpoint's layer ``source`` has other tensors than an unquantised weight and a bias."""
+        """Return True if the checkpoint stores the layer ``source`` in a quantised format."""
         suffixes = self.files.suffixes(source) - {"bias"} - KV_SCALES
         return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
 
@@ -530,15 +528,15 @@ class Loader:
             )
 
     def _verified(self, name: str, given: FloatExperts) -> SwiGLU:
-        """Check that ``QuantExperts`` computes the same results as the model's experts, and return their gate."""
+        """Check that ``QuantExperts`` computes the same function as the model's experts. Return the experts' gate."""
         swiglu = given.verified()
         if isinstance(swiglu, str):
             raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become QuantExperts: {swiglu}")
         return swiglu
 
     def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
-        """Read the quantised layers of all experts and stack them: return the stack of gate and up layers, and the
-        stack of down layers."""
+        """Read the quantised layers of all experts. Return one layer with all gate and up weights, and one layer with
+        all down weights."""
         every = [layer for each in layers for layer in each]
         schemes = {self._scheme(layer) for layer in every}
         first = layers[0][0]
@@ -629,7 +627,7 @@ class Loader:
             raise ValueError(f"{self.files.describe(parts['gate_up_proj'])}: {error}") from error
 
     def _fused_biases(self, stored: str, given: FloatExperts) -> tuple[Tensor | None, Tensor | None]:
-        """Read the biases of experts into the module. Return them stacked, as ``FloatExperts.biases`` does."""
+        """Read the experts' biases into the module. Return them stacked, as ``FloatExperts.biases`` does."""
         device = self._device_of(given.module.down_proj)
         for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
             read = self.files.read(f"{stored}.{key}")
@@ -700,7 +698,7 @@ class Loader:
     # Unquantised tensors
 
     def _load_own(self, name: str, module: nn.Module, sources: Sequence[str] = ()) -> None:
-        """Load the parameters and persistent buffers of the module itself, without its submodules."""
+        """Load the parameters and persistent buffers of a module. Its submodules are not loaded."""
         for key, old in _names.own_tensors(module).items():
             names = [f"{source}.{key}".lstrip(".") for source in sources or (self.stored(name),)]
             identity = _names.identity(old)
@@ -766,7 +764,7 @@ def _same_device(wanted: torch.device, actual: torch.device) -> bool:
 
 
 def _free(module: nn.Module) -> None:
-    """Free the memory of a module that was replaced, because something may still reference the module."""
+    """Free the tensors of a module that was replaced. Otherwise a remaining reference to the module would keep them."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

@@ -24,7 +24,7 @@ PRODUCER: Final = {"name": "torch_cute_ops", "version": __version__}
 
 
 class _Entry(NamedTuple):
-    """Tensors of a layer, whose values are computed only when they are written.
+    """Tensors of one layer. Their values are computed only when they are written to the file.
 
     Attributes:
         size: size in bytes.
@@ -47,8 +47,8 @@ def save(
 ) -> None:
     """Write a model's tensors and configuration in another producer's format.
 
-    :func:`load_` reads the same bits again, with one exception: compressed-tensors stores the reciprocal of the factor
-    that our layers and ModelOpt use as global scale. If a factor has no exact float32 reciprocal, the nearest number is
+    :func:`load_` reads the same bits again, with one exception: the style compressed-tensors stores the reciprocal of
+    the global scale that our layers use. If a global scale has no exact float32 reciprocal, the nearest number is
     written.
 
     Args:
@@ -196,8 +196,8 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Return True if a reader could mistake an unquantised module, such as a router, for a linear layer, so that
-    ``ignore`` must list it."""
+    """Return True if ``ignore`` must list this unquantised module, such as a router, because software that reads the
+    checkpoint could mistake it for a linear layer."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
@@ -218,8 +218,8 @@ def _document(config: Any) -> dict[str, Any]:
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     fields_of(style, layer.scheme)
-    # With an FP4 weight, an input scale means that the checkpoint is for FP4 activations; only MXFP4 supports FP4
-    # activations without an input scale. With an FP8 weight, an input scale means static activations.
+    # With an FP4 weight, an input scale means that the activations are FP4. Only MXFP4 supports FP4 activations without
+    # an input scale. With an FP8 weight, an input scale means that the activations are static FP8.
     activations = layer.activations
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"

@@ -1,4 +1,4 @@
-"""Read how a checkpoint is quantised from ``config.json`` or ``hf_quant_config.json``."""
+"""Read from ``config.json`` or ``hf_quant_config.json`` how a checkpoint is quantised."""
 
 import functools
 import re
@@ -72,8 +72,8 @@ class QuantSpec:
 
     @functools.cached_property
     def _targets(self) -> tuple[dict[str, LayerScheme], list[tuple[str, LayerScheme]]]:
-        """Split the targets: return the scheme of each plain name, and (target, scheme) for each pattern and
-        ``"Linear"``, in order."""
+        """Split the targets by kind. Return the scheme of each plain name, and a list of (target, scheme) for patterns
+        and ``"Linear"``."""
         named: dict[str, LayerScheme] = {}
         patterns: list[tuple[str, LayerScheme]] = []
         for scheme, targets in self.groups:
@@ -157,7 +157,7 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
 
 
 def _expect(path: Path, prefix: str, given: Mapping[str, Any], **expected: Any) -> None:
-    """Check that the value of each name in ``given`` is among the values expected for this name."""
+    """Check that each entry of ``given`` has one of the values that ``expected`` lists under the entry's name."""
     for name, allowed in expected.items():
         if given.get(name) not in allowed:
             values = " or ".join(map(repr, allowed))
@@ -235,7 +235,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
 
 
 def compressed_arguments(fmt: str) -> dict[str, Any]:
-    """Return the weight arguments that compressed-tensors writes for a format."""
+    """Return the entry ``weights`` that compressed-tensors writes to the configuration for a format."""
     return {"type": "float", "symmetric": True, "dynamic": False, **_GROUPS[fmt]}
 
 
@@ -284,8 +284,8 @@ def compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall
     """
     stored = group.get("format") or overall
     weights = group.get("weights") or {}
-    # A format of compressed-tensors can have several strategies, such as per tensor and per channel. This package
-    # treats each strategy as a separate format.
+    # compressed-tensors divides a format into strategies, such as per tensor and per channel. In this package, each
+    # strategy is a separate format.
     of_strategy = {_GROUPS[fmt]["strategy"]: fmt for fmt, name in COMPRESSED_FORMATS.items() if name == stored}
     if not of_strategy:
         expected = ", ".join(map(repr, dict.fromkeys(COMPRESSED_FORMATS.values())))

@@ -1,5 +1,5 @@
-"""FP4 weights that torchao quantised: convert their tensors, from memory or from a checkpoint, to our layout. This
-module does not import torchao."""
+"""Convert FP4 weights that torchao quantised to our layout, from memory or from a checkpoint. This module does not
+import torchao."""
 
 import json
 from collections.abc import Mapping
@@ -32,9 +32,9 @@ class Weight(NamedTuple):
         scale: block scales in e4m3, or ue8m0 as uint8: (..., N, K / block size), or any shape in the 128x4 layout if
             ``is_swizzled``.
         is_swizzled: True if the scales are in the 128x4 layout.
-        factor: float32, one element or (E, 1, 1), by which decoded weights are multiplied, as by ``weight_scale_2`` of
-            our layers; ``None`` means 1.
-        input_scale: float32, one element, calibrated, by which decoded activations are multiplied; or ``None``.
+        factor: float32, one element or (E, 1, 1), factor of the decoded weights, like ``weight_scale_2`` of our layers;
+            ``None`` means 1.
+        input_scale: float32, one element, calibrated factor of the decoded activations; or ``None``.
     """
 
     format: str
@@ -127,7 +127,8 @@ def _linear_scales(weight: Weight, n: int, k: int) -> Tensor:
 def expert_stacks(
     gate_up: Weight, down: Weight, given: FloatExperts, device: torch.device | None = None
 ) -> tuple[QuantLinear, QuantLinear]:
-    """Build two stacked layers from the weights of experts: gate and up, and down. Biases are taken from ``given``.
+    """Build a layer with all experts' gate and up weights, and a layer with all experts' down weights. Take the biases
+    from ``given``.
 
     Args:
         gate_up: (E, 2I, H).
@@ -151,7 +152,7 @@ def expert_stacks(
             raise ValueError(f"{name} has qdata of shape {tuple(weight.codes.shape)}; expected {(experts, n, k // 2)}")
         if weight.is_swizzled and n % 128:
             raise ValueError(f"{name} has tiled scales and {n} rows per expert; expected a multiple of 128")
-        # The scales of all experts are one matrix, because the rows of each expert fill whole tiles.
+        # The rows of each expert fill whole tiles. So the tiles of all experts can be converted as one matrix.
         scale = _linear_scales(weight, experts * n, k).unflatten(0, (experts, n))
         factor = torch.ones(1, device=scale.device) if weight.factor is None else weight.factor
         factors = factor.reshape(-1).expand(experts)
@@ -188,7 +189,7 @@ def scheme_of(files: Files, module: str) -> LayerScheme | None:
 
 
 def tensor_names(files: Files, name: str) -> dict[str, str]:
-    """Return the names in the checkpoint of the tensors of the parameter ``name``, keyed by torchao's attribute names.
+    """Return the names of the tensors that store the parameter ``name``, keyed by torchao's attribute names.
 
     Raises:
         ValueError: if the metadata does not describe the parameter.
@@ -239,7 +240,7 @@ def read_linear(files: Files, name: str) -> dict[str, Tensor]:
 
 
 def _described(files: Files, name: str) -> dict[str, Any] | None:
-    """Return the metadata of a parameter, or None if none exists or the parameter is a plain tensor."""
+    """Return the metadata of a parameter, or None if it has no metadata or is a plain tensor."""
     module, _, parameter = name.rpartition(".")
     try:
         described = json.loads(files.metadata.get(f"{files.original(module)}.{parameter}".lstrip("."), "null"))

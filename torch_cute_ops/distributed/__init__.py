@@ -1,4 +1,4 @@
-"""Models on several GPUs with ``torch.distributed``: sharding rules for DTensor, tensor and expert parallelism.
+"""Run models on several GPUs with ``torch.distributed``: sharding rules for DTensor, tensor and expert parallelism.
 
 Importing this package registers a DTensor sharding strategy for every op.
 """

@@ -1,4 +1,4 @@
-"""Collectives for quantised rows, which are sent as bytes, and a counter of the bytes sent."""
+"""Collectives that send quantised rows as bytes, and a counter of the bytes that are sent."""
 
 from typing import Any, NamedTuple
 

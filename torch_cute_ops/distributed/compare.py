@@ -55,7 +55,7 @@ class Members(NamedTuple):
             raise RuntimeError(f"{name.partition('/')[0]}: rank {me} cannot reach the store: {error}") from error
 
     def missing(self, found: Mapping[int, str]) -> str:
-        """Name the ranks that are missing in ``found``; return an empty string if all ranks posted."""
+        """Return the ranks that are missing in ``found`` as text, or an empty string if all ranks posted."""
         absent = [number for rank, number in enumerate(self.numbers) if rank not in found]
         return ", ".join(map(str, absent)) and f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 
@@ -80,7 +80,7 @@ number identifies a comparison on all ranks."""
 
 
 def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, timeout_s: float | None = None) -> None:
-    """Check that facts are equal on all ranks of a group. Every rank must make the same calls of ``compare`` in the
+    """Check that all ranks of a group pass equal ``facts``. Every rank must make the same calls of ``compare`` in the
     same order.
 
     Args:
@@ -119,7 +119,7 @@ def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, tim
 
 @dataclass
 class _Rows:
-    """Leading dimensions that the ranks last agreed on, and the number of comparisons so far."""
+    """State of one group: the leading dimensions that all ranks last had, and the number of comparisons so far."""
 
     lead: tuple[int, ...] = ()
     comparisons: int = 0
@@ -130,7 +130,7 @@ _rows: dict[str, _Rows] = {}
 
 
 def agree_on_rows(name: str, lead: tuple[int, ...], group: Group) -> None:
-    """Check before a collective that all ranks pass equally many rows.
+    """Before a collective, check that all ranks pass the same number of rows.
 
     If the number of rows is the same as in this rank's last call, the ranks exchange nothing. If it has changed, it
     must have changed on all ranks, which then compare it through the store. Compiled code does not check. A CUDA graph

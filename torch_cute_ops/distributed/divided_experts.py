@@ -1,4 +1,4 @@
-"""Parallel style that divides experts among ranks which all have the same tokens."""
+"""Parallel style that divides the experts of a layer among ranks that all process the same tokens."""
 
 from typing import Any, Final, Literal, get_args
 
@@ -25,8 +25,8 @@ WAYS: Final = get_args(By)
 
 
 class _Experts(Divided):
-    """Experts on several ranks. Each rank stores some experts, or a shard of every expert, and computes partial sums
-    for every token.
+    """Experts that are divided among ranks. Each rank stores some experts, or a shard of every expert, and computes
+    partial sums for every token.
 
     Attributes:
         first: index of this rank's first expert.
@@ -47,7 +47,7 @@ class _Experts(Divided):
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Decide by the total number of experts, not by this rank's, so that all ranks choose the same code path."""
+        """Return True if ``tokens`` is few for the experts of all ranks together, so that all ranks decide alike."""
         world = self.world if self.style.by == "expert" else 1
         return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // world), topk))
 
@@ -73,8 +73,8 @@ class DividedExperts(Style):
         by: ``"expert"``: each expert is on one rank, which computes it for the tokens that are routed to it.
             ``"tensor"``: every expert's intermediate size is sharded, so that the load is balanced for any routing.
         sums: dtype in which the ranks' partial sums are sent and added. ``None`` uses the dtype of the activations, so
-            each partial sum and each sum is rounded to it. With ``torch.float32``, experts' results are not rounded
-            before they are summed.
+            each partial sum and each sum is rounded to this dtype. With ``torch.float32``, experts' results are not
+            rounded before they are summed.
 
     Raises:
         ValueError: if ``by`` is neither ``"expert"`` nor ``"tensor"``.
@@ -140,8 +140,7 @@ class DividedExperts(Style):
             )
 
     def _refuse_shared_scales(self, module: QuantExperts) -> None:
-        """Check that no scale of the activations between an expert's two layers would cover elements on several
-        ranks."""
+        """Check that each scale of the activations between an expert's two layers covers elements of only one rank."""
         if self.by == "tensor" and module.scheme == "fp8_channel":
             raise ValueError(
                 "DividedExperts: by is 'tensor', but with weights in fp8_channel the activations of a token share one "

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens are sent to the ranks of their experts in FP8 or FP4, and results are sent back."""
+"""Expert parallelism: each rank sends its tokens in FP8 or FP4 to the ranks of their experts, and gets results back."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ Back = Literal["16bit", "fp8"]
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of E experts for one of their two GEMMs.
+    """Weights of E experts for one of the two GEMMs of an expert layer.
 
     Attributes:
         codes: (E, N, K) float8_e4m3fn, or (E, N, K/2) uint8, two e2m1 codes per byte.
@@ -253,7 +253,7 @@ class ExpertParallel(nn.Module):
         expanded, permuted, _, counts = moe_route_ids(ids, total, 1, self.max_rows)
         operands = self._rows(x, permuted, expanded, topk)
         received = self._exchange(counts)
-        # Numbers of rows for each rank and from each rank; None if they are fixed by max_rows.
+        # Numbers of rows to send to each rank and to receive from each rank, or None if ``max_rows`` fixes them.
         sizes = None if self.max_rows is not None else _host_sizes(counts.view(self.world, -1), received)
         operands = tuple(self._sent(each, sizes) for each in operands)
         y = self._computed(operands, self._ids_of(received, operands[0].shape[0]), x.dtype)
@@ -265,8 +265,7 @@ class ExpertParallel(nn.Module):
         return (sums if residual is None else sums + residual).to(x.dtype)
 
     def _rows(self, x: Tensor, permuted: Tensor, expanded: Tensor, topk: int) -> tuple[Tensor, ...]:
-        """Quantise the tokens; return the codes and scales of each pair's row, as bytes, in the order of the
-        experts."""
+        """Quantise the tokens. Return the codes and scales of each pair's row as bytes, ordered by expert."""
         if self.wire == "fp8":
             codes, scale = moe_permute_fp8quant(x, permuted, topk, expanded)
             return as_bytes(codes), scale.contiguous()
@@ -277,8 +276,8 @@ class ExpertParallel(nn.Module):
         return codes[token], as_bytes(scale)[token]
 
     def _exchange(self, counts: Tensor) -> Tensor:
-        """Tell each rank how many rows it will receive. Return the number of rows from each rank for each expert of
-        this rank, (ranks, experts of this rank)."""
+        """Exchange the numbers of rows that ranks will send. Return the rows that this rank will receive, (ranks, this
+        rank's experts)."""
         counts = counts.view(self.world, self.experts)
         if self.group is None:
             return counts
@@ -303,7 +302,7 @@ class ExpertParallel(nn.Module):
         if self.max_rows is None:
             ends = received.flatten().cumsum(0)
             run = torch.searchsorted(ends, torch.arange(rows, device=received.device), right=True)
-            # Without a process group, the rows of pairs without an expert come after the last expert's rows.
+            # Without a process group, the buffer ends with the rows of pairs that have no expert. Their id is -1.
             ids = torch.where(run < ends.numel(), run % self.experts, -1)
             return ids.to(torch.int32).unsqueeze(1)
         place = torch.arange(self.max_rows, device=received.device)
@@ -325,8 +324,7 @@ class ExpertParallel(nn.Module):
         return y[place[:, 0].clamp(min=0)]
 
     def _returned(self, y: Tensor, sizes: tuple[list[int], list[int]] | None, rows: int) -> Tensor:
-        """Send the results back to the tokens' ranks. Return the results of this rank's pairs, in the order of the
-        experts."""
+        """Send the results back to the tokens' ranks. Return the results of this rank's pairs, ordered by expert."""
         if self.group is None:
             return y
         if self.back == "fp8":
@@ -340,6 +338,6 @@ class ExpertParallel(nn.Module):
 
 
 def _host_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-    """Copy to the host the number of rows for each rank and the number of rows from each rank."""
+    """Copy two lists to the host: the numbers of rows to send to each rank, and to receive from each rank."""
     both = torch.stack((sent.sum(1), received.sum(1))).tolist()
     return both[0], both[1]

@@ -149,8 +149,8 @@ def _resized(module: nn.Linear, files: "ShardedFiles", sources: Sequence[str]) -
 
 
 def _divide_experts(loader: Loader, files: "ShardedFiles", name: str, style: DividedExperts, mesh: DeviceMesh) -> None:
-    """Restrict ``files`` to this rank's shard of the experts, and replace the model's experts by uninitialised experts
-    of this size."""
+    """Restrict ``files`` to this rank's shard of the experts. Replace the model's experts by uninitialised experts of
+    the shard's size."""
     given, stored = float_experts(loader.model.get_submodule(name)), loader.stored(name)
     assert given is not None
     begin, end = style.own(given.experts, given.width, mesh, name)
@@ -186,7 +186,7 @@ def _resize_experts(given: FloatExperts, style: DividedExperts, begin: int, end:
 
 
 class ShardedFiles(Files):
-    """Tensors of a checkpoint, as if it contained only one rank's shards of the divided layers and one rank's experts.
+    """View of a checkpoint that shows only one rank's shards of the divided layers, and only this rank's experts.
 
     Args:
         path: folder of the checkpoint.

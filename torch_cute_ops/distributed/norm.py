@@ -1,4 +1,4 @@
-"""Norm before a divided layer, which quantises this rank's tokens so that only codes and scales are gathered."""
+"""Norm before a divided layer. It quantises this rank's tokens, so that ranks gather only codes and scales."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ SHARING: Final = (1, 2, 16, 32)
 
 @dataclass(frozen=True)
 class WeightShard:
-    """Position of one rank's shard in the rows (N) or columns (K) of a weight.
+    """Which rows (N) or columns (K) of a weight one rank stores.
 
     Attributes:
         dim: 0 to shard rows, 1 to shard columns.
@@ -64,10 +64,10 @@ class WeightShard:
         return self.rank * own, (self.rank + 1) * own
 
     def within(self, extent: int, size: int, name: str) -> tuple[int, int]:
-        """Convert the range of this rank to the range (begin, end) of another tensor of the layer, which has ``extent``
-        elements for the ``size`` rows or columns of the weight.
+        """Return this rank's range (begin, end) in a tensor that stores ``size`` rows or columns of the weight in
+        ``extent`` elements.
 
-        Such tensors are packed codes and block scales.
+        Examples of such tensors are packed codes and block scales.
 
         Raises:
             ValueError: if a shard would begin or end inside a byte or block.
@@ -84,8 +84,8 @@ class WeightShard:
 def shard_range(
     shard: WeightShard, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
 ) -> tuple[int, int, int] | None:
-    """Return the range (dimension, begin, end) of a rank's shard in one tensor of a layer, or None if every rank stores
-    the whole tensor.
+    """Return a rank's shard of one tensor of a layer as (dimension, begin, end), or None if every rank stores the whole
+    tensor.
 
     Args:
         shard: shard of the weight.
@@ -155,8 +155,8 @@ def keep_parts_(layer: QuantLinear, begin: int, end: int) -> None:
 
 
 def fit_bias_(layer: nn.Linear | QuantLinear, sums: torch.dtype | None, *, is_added: bool) -> None:
-    """Convert the bias of a layer that computes partial sums, in place, to a dtype that its GEMM accepts together with
-    results in the dtype ``sums``.
+    """Convert, in place, the bias of a layer whose results are partial sums in the dtype ``sums``. Use a dtype that the
+    layer's GEMM accepts.
 
     Args:
         layer: layer with or without a bias.
@@ -200,7 +200,7 @@ class Divided:
 
     @property
     def divided(self) -> str:
-        """Description of the division in words, equal on all ranks."""
+        """Description of how the module is divided, as a text that is equal on all ranks."""
         return f"{self.style!r} among {dist.get_world_size(self.group)}"
 
     def extra_repr(self) -> str:
@@ -217,7 +217,7 @@ class Divided:
         raise ValueError(f"{cls.__name__}: build and merge a layer before you divide it among ranks")
 
     def split(self) -> Any:
-        """Undo the merging of this rank's shard: return its parts as plain layers, which do not communicate."""
+        """Return the parts of this rank's shard of a merged layer as plain layers, which do not communicate."""
         plain = object.__new__(self.base)
         plain.__dict__ = {name: each for name, each in self.__dict__.items() if name not in OWN}
         return plain.split()
@@ -228,7 +228,8 @@ OWN: Final = ("style", "group", "whole_parts", "first")
 
 
 class _Column(Divided):
-    """Layer of which each rank stores some rows of the weight and computes the matching columns of the result.
+    """Linear layer whose weight rows are divided among ranks. Each rank computes the columns of the result that belong
+    to its rows.
 
     Attributes:
         whole_parts: number of rows of each part of the undivided layer, and of the columns that ``gather_output``
@@ -269,7 +270,8 @@ class _Column(Divided):
 
 
 class _Row(Divided):
-    """Layer of which each rank stores some columns of the weight and computes partial sums of the whole result."""
+    """Linear layer whose weight columns are divided among ranks. Each rank computes a partial sum of every element of
+    the result."""
 
     style: "RowParallel"
 
@@ -318,7 +320,7 @@ def refuse_gradient(module: nn.Module, x: Tensor) -> None:
 
 
 def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
-    """Check that the collectives of a divided layer can give correct results for this input.
+    """Check that a divided layer supports this input.
 
     Raises:
         ValueError: for an input that requires grad; with ``sequence``, for an input with a single dimension.
@@ -337,7 +339,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
     """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
-    amax = torch.where(amax.isfinite(), amax, torch.inf)  # replaced, because collective backends differ in max(NaN, x)
+    amax = torch.where(amax.isfinite(), amax, torch.inf)  # no NaN, because backends differ in max(NaN, x)
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     scale = torch.where(amax.isfinite(), amax / E4M3_MAX, torch.nan)
     is_zero = (scale == 0) | scale.isnan()
@@ -347,7 +349,7 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
 
 @functools.cache
 def divided_class(kind: Any, name: str, base: Any) -> Any:
-    """Create a subclass of ``base`` that has the ``forward`` of ``kind`` and this name."""
+    """Create a subclass of ``base`` with this name and with the ``forward`` of ``kind``."""
     return type(name, (kind, base), {"__module__": __name__, "__doc__": base.__doc__, "base": base})
 
 

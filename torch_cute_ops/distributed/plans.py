@@ -1,4 +1,4 @@
-"""Plans for ``parallelize_module`` and ``load_``: parallel styles by layer name."""
+"""Plans for ``parallelize_module`` and ``load_``. A plan is a dict of parallel styles, keyed by layer name."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Rules that say how a call of an op can be sharded over one dimension of a device mesh. They are pure functions of the
+"""Rules that say how a call of an op can be sharded over one dimension of a device mesh. The rules depend only on the
 call's shapes and arguments.
 
 A rule says along which dimension each tensor is sharded, and whether a result is a partial sum.
@@ -56,7 +56,7 @@ class Multiple:
     divisor: int
 
     def reason_unfit(self, shards: int) -> str | None:
-        """Return the reason that the size cannot be divided into this many equal shards, or None."""
+        """Return the reason why the size cannot be divided into ``shards`` equal shards, or None if it can."""
         if self.size % (shards * self.divisor) == 0:
             return None
         expected = f"a multiple of {shards * self.divisor}, {self.divisor} for each of {shards} shards"
@@ -71,7 +71,7 @@ class Rule:
         over: sharded dimension of the problem: ``"rows"``, ``"columns"``, ``"k"``, ``"experts"``, or ``""`` for none.
         inputs, outputs: placements of the sharded tensors by name. All other tensors are replicated.
         multiples: conditions on the sizes of the shards.
-        refusal: reason that the call cannot be sharded in this way even if the sizes fit; or ``None``.
+        refusal: reason why the call cannot be sharded in this way even if the sizes fit; or ``None``.
     """
 
     over: str
@@ -120,7 +120,7 @@ def has_rules(spec: OpSpec) -> bool:
 
 
 def reason_without(op: str) -> str:
-    """Return the reason that calls of an op without rules cannot be sharded."""
+    """Return the reason why calls of an op without rules cannot be sharded."""
     return WITHOUT.get(op, "this op has no sharding rule")
 
 
@@ -133,7 +133,7 @@ def _tiles(name: str, rows: int, layout: ScaleLayout) -> list[Multiple]:
 
 
 def _rows_before(shape: Sequence[int], dim: int) -> int:
-    """Return the product of the dimensions from ``dim`` to the last but one: the number of rows."""
+    """Return the number of rows: the product of the dimensions from ``dim`` to the last but one."""
     rows = 1
     for extent in shape[dim:-1]:
         rows *= extent
@@ -214,7 +214,8 @@ def _dequantize(call: Call) -> Iterator[Rule]:
 
 
 def _blocks_together(layout: ScaleLayout) -> int:
-    """Return the number of neighbouring blocks of a row that must stay on one rank: the width of a scale tile, or 1."""
+    """Return the number of neighbouring blocks of a row that must stay on one rank. It is the width of a scale tile, or
+    1 for linear scales."""
     return 1 if layout.is_linear else TILE_BLOCKS
 
 
@@ -231,7 +232,7 @@ def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | 
 
 
 def _given(call: Call, **placements: Placement) -> dict[str, Placement]:
-    """Keep only the placements of tensors that the call actually passes."""
+    """Return the placements whose tensors the call actually passes."""
     return {name: placement for name, placement in placements.items() if call.get(name) is not None}
 
 

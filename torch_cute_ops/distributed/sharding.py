@@ -19,7 +19,7 @@ from torch_cute_ops.registry import OPS
 
 
 def reason_unsharded(op: str) -> str | None:
-    """Return the reason that an op accepts no sharded tensors, or None if it has sharding rules.
+    """Return the reason why an op accepts no sharded tensors, or None if it has sharding rules.
 
     Args:
         op: name of the op, or ``"fp4_quantize.out"`` for the ``.out`` overload of ``fp4_quantize``.
@@ -78,7 +78,7 @@ def _permuted(tensor: DTensor, order: Sequence[int], dtype: torch.dtype) -> DTen
 
 
 def _moved(placement: Placement, to: Sequence[int]) -> Placement:
-    """Return the placement of a tensor after a permutation in which dimension ``i`` becomes ``to[i]``."""
+    """Return the placement that a tensor has after its dimension ``i`` was moved to position ``to[i]``, for every i."""
     return Shard(to[placement.dim]) if isinstance(placement, Shard) else placement
 
 
@@ -111,7 +111,7 @@ class _Choice:
         return [tuple(rule.outputs.get(name, Replicate()) for rule in self.rules) for name in names]
 
     def reason_unfit(self, spec: OpSpec, given: dict[str, DTensorSpec]) -> str | None:
-        """Return the reason that the call cannot be sharded by these rules, or None."""
+        """Return the reason why the call cannot be sharded by these rules, or None if it can."""
         for rule in self.rules:
             if rule.refusal is not None:
                 return rule.refusal
@@ -145,7 +145,7 @@ def _dtype(spec: DTensorSpec) -> torch.dtype:
 
 
 def _is_local(old: Placement, new: Placement) -> bool:
-    """Return True if a tensor can get the new placement without communication."""
+    """Return True if a tensor can change from the old to the new placement without communication."""
     return old == new or (isinstance(old, Replicate) and isinstance(new, Shard))
 
 
@@ -167,7 +167,7 @@ def _as_spec(value: object) -> object:
 
 
 class _Seen:
-    """Stand-in for a tensor in the call that a rule sees. It has the tensor's global shape, not a shard's."""
+    """Replacement for a tensor of the call, from which rules read the tensor's global shape, not a shard's shape."""
 
     def __init__(self, spec: DTensorSpec) -> None:
         self.shape, self.ndim = tuple(spec.shape), spec.ndim
@@ -177,8 +177,8 @@ class _Seen:
 
 
 def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
-    """Return the only sharding strategy of a call: of all permitted combinations of rules, the combination that moves
-    the fewest bytes."""
+    """Return a list of one sharding strategy for a call: the permitted combination of rules that moves the fewest
+    bytes."""
     schema: OpSchema = given_by_torch[-1]  # the last argument, because some torch versions pass a mesh before it
     call = _bound(spec, schema)
     given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}

@@ -1,4 +1,4 @@
-"""Detect mismatched ranks at the start and dead ranks during a run, and name them in an error. Without these checks the
+"""Detect ranks that do not match at the start, or die during a run, and name them in an error. Without these checks the
 program would hang."""
 
 import contextlib
@@ -121,7 +121,7 @@ class _Watch:
     def __init__(self, everyone: Ranks, timeout_s: float, prefix: str) -> None:
         self.prefix = prefix
         self.store = everyone.store
-        # Use a separate connection if the store supports it, because a thread that waits can lock the group's
+        # Use a separate connection if the store supports this, because another thread that waits can block the group's
         # connection.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             self.store = everyone.store.clone()
@@ -145,8 +145,8 @@ class _Watch:
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
     def gone_after(self, error: BaseException) -> str:
-        """Describe the dead ranks (their signs of life no longer change), or return an empty string if all ranks are
-        alive."""
+        """Return a description of the dead ranks, whose signs of life no longer change, or an empty string if all ranks
+        are alive."""
         try:
             before = self._states()
             time.sleep(max(4 * self.pause, 1.0))

@@ -23,7 +23,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """Return the fake tensor that holds the shape, dtype and strides of a node's result."""
+    """Return the fake tensor with the shape, dtype and strides of a node's result."""
     return node.meta["val"]
 
 
@@ -56,7 +56,7 @@ def _is_view(node: Node) -> bool:
 
 
 def storage_of(node: Node) -> Node:
-    """Follow views back to the node that allocated the memory of this node's result."""
+    """Return the node that allocated the memory of this node's result: follow views back to their source."""
     while node.op == "call_function" and _is_view(node):
         node = node.args[0]
     return node
@@ -80,7 +80,7 @@ def ends_at(node: Node, last: Node) -> bool:
 
 
 def are_before(anchor: Node, values: Any) -> bool:
-    """Return True if all nodes among the values precede ``anchor`` in the graph."""
+    """Return True if all graph nodes in ``values`` precede ``anchor`` in the graph."""
     return all(value < anchor for value in values if isinstance(value, fx.Node))
 
 
@@ -111,7 +111,7 @@ def fake_results(op: Any, named: dict[str, Any]) -> Any:
         if "residual" in values:
             values["residual"] = torch.empty_like(
                 values["residual"]
-            )  # copied, because the op may write to its arguments, and other nodes use this fake tensor
+            )  # pass copies, because the op may write to its arguments, and other nodes use the same fake tensors
         return op(**values)
 
 

@@ -1,4 +1,4 @@
-"""Match RMSNorm and SiLU gates in graphs of ATen ops, in the ways in which models write them."""
+"""Find RMSNorms and SiLU gates in graphs of ATen ops, in the variants that models use."""
 
 import operator
 from collections.abc import Iterator
@@ -105,8 +105,8 @@ def _input_of_silu(node: Node) -> Node | None:
 
 
 def _half(node: Node) -> tuple[Node, int] | None:
-    """Match a half of a tensor along the last dimension. Return (tensor, 0 for the first half or 1 for the second), or
-    None."""
+    """If the node is a half of a tensor along the last dimension, return the tensor, and 0 for the first half or 1 for
+    the second. Otherwise return None."""
     if is_call(node, operator.getitem):
         split, index = node.args
         if not is_call(split, aten.split.Tensor, aten.split_with_sizes.default):

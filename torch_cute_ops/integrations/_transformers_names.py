@@ -1,5 +1,5 @@
-"""Map tensor names of a checkpoint to parameter names of a transformers model, which can differ, as in vision-language
-models."""
+"""Map tensor names of a checkpoint to parameter names of a transformers model. The names differ, for example, in
+vision-language models."""
 
 import functools
 import re
@@ -27,14 +27,14 @@ def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
     @functools.cache
     def module_of(module: str) -> str:
-        """Return the name in the model of a checkpoint's module. transformers renames parameters only, so rename a
-        parameter that the unquantised module has."""
+        """Return the model's name for a module of the checkpoint. transformers renames only parameters, so rename a
+        parameter of the unquantised module."""
         found = [(key, rename(f"{module}.{key}")) for key in ("weight", "gate_up_proj")]
         key, renamed = next((each for each in found if each[1] in known), found[0])
         return renamed[: -len(key) - 1] if renamed.endswith(f".{key}") else module
 
     def name_of(name: str) -> str:
-        # A checkpoint can contain 100,000 tensors of experts. Renaming is slow, so their common prefix is renamed once.
+        # A checkpoint can contain 100,000 tensors of experts, and renaming is slow. So rename their common prefix once.
         experts = _EXPERT.match(name)
         if experts and f"{module_of(experts[1])}.gate_up_proj" in known:
             return module_of(experts[1]) + name[len(experts[1]) :]
@@ -46,7 +46,7 @@ def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def converted_names(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the names of the parameters into which transformers converts unquantised tensors of a checkpoint."""
+    """Return the names of the model's parameters that transformers fills from unquantised tensors of a checkpoint."""
     rename = _renaming(model, with_converters=True)
     return {rename(name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Quantizer with which ``from_pretrained`` of transformers loads checkpoints into the layers of this package."""
+"""Quantizer for transformers: with it, ``from_pretrained`` loads checkpoints into the layers of this package."""
 
 import contextlib
 import logging
@@ -90,8 +90,8 @@ class CuteConfig(QuantizationConfigMixin):
 
 def _config_class(own: Any) -> type[CuteConfig]:
     class Config(CuteConfig):
-        """Class that transformers calls to parse a ``quantization_config``. If we do not support the checkpoint,
-        transformers' original class parses it."""
+        """Class that transformers calls to parse a ``quantization_config``. If this package does not support the
+        checkpoint, transformers' original class parses the configuration."""
 
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def _quantizer_factory(
 
 @contextlib.contextmanager
 def _reason_first(reason: str | None) -> Iterator[None]:
-    """Prefix an ``ImportError`` of transformers' quantizer with the reason that this package did not load the
+    """Prefix an ``ImportError`` of transformers' quantizer with the reason why this package does not load the
     checkpoint."""
     try:
         yield
@@ -185,7 +185,7 @@ class CuteQuantizer(HfQuantizer):
         with Files(self.folder) as files:
             self.names = model_names(model, files.file_of)
             loader = self._loader(model, files)
-            # Transformers ties weights (such as lm_head to the embedding) only after loading, so the loader is told
+            # Transformers ties weights, such as lm_head to the embedding, only after loading. So tell the loader now
             # which modules will be tied.
             loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
@@ -216,12 +216,10 @@ class CuteQuantizer(HfQuantizer):
         return model.requires_grad_(False)
 
     def _refuse_others(self, loader: Loader) -> None:
-        """Check that no tensors are quantised in modules for which this package has no quantised module, since
-        transformers would load the codes without decoding them.
+        """Check that this package supports every module with quantised tensors, because transformers would load the
+        codes without decoding them.
 
-        An example are experts with a gate that :class:`torch_cute_ops.nn.QuantExperts` does not support.
-
-        An example are experts with another gate than this package's experts.
+        Experts are not supported if their gate differs from the gate of :class:`torch_cute_ops.nn.QuantExperts`.
         """
         inside = {each for name in self.pending for each in (name, loader.stored(name), *loader.sources(name))}
         for name in loader.files.file_of:
@@ -233,8 +231,8 @@ class CuteQuantizer(HfQuantizer):
                 )
 
     def _tensors_of_pending(self, loader: Loader) -> Iterator[str]:
-        """Yield the checkpoint tensors of the removed layers, except tensors that the model declares unused.
-        Transformers does not check these tensors, so the loader must."""
+        """Yield the checkpoint tensors of the removed layers, except tensors that the model declares unused. The loader
+        must check these tensors, because transformers does not."""
         modules = {each for name in self.pending for each in (name, loader.stored(name))}
         for name in loader.files.file_of:
             is_unused = any(re.search(pattern, name) for pattern in self.unused)
@@ -262,7 +260,7 @@ class CuteQuantizer(HfQuantizer):
 
 
 class _Pending(nn.Module):
-    """Placeholder for a removed layer, so that transformers does not load the layer's tensors."""
+    """Placeholder that replaces a layer while transformers loads the model, so that the layer's tensors are skipped."""
 
     module: nn.Module
 
@@ -278,8 +276,8 @@ def _tied_parameters(model: Any) -> set[str]:
 
 
 def _refuse_absent(model: Any, loader: Loader) -> None:
-    """Check that the checkpoint has tensors for all layers. Transformers would give layers without tensors random
-    weights."""
+    """Check that the checkpoint contains tensors for all layers. Otherwise transformers would fill the other layers
+    with random weights."""
     patterns = model._keys_to_ignore_on_load_missing or ()
     absent = [
         name

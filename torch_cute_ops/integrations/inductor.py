@@ -201,7 +201,7 @@ def _is_mutating(node: Node) -> bool:
 
 
 def _fuse(node: Node) -> bool:
-    """Replace a quantisation and the norm or gate before it by one fused op; return True on success."""
+    """Replace a quantisation, and the norm or gate that computes its input, by one fused op. Return True on success."""
     named = named_arguments(node)
     value, _ = without_reshape(named["input"])
     named.pop("input")
@@ -218,7 +218,7 @@ def _fuse(node: Node) -> bool:
     norm = match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
-    # Insert the op right after the norm, because other readers of the norm can precede the quantisation.
+    # Insert the fused op right after the norm, because other nodes that read the norm can precede the quantisation.
     ending, count, anchor = (suffix, 2, node) if is_alone else (f"{suffix}_with_norm", 3, value.next)
     results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
@@ -230,8 +230,8 @@ def _fuse(node: Node) -> bool:
 
 
 def _fuse_input(node: Node) -> bool:
-    """If a norm precedes this GEMM, compute the norm with our op. If a gate of one row precedes it, fuse the gate into
-    the GEMM. Return True on success."""
+    """Compute a norm before this GEMM with our op, or fuse a one-row gate before this GEMM into the GEMM. Return True
+    on success."""
     value, _ = without_reshape(named_arguments(node)["a"])
     gated = match_silu_mul(value)
     if gated is not None:
@@ -260,8 +260,8 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
 
 
 def _multiply_quantised(node: Node) -> bool:
-    """Fuse a quantisation of few rows into the FP4 GEMM ``node``, if only this GEMM reads its result. Return True on
-    success."""
+    """Fuse a quantisation of few rows into the FP4 GEMM ``node``, if no other node reads the quantised rows. Return
+    True on success."""
     named = named_arguments(node)
     (codes, _), scale = without_reshape(named.pop("a")), named.pop("a_scale")
     if not all(is_call(each, operator.getitem) for each in (codes, scale)):
@@ -338,11 +338,11 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
         for each in operands
     ):
         return None
-    # Refuse broadcasting. If sizes are symbolic, equal sizes are equal expressions, so tuples can be compared.
+    # Refuse broadcasting. Tuples of symbolic sizes can be compared, because equal sizes are equal expressions.
     if any(tuple(value_of(each).shape) != tuple(value_of(total).shape) for each in operands):
         return None
-    # The sum will be stored in an operand. Readers of the sum rely on its strides, so the strides of the operand must
-    # be equal.
+    # The sum will overwrite an operand. Nodes that read the sum rely on its strides, so the operand must have the same
+    # strides.
     alike = [each for each in operands if value_of(each).stride() == value_of(total).stride()]
     spent = next((each for each in alike if ends_at(each, total)), None)
     if spent is None or not are_before(total, named.values()):

@@ -1,6 +1,6 @@
 """LoRA adapters of PEFT for quantised layers.
 
-``register`` tells a ``LoraConfig`` how to adapt the layers of this package. Everything else is as always in PEFT::
+``register`` tells a ``LoraConfig`` how to adapt the layers of this package. All other steps are as usual in PEFT::
 
     config = torch_cute_ops.integrations.peft.register(LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
     model = get_peft_model(model, config)
@@ -34,7 +34,7 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         ValueError: for a variant of LoRA that needs the weight itself, such as DoRA.
     """
 
-    # PEFT's base class sets this attribute; mypy does not see PEFT's classes.
+    # PEFT's base class sets this attribute. Declare it, because mypy does not see PEFT's classes.
     base_layer: Any
     active_adapters: Any
     lora_A: Any
@@ -92,7 +92,7 @@ class LoraQuantLinear(nn.Module, LoraLayer):
         )
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
-        """Return K and N of a quantised layer. PEFT's own function would warn that it does not know the class."""
+        """Return K and N of a quantised layer. PEFT's implementation would warn about an unknown layer class."""
         return module.in_features, module.out_features
 
     def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:

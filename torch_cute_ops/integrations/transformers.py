@@ -184,7 +184,7 @@ def from_config(
         if isinstance(module, QuantLinear):
             continue
         for name, buffer in module._buffers.items():
-            # A buffer that checkpoints contain, such as the bias with which DeepSeek-V3 selects experts.
+            # Fill buffers that checkpoints contain, such as the bias with which DeepSeek-V3 selects experts.
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=target)
         for name, old in module._parameters.items():
@@ -202,7 +202,7 @@ def from_config(
 
 
 def _check_quantize(quantize: str | None, activations: Any, filter_fn: FilterFn | None) -> None:
-    """Check that the arguments of ``from_pretrained`` that belong to ``quantize`` fit together."""
+    """Check that ``quantize`` is a known scheme, and that the arguments that depend on it fit it."""
     if quantize is None:
         if filter_fn is not None:
             raise ValueError("from_pretrained: filter_fn is given, but quantize is None; expected a scheme to quantise")
@@ -233,7 +233,7 @@ def _of_modules(patterns: Sequence[str], model: Any, folder: Path) -> list[str]:
 
 
 def _refuse_unless_name(path: str | Path) -> None:
-    """Check that a path that is not a folder can be a repository name on the Hub."""
+    """Check that ``path``, which is no folder, can be the name of a repository on the Hub."""
     if Path(path).exists():
         raise NotADirectoryError(f"from_pretrained: {path} is a file; expected a checkpoint's folder")
     if isinstance(path, Path) or path.startswith((".", "/")):
