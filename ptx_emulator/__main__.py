@@ -1,11 +1,12 @@
 """Run a kernel of a PTX file: ``python -m ptx_emulator kernel.ptx --grid 2 --block 128 --param randn:f4:64 --param 7``.
 
-Each ``--param`` is one parameter of the kernel, in order. For a pointer to a buffer, it is ``zeros:DTYPE:COUNT``,
-``ones:…``, ``arange:…``, ``randn:…`` or ``FILE.npy``. DTYPE is a NumPy dtype such as f4, float16 or uint8. Otherwise it
-is a number, which is converted to the parameter's size. The kernel runs once with all warps in lockstep and once with
-each seed, each time on fresh buffers. Exit status 0: no fault, and the same bits in every run. Exit status 1: a fault,
-which is printed with instruction, thread and address. Exit status 2: wrong arguments, or an instruction that the
-emulator does not implement.
+Each ``--param`` is one parameter of the kernel, in order. For a pointer to a buffer, pass ``zeros:DTYPE:COUNT``,
+``ones:…``, ``arange:…``, ``randn:…`` or ``FILE.npy``. DTYPE is a NumPy dtype such as f4, float16 or uint8. For other
+parameters, pass a number, which is converted to the parameter's size. The kernel runs once with all warps in lockstep
+and once with each seed, each time on fresh buffers.
+
+The exit status is 0 if no run had a fault and all runs gave the same bits. It is 1 after a fault, which is printed with
+instruction, thread and address. It is 2 for wrong arguments, and for instructions that the emulator does not implement.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def forget() -> None:
 def programs_of(ptx: str) -> dict[str, Program]:
     """Parse a PTX text. Return its programs, keyed by name.
 
-    Only the last two texts are cached, because tests run one edited text after another, each with several seeds.
+    The cache holds only the last two texts, because tests run many edited texts, and each of them with several seeds.
     """
     return {program.name: program for program in parse_all(ptx)}
 
@@ -115,9 +115,9 @@ def run_kernel(
         strict: True if only ``bar.warp.sync`` orders memory within a warp (see ``Machine``).
         lenient: True for kernels of other projects (see ``Machine``).
         edit: Function that changes the PTX before it runs, for tests that inject faults.
-        written_before: Tensors, keyed by argument number. The emulator acts as if the previous kernel wrote them to the
-            arguments as late as possible (see ``Machine``). Writes of each launch are also delayed for the kernel's
-            later launches. With None, each launch starts when the previous launch has ended.
+        written_before: Tensors, keyed by argument number. The emulator acts as if the previous kernel wrote these
+            tensors to the arguments as late as possible (see ``Machine``). In the same way, the writes of each launch
+            reach the kernel's later launches late. With None, each launch starts when the previous launch has ended.
         held: Numbers of the bulk copies of each launch that are executed as late as possible (see ``Machine``).
         starved: Numbers of the warps of each launch that run as late as possible (see ``Machine``).
         scoped: True if the scopes of mbarrier operations limit which memory accesses they order (see ``Machine``).
@@ -151,7 +151,8 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # All kernels before the previous one are complete: it waited for them before it released its dependents.
+        # The previous kernel released its dependents only after all kernels before it had ended. So only the previous
+        # kernel may still run.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(

@@ -1,4 +1,4 @@
-"""Results of instructions that neither access memory nor synchronise, for arrays with one element per thread.
+"""Compute instructions that neither access memory nor synchronise, on arrays with one element per thread.
 
 ``PURE`` maps the first parts of an opcode to an ``Operation``. An operation's function takes its operands as arrays of
 the types that the operation names (``bf16`` as ``uint16``, packed types as ``uint32``), and returns the array of the
@@ -35,7 +35,7 @@ IGNORED = frozenset({"uni", "L1", "relaxed", "weak"})
 
 @dataclass(frozen=True)
 class Op:
-    """A parsed opcode: its modifiers, and its types in the order in which they occur."""
+    """A parsed opcode: its modifiers, and its types in the order in which the opcode names them."""
 
     opcode: str
     mods: frozenset[str]
@@ -103,7 +103,7 @@ def on_floats(op: Op, function: Callable[..., Array], *values: Array) -> Array:
 
 
 def arithmetic(op: Op, function: Callable[..., Array], *values: Array) -> Array:
-    """Compute a float operation in float64, and round once. The result is correctly rounded."""
+    """Compute a float operation in float64 and round the result once, so that it is correctly rounded."""
     if op.type.name == "f64":
         return function(*values)
     if op.type.name != "f32":
@@ -323,7 +323,7 @@ def _not(op, a):
 
 
 def _shift(op, function, a, amount):
-    # PTX clamps the shift amount to the width. In NumPy, a shift by more than the width is undefined.
+    # PTX clamps the shift amount to the width of the type. In NumPy, a shift by more than the width is undefined.
     bits = op.type.bits
     if not any_true(amount >= bits):
         return function(a, amount.astype(op.type.dtype))
@@ -547,7 +547,7 @@ def _cvt_to_integer(op, target, source, a):
 
 
 def _cvt_packed(target, source, mode, a, b):
-    """Convert two operands and pack the results into a pair. The first operand becomes the upper half."""
+    """Convert two operands and pack the results into one register. The first operand becomes the upper half."""
     if target.name in TINY:
         if source.name == "f32":
             high, low = a, b

@@ -1,4 +1,4 @@
-"""Barriers of CTAs and clusters, and mbarriers, with their arrivals and waiting threads."""
+"""State of the barriers of CTAs and clusters, and of mbarriers: arrivals and waiting threads."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Barriers:
         self.cluster_phase = np.zeros(machine.threads, np.int32)
         self.cluster_phases = np.zeros(machine.clusters, np.int32)
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        # For each (thread, CTA, offset, phase), mbarrier.try_wait times out at most once. ``timed_out`` contains those
-        # that have timed out.
+        # Each thread's mbarrier.try_wait times out at most once per mbarrier and phase. ``timed_out`` contains the
+        # (thread, CTA, offset, phase) of each time-out.
         self.random = None if machine.random is None else machine.random.spawn(1)[0]
         self.timed_out: set[tuple[int, int, int, int]] = set()
         self.times_out = np.zeros(machine.threads, bool)
@@ -155,7 +155,7 @@ class Barriers:
         cluster: bool = False,
     ) -> Array:
         """Let threads arrive at an mbarrier: expect ``expected`` more bytes, then arrive ``count`` times. Return the
-        phase.
+        number of the phase.
 
         ``relaxed`` is True for a relaxed operation, and ``cluster`` for an operation at cluster scope.
         """
@@ -179,7 +179,7 @@ class Barriers:
         return phases
 
     def arrive_later(self, cta: int, offset: int) -> None:
-        """Arrive once at the mbarrier at ``offset``, for an asynchronous operation that has completed."""
+        """Arrive once at the mbarrier at ``offset`` of a CTA, because an asynchronous operation has completed."""
         barrier = self._found(0, cta, offset)
         barrier.pending -= 1
         if barrier.pending < 0:
@@ -245,8 +245,7 @@ class Barriers:
         return done, complete
 
     def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
-        """Return a mask of the threads whose wait times out, so that they continue although the phase is not
-        complete."""
+        """Return a mask of the threads whose wait times out. They continue although the phase is not complete."""
         goes_on = self.times_out[threads]
         if self.random is not None and self.random.random() < 0.1:
             goes_on = np.ones(len(threads), bool)
@@ -257,8 +256,7 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """Let all waits time out that have not timed out before, because nothing else can run. Return True if a wait
-        timed out."""
+        """If nothing else can run, let each wait time out that has not timed out before. Return True if one did."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:
@@ -272,7 +270,7 @@ class Barriers:
         return found
 
     def waited_for(self) -> list[str]:
-        """Describe the mbarriers at which threads wait: their phase, missing arrivals and missing bytes."""
+        """Return a text about each mbarrier at which threads wait: phase, missing arrivals and missing bytes."""
         return [
             f"mbarrier at {offset:#x} of CTA {cta}: phase {b.phase} wants {b.pending} arrivals, {b.bytes} bytes"
             for (cta, offset), b in self.mbarriers.items()

@@ -46,14 +46,14 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
             block.target = number.get(block.steps[-1].target, len(leaders))
         block.polls = any(step.instruction.opcode.startswith("ld.acquire") for step in block.steps)
         blocks.append(block)
-    # A thread that reaches the end of the program ends, so add a step for it.
+    # A thread that reaches the end of the program text ends, so add a step that ends it.
     blocks.append(Block([decoder.end()], len(blocks)))
     return blocks
 
 
 @dataclass
 class Flow:
-    """Results of ``find_loads`` and ``find_live_registers`` for each step and each block."""
+    """Cached results of ``find_loads`` for each step of a program, and of ``find_live_registers`` for each block."""
 
     loads: int
     of_steps: list[tuple[int | None, list[int]]]
@@ -136,9 +136,9 @@ ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen
 def find_loads(blocks: list[Block]) -> int:
     """Number all loads that may read shared memory, and find the instructions that need their results.
 
-    The compiler may move any instruction except those that synchronise, branch or access memory. Only these fixed
-    instructions need a load's result at a definite point of the program. A fixed instruction needs a load if it uses
-    the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 was seen to move an
+    The compiler may move any instruction that does not synchronise, branch or access memory. All other instructions are
+    *fixed*: they need the results of loads at a definite point of the program. A fixed instruction needs a load if it
+    uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 was seen to move an
     ``mma`` after a later arrival.
     """
     loads = 0

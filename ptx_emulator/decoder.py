@@ -1,4 +1,4 @@
-"""Decode instructions into steps, and the types that the functions in ``ptx_emulator.instructions`` take and return."""
+"""Decode instructions into steps. Functions in ``ptx_emulator.instructions`` use the types that are defined here."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Step:
         kind: ``"warp"`` if the step runs only when all lanes of ``mask`` have arrived. ``"block"`` if the step may make
             threads wait, and returns a mask of the threads that may continue.
         run: Function ``run(threads, *sources)`` that returns one array for each target.
-        undefined: What happens if a source depends on uninitialised memory. For example, ``load`` and ``store`` need a
-            defined address, and a store to global memory needs a defined value.
+        undefined: Name of the rule for sources that depend on uninitialised memory. For example, ``load`` and ``store``
+            need a defined address, and a store to global memory needs a defined value.
         orders: True if a ``warp`` step orders the memory accesses of its lanes (see ``Machine``).
-        load: Number of the load, if the step may read shared memory.
-        needs: Numbers of the loads whose results the step needs.
+        load: Number of this load, if the step is a load that may read shared memory.
+        needs: Numbers of the loads whose results the step needs (see ``blocks.find_loads``).
         simple: True if the step is unguarded and depends only on registers.
     """
 
@@ -112,10 +112,10 @@ def effect(names: str) -> Callable[[Effect], Effect]:
 
 
 class Decoded:
-    """Register numbers, and decoded steps that do not depend on a launch. The decoders of a program and of its edited
-    copies share them.
+    """Cache of register numbers, and of decoded steps that do not depend on a launch. The decoders of a program and of
+    its edited copies share one cache.
 
-    Without sharing, decoding took a tenth of the tests' time.
+    Without the cache, decoding took a tenth of the tests' time.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Decoder:
             name = instruction.opcode.split(".")[0]
             if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
                 step.simple = step.guard is None
-                self.decoded.steps[key] = step  # this also keeps the statement alive, so that its id stays unique
+                self.decoded.steps[key] = step  # the entry also keeps the statement alive, so that its id stays unique
         return step
 
     def _decode(self, instruction: Instruction) -> Step:
@@ -236,8 +236,8 @@ class Decoder:
         return Target(self._slot(operand), operand.width, type.is_signed)
 
     def source(self, operand: Operand, type: Type) -> Source:
-        """Return a source that reads an operand as arrays of ``type``, with one element per thread or a single
-        element."""
+        """Return a source that reads an operand as an array of ``type``, with one element per thread, or with one
+        element for all threads."""
         if isinstance(operand, Reg):
             return self._register(operand, type)
         if isinstance(operand, Symbol) and operand.name in self.machine.symbols:

@@ -1,7 +1,7 @@
 """Evaluate the host function of a kernel that CuTe DSL compiled, to find its launches and their parameters.
 
-The DSL compiles the host function for the CPU. It computes grid and block, packs the parameters, and calls the CUDA
-runtime. The emulator evaluates its MLIR (LLVM dialect), in a separate memory.
+The DSL compiles the host function for the CPU. The host function computes grid and block, packs the parameters, and
+calls the CUDA runtime. The emulator evaluates the function's MLIR (LLVM dialect) in a separate memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[in
 
 @dataclass
 class _Operation:
-    """An operation of the host function. It is read from MLIR only once, because reading takes longer than evaluating.
+    """An operation of the host function, read from MLIR only once, because reading takes longer than evaluating.
 
     Values are identified by their hash, which is an address, because the DSL overloads their comparison. ``types`` are
     the types of the operands.
@@ -302,7 +302,7 @@ class _Host:
             symbol = str(attributes["global_name"])
             if symbol not in self.globals:
                 address = self.globals[symbol] = self._allocate(256)
-                # The host function loads the kernel's handle from this address. Use the address itself as the handle.
+                # The host function loads the kernel's handle from this address. Store the address itself as the handle.
                 kernel = symbol.strip('@"').removeprefix("kernels_")
                 if kernel in self.sizes:
                     self.kernels[address] = kernel

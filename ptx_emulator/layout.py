@@ -42,8 +42,8 @@ class GlobalMemory:
     def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
         """Copy ``contents`` into a new allocation, and return the address of the allocation.
 
-        The address is a multiple of ``align`` but of no larger power of two, so that kernels cannot rely on more
-        alignment. ``accessible`` is a mask of the bytes that kernels may access. None means all bytes.
+        The address is a multiple of ``align``, but not of any larger power of two. So a kernel that relies on more
+        alignment fails. ``accessible`` is a mask of the bytes that kernels may access. None means all bytes.
         """
         lead = align % 256
         memory = Memory(name, lead + len(contents))
@@ -64,8 +64,8 @@ class GlobalMemory:
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Restore the contents ``copies``, which ``copies()`` returned earlier. Return a function that undoes this, and
-        so restores the present contents.
+        """Restore the contents ``copies``, which ``copies()`` returned earlier. Return a function that undoes the
+        restoration: it writes the present contents again.
 
         Allocations that were made after ``copies()``, for parameters of launches, are not changed.
         """
@@ -122,7 +122,7 @@ class Layout:
         self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
         self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
         self.clusters = self.ctas // self.cluster_ctas
-        # ``cta_of_rank[cluster, rank]`` is the number of the CTA.
+        # ``cta_of_rank[cluster, rank]`` is the number of the CTA with this rank in the cluster.
         self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
         self.cta_of_rank[self.cluster, self.rank] = self.cta
         self.cta_rank = self.rank[:: self.cta_threads]
@@ -158,7 +158,7 @@ class Layout:
         if sizes != given:
             raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
         self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
-        # A kernel uses the address of a tensor map, which is a parameter, so copy the map to global memory.
+        # A tensor map is a parameter whose address the kernel uses. So copy the map to global memory.
         for variable in self.program.params:
             if variable.align == 64:
                 contents = np.frombuffer(self.params[variable.name], np.uint8)

@@ -116,7 +116,7 @@ class Machine(Layout):
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
-        # These contents of allocations must not change before the previous kernel has ended.
+        # Contents of the allocations that this launch must not change before the previous kernel has ended.
         self.contents: dict[int, Array] = {}
         if before is not None:
             for number, region in enumerate(memory.regions, 1):
@@ -142,7 +142,7 @@ class Machine(Layout):
         self.state = np.full(self.threads, RUNNING, np.int8)
         self.polled = np.zeros(
             self.threads, bool
-        )  # threads that have polled since another thread continued; used without a seed
+        )  # threads that have polled since another thread last continued; used only without a seed
         self.reason = np.zeros(self.threads, np.int32)  # reason for which a thread waits, unless another array says so
         self.step: Step | None = None
         # For each register, a mask of the threads whose value depends on uninitialised memory.
@@ -266,7 +266,7 @@ class Machine(Layout):
             elif step.kind == "exit":
                 self._end(threads if done is None else threads[done])
             elif step.kind == "block":
-                # Of the threads that execute this step, only those in ``done`` continue. The other threads wait.
+                # Only the threads in ``done`` continue. All other threads that execute this step wait.
                 where = threads = threads[done]
                 values = {slot: value if len(value) == 1 else value[done] for slot, value in values.items()}
         self.block[where] = following
@@ -366,8 +366,8 @@ class Machine(Layout):
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
-            # Run the step again with NaN for undefined values and zero for all others. Results that are then NaN depend
-            # on undefined values. Predicates do not change.
+            # Run the step again with NaN for undefined values, and zero for defined values. Predicates stay unchanged.
+            # A result that is then NaN depends on an undefined value.
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
             marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
@@ -378,7 +378,7 @@ class Machine(Layout):
             a, b, c = (no if which is None else which for which in strange)
             return results, [np.where(arguments[2], a, b) | c]
         if step.undefined in ("and", "or"):
-            # One operand alone may determine the result, for example 0 in an AND. Then the result is defined.
+            # If a defined operand alone determines the result, as 0 does in an AND, the result is defined.
             no = np.zeros(len(threads), bool)
             a, b = (no if which is None else which for which in strange)
             decides = arguments[0].dtype.type(0)
@@ -428,7 +428,7 @@ class Machine(Layout):
         for cta in distinct(self.cta[threads]):
             if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
-        # A barrier of a cluster does not expect threads that have ended, so it may now be complete.
+        # A cluster barrier does not expect threads that have ended. So this end may complete the barrier.
         for cluster in distinct(self.cluster[threads]):
             self.barriers.check_cluster(cluster)
 
@@ -461,7 +461,7 @@ class Machine(Layout):
         self.retry(waiting)
 
     def resume(self, threads: Array) -> None:
-        """Let waiting threads continue with the instruction after the one at which they wait."""
+        """Let waiting threads continue after the instruction at which they wait."""
         self.state[threads] = RUNNING
         for block in distinct(self.block[threads]):
             at = threads[self.block[threads] == block]
@@ -493,7 +493,7 @@ class Machine(Layout):
         self.reason[ready] = 0
         elsewhere = ready[self.block[ready] != block.first]
         if len(elsewhere):
-            # Lanes that wait at another bar.warp.sync have met their partners too, so they continue.
+            # Lanes that wait at another bar.warp.sync have also met all their partners. So let them continue.
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]
@@ -502,7 +502,7 @@ class Machine(Layout):
         return ready
 
     def _masks(self, block: Block, threads: Array) -> Array:
-        """Return, for each waiting lane, the mask of lanes that its instruction names."""
+        """Return, for each waiting lane, the lane mask (``membermask``) of its instruction."""
         masks = np.zeros(len(threads), np.int64)
         for number in distinct(self.block[threads]):
             at = self.block[threads] == number
@@ -535,8 +535,8 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """Divide accesses among memories. For each memory, yield the positions of its accesses in ``threads``, the
-        memory, the banks and the offsets."""
+        """Divide accesses by memory. Yield (positions in ``threads``, memory, banks, offsets) for each memory that is
+        accessed."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]

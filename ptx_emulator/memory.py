@@ -42,7 +42,7 @@ class Race(EmulationError):
 
 
 class Deadlock(EmulationError):
-    """Threads that wait although nothing that could still run would wake them."""
+    """Threads wait, and nothing that can still run would let them continue."""
 
 
 @dataclass
@@ -122,7 +122,11 @@ class Memory:
         flags[(bank * self.stride + offset) // width] = _repeat(ALLOCATED, width)
 
     def span(self, bank: int, offset: int, size: int, reads: bool) -> slice:
-        """Check the bounds and the flags of a bulk copy's bytes, and return their indices as a slice."""
+        """Check the bytes that a bulk copy reads or writes, and return their indices as a slice.
+
+        The bytes must be aligned, in bounds, allocated and no part of an mbarrier. If ``reads``, they must also be
+        initialised.
+        """
         if offset % 16 or size % 16:
             raise Fault(Misaligned, 0, f"{self.name} offset {offset:#x}, {size} bytes in bulk")
         if offset < 0 or offset + size > self.size:

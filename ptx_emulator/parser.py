@@ -278,7 +278,7 @@ class _Body:
         instruction = Instruction(opcode, [*operands], register, short, line, self.source, statement)
         self.program.instructions.append(instruction)
         if opcode.split(".")[0] == "bra":
-            # A label may be declared after the branch, in a scope that is still open, so resolve it at the end.
+            # The label may follow the branch. So record the open scopes, and look up the label in them at the end.
             self.branches.append((instruction, list(self.scopes)))
 
     def _resolve_labels(self) -> None:

@@ -69,8 +69,8 @@ PERFORMED = 0xFFFF
 
 @dataclass
 class Agent:
-    """An asynchronous copy: its thread, the clock of the accesses that the thread knew of at the start, and the copy's
-    own clock."""
+    """An asynchronous copy: the thread that issued it, the accesses that this thread knew of at the start (as a vector
+    clock), and the copy's number in the clock of all copies."""
 
     thread: int
     knows: Array
@@ -78,7 +78,7 @@ class Agent:
 
 
 def mbarrier_key(cta: int, offset: int, is_far: bool = False) -> Key:
-    """Return the key of the clocks that an mbarrier collects: for its own CTA, or for other CTAs if ``is_far``."""
+    """Return the key of the clocks that an mbarrier collects for its own CTA or, if ``is_far``, for other CTAs."""
     return ("far mbarrier" if is_far else "mbarrier", cta, offset)
 
 
@@ -96,7 +96,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # If the program uses cp.async, the next columns count each thread's cp.async groups.
+        # If the program uses cp.async, additional columns count the cp.async groups of each thread.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -110,7 +110,7 @@ class Races:
         records = machine.ctas * self.per_cta
         self.writer = np.zeros(records, np.int64)
         self.written = np.zeros(records, np.uint16)
-        # There is one column per warp of the cluster, and one column for the bulk copy that last began to read.
+        # The last readers of a byte: one column per warp of the cluster, and one column for bulk copies.
         self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
         self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
         self.reader = np.zeros((records, self.cluster_warps + 1), np.int16 if self.pipes < 1 << 15 else np.int32)
@@ -118,12 +118,12 @@ class Races:
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
         # ``released`` contains the clocks at each thread's last release fence. ``pending`` contains clocks that take
-        # effect at the next acquire fence. Both are keyed by True for other CTAs, False for the thread's own CTA.
+        # effect at the next acquire fence. The key is True for other CTAs, and False for the thread's own CTA.
         self.released: dict[bool, Array] = {}
         self.pending: dict[bool, Array] = {}
         self.copies = 0
-        # These are needed only if bulk copies write to shared memory: the time when each thread last started each load,
-        # the position of that load among the thread's loads, and the number of loads in flight.
+        # Three arrays that are needed only if bulk copies write to shared memory: the time when each thread last
+        # started each load, the position of this load among the thread's loads, and the number of loads in flight.
         writes = ("cp.async.bulk.shared", "cp.async.bulk.tensor", "st.async")
         self.has_copies = any(i.opcode.startswith(writes) for i in machine.program.instructions)
         self.started = np.full((loads if self.has_copies else 0, machine.threads), PERFORMED, np.uint16)
@@ -264,7 +264,7 @@ class Races:
                     self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
                     self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
                     self.dirty[self.machine.warp[some]] = True
-                    # Advance the time, so that later loads have a later start time than these loads.
+                    # Advance the clocks, so that later loads get a later start time than these performed loads.
                     self._tick(some)
 
     def _settle(self, threads: Array) -> None:
@@ -279,7 +279,7 @@ class Races:
     # Accesses
 
     def _records(self, bank: Array, offset: Array, size: int) -> Array:
-        """Return the indices of the records of the accessed bytes, one row per access."""
+        """Return the indices of the records that cover the accessed bytes, one row per access."""
         count = -(-size // self.granule)
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
@@ -328,7 +328,7 @@ class Races:
         self.writer[records] = columns[:, None]
         self.written[records] = clocks[:, None]
         self.was_read[records] = 0
-        # If a record now names another thread, two threads of this instruction write the same byte.
+        # If a record now names another thread as its writer, two threads of this instruction write the same byte.
         twice = self.writer[records] != columns[:, None]
         if any_true(twice):
             i, j = np.argwhere(twice)[0]
@@ -436,7 +436,7 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """Check and record reads of 16-byte chunks by a tensor core: operation ``number`` of the pipe in ``column``."""
+        """Check and record that a tensor core reads 16-byte chunks in operation ``number`` of the pipe ``column``."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))
@@ -450,7 +450,7 @@ class Races:
         self._gather(key, known)
 
     def copies_have_read(self, thread: int, reads: list[slice]) -> None:
-        """Record that copies have read their bytes, because ``thread`` has waited for them."""
+        """Record that copies have read their bytes, because ``thread`` has waited for the copies."""
         column = self.column[thread]
         for rows in reads:
             own = self.reader[rows, -1] == column

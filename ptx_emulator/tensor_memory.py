@@ -68,8 +68,8 @@ class Pipe:
 
 
 class Records:
-    """Last accesses of one kind: their column and clock. For loads and stores, a flag says whether a fence has
-    followed."""
+    """The last access of one kind to each record: its column and clock. For loads and stores, a flag is True after a
+    fence."""
 
     def __init__(self, ctas: int):
         self.column = np.zeros((ctas, 4, COLUMNS), np.int32)
@@ -101,11 +101,11 @@ class TensorMemory:
         self.written, self.used, self.loaded = Records(ctas), Records(ctas), Records(ctas)
         self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
         self.pipes: dict[int, Pipe] = {}
-        # Loads and stores without a wait, and those with a wait but without a fence, keyed by the first thread of a
-        # warp.
+        # ``pending`` contains loads and stores for which the warp has not waited yet. ``unfenced`` contains loads and
+        # stores for which it has waited, but not executed a fence. The warp's first thread is the key.
         self.pending: dict[tuple[int, str], list[Part]] = {}
         self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
-        # For each thread, its clock at its last tcgen05.fence::after_thread_sync.
+        # For each thread, its vector clock at the last ``tcgen05.fence::after_thread_sync`` that it executed.
         self.knew = np.zeros_like(machine.races.clocks[: machine.threads if exists else 0])
         self.cta_group = 0
 
@@ -186,7 +186,7 @@ class TensorMemory:
         self.knew[threads] = self.machine.races.clocks[threads]
 
     def tell(self, threads: Array) -> None:
-        """Execute ``tcgen05.fence::before_thread_sync``: other threads can learn of completed loads and stores."""
+        """Execute ``tcgen05.fence::before_thread_sync``: let other threads learn of completed loads and stores."""
         clocks, column = self.machine.races.clocks, self.machine.races.column
         for thread in set(self.unfenced).intersection(threads.tolist()):
             for records, part in self.unfenced.pop(thread):

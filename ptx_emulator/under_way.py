@@ -23,7 +23,7 @@ FAR = np.iinfo(np.int64).max
 @dataclass
 class Group:
     """A bulk group of a thread: the number of its copies in flight, and the records (see ``races``) of the bytes that
-    they read."""
+    these copies read."""
 
     under_way: int = 0
     reads: list[slice] = field(default_factory=list)
@@ -71,7 +71,7 @@ class UnderWay:
 
     def check_end(self, threads: Array) -> None:
         """Check that threads that end have waited for their copies. Bulk copies must have read their source, and
-        ``cp.async`` copies must have been written.
+        ``cp.async`` copies must have written their target.
 
         NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """
@@ -87,8 +87,8 @@ class UnderWay:
     def start(
         self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
     ) -> None:
-        """Schedule a copy. ``ctas`` are the CTAs whose shared memory it uses. ``reads`` are the records of the
-        shared-memory bytes that it reads."""
+        """Schedule a copy. ``ctas`` are the CTAs whose shared memory the copy uses. ``reads`` are the records of the
+        shared-memory bytes that the copy reads."""
         group = None
         if reads is not None:
             group = self.open.setdefault(thread, Group())
@@ -165,8 +165,8 @@ class UnderWay:
         self.machine.wait(threads[~done], FOR_COPIES)
         return done
 
-    # Warpgroup MMAs. A warp reads shared memory until it has waited for the MMA's group. The warp's first thread
-    # identifies it.
+    # Warpgroup MMAs. An MMA counts as reading shared memory until the warp has waited for the MMA's group. The first
+    # thread of a warp stands for the warp.
 
     def product_reads(self, thread: int, offset: int, size: int) -> None:
         cta = int(self.machine.cta[thread])

@@ -54,7 +54,7 @@ UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dty
 
 
 def of_each(value: Array | int, threads: Array) -> Array:
-    """Return an array with one value per thread, from such an array or from a single value."""
+    """Return an array with one value per thread. ``value`` is already such an array, or a single value."""
     if isinstance(value, np.ndarray) and value.shape == threads.shape:
         return value
     return np.broadcast_to(value, threads.shape)
@@ -245,7 +245,7 @@ E4M3 = _bytes_values(TINY["e4m3x2"], np.nan)
 E5M2 = _bytes_values(TINY["e5m2x2"], np.inf, np.nan, np.nan, np.nan)
 """Value of each FP8 code, indexed by the code."""
 SCALES = {
-    # PTX ignores the sign bit of ue4m3, so each value occurs twice.
+    # PTX ignores the sign bit of a ue4m3 code, so the table contains each value twice.
     "ue4m3": np.tile(np.append(TINY["e4m3x2"].values, np.nan), 2),
     "ue8m0": np.append(np.exp2(np.arange(255.0) - 127), np.nan),
 }

@@ -27,7 +27,7 @@ def _numbers(words: Array) -> Array:
 
 
 def _selectors(values: tuple[Array, ...]) -> list[int]:
-    """Return the byte and thread selectors. Raise a fault unless they are equal in all lanes."""
+    """Return the byte selectors and thread selectors of the scales. Raise a fault unless all lanes pass the same."""
     for value in values:
         different = positions(value != value.flat[0])
         if len(different):
@@ -39,10 +39,10 @@ def _selectors(values: tuple[Array, ...]) -> list[int]:
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``(A * scales) @ (B * scales) + C``.
 
-    Lane 4 g + t holds eight values from k = 8 t on, and eight values from k = 32 + 8 t on: of rows g and g + 8 of A,
-    and of column g of B. The scales of a row or column are bytes of one word, starting at the selected byte. With the
-    selected thread s, lanes 4 g + 2 s and 4 g + 2 s + 1 hold the words of rows g and g + 8, and lane 4 g + s holds the
-    word of column g.
+    Lane 4 g + t holds values of rows g and g + 8 of A, and of column g of B. From each of these, the lane holds the
+    eight values that begin at k = 8 t, and the eight values that begin at k = 32 + 8 t. The scales of a row or column
+    are bytes of one word, starting at the selected byte. If thread s is selected, lanes 4 g + 2 s and 4 g + 2 s + 1
+    hold the words of rows g and g + 8, and lane 4 g + s holds the word of column g.
     """
     match = _FORM.fullmatch(ins.opcode)
     if match is None:

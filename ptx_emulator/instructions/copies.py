@@ -25,7 +25,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if "L2::cache_hint" in mods:
         rest.pop()
-    # The optional operand is the number of bytes to read, or a predicate that makes the copy write zeros instead.
+    # The optional operand is the number of bytes to read, or a predicate that makes the copy write only zeros.
     (count,) = rest or (size,)
     ignores = isinstance(count, Reg) and count.width == 1
     m = d.machine
@@ -43,7 +43,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _some_cp_async(
     m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
 ) -> Callable[[], None]:
-    """Check the addresses, and return a function that copies later. Bytes that are not read become zeros."""
+    """Check the addresses, and return a function that executes the copy later. Bytes that are not read become zeros."""
     bad = positions((counts > size) | (source % size != 0))
     if len(bad):
         kind = EmulationError if counts[bad[0]] > size else Misaligned
@@ -197,8 +197,8 @@ def one_to_shared(
     size: int,
     read: Callable[[], Array],
 ) -> Callable[[], None]:
-    """Return a function that copies ``size`` bytes from ``read`` and arrives at an mbarrier, which may belong to
-    another CTA."""
+    """Return a function that stores the ``size`` bytes that ``read()`` returns, and then arrives at an mbarrier. The
+    mbarrier may belong to another CTA."""
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
     if barrier_cta == int(m.cta[thread]):
@@ -218,8 +218,8 @@ def one_to_shared(
 
 @effect("cp.async.bulk.prefetch")
 def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Check and record a prefetch into L2. It is not a read for the detector of races: threads may write the bytes at
-    the same time."""
+    """Check and record a prefetch into L2. The detector of races does not count it as a read, because threads may write
+    the bytes at the same time."""
     modifiers(ins, parts, "L2 global L2::cache_hint")
     m = d.machine
 
@@ -292,7 +292,7 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         ctas, offsets = m.shared_place("shared::cluster", threads, address)
         barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
         m.shared.locate(ctas, offsets, width, len(values))
-        # Count this as a read of the mbarrier, because the sending thread must know that it is initialised.
+        # Count ``st.async`` as a read of the mbarrier, because the sender must know that the mbarrier is initialised.
         m.races.read(threads, barrier_ctas, barriers, 8)
         for i, thread in enumerate(threads.tolist()):
             if barrier_ctas[i] != ctas[i]:
@@ -315,8 +315,7 @@ def _one_st_async(
     def execute() -> None:
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
-        # The arrival also orders the sender's earlier accesses, because kernels that reduce over a cluster rely on
-        # this.
+        # Let the arrival also order the sender's earlier accesses. Kernels that reduce over a cluster rely on this.
         m.races.copy_arrives(agent, where, barrier, tells=True)
         m.barriers.complete(where, barrier, size)
 

@@ -52,7 +52,7 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         warps = whole_warps(machine, threads)
 
         def spread(words: list[Array]) -> list[Array]:
-            """Distribute words to lanes: lane 4 i + j receives word j of row i (or of column i) of each matrix."""
+            """Distribute matrices to lanes: lane 4 i + j receives word j of row i (or of column i) of each matrix."""
             rows = np.stack(words, -1).reshape(warps, count, 8, 4)
             if "trans" in mods:
                 rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
@@ -108,9 +108,10 @@ def _numbers(kind: str, words: Array) -> Array:
     return (halves.view(np.float16) if kind == "f16" else from_bf16(halves)).astype(np.float64)
 
 
-# Arrays of operand and accumulator registers have the axes (register, warp, g, t). In lane 4 g + t, the first register
-# holds group t of neighbouring elements of row g (of A or of the accumulator), and the second register holds group t of
-# row g + 8. The next registers hold the same for the columns 8 further on (16 for bytes).
+# Arrays of operand and accumulator registers have the axes (register, warp, g, t). Each register holds a group of
+# neighbouring elements of a row of A or of the accumulator. In lane 4 g + t, the first register holds group t of row g,
+# and the second register holds group t of row g + 8. The next two registers hold elements of the same rows, 8 columns
+# further on (16 columns for bytes).
 
 
 def _rows(kind: str, words: Array) -> Array:
@@ -198,8 +199,8 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``wgmma``: ``A @ B + D`` or ``A @ B``, with A in registers or in shared memory.
 
     Each of the four warps computes a quarter of the product, independently of the other warps. The result is available
-    at once. The shared memory of the operands counts as being read until the warp has waited for the group. The
-    emulator does not detect a use of registers that are still in flight.
+    at once. The operands' shared memory counts as being read until the warp has waited for the MMA's group. The
+    emulator does not detect if a thread uses registers before the MMA has ended.
     """
     match = _WGMMA.fullmatch(".".join(parts))
     target, a, descriptor, predicate, *signs = ins.operands
@@ -226,7 +227,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
         address = np.concatenate([address.reshape(-1) for _, _, address in parts])
-        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors contain no rank
+        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors lack the CTA's rank
         try:
             words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
         except Fault as fault:
@@ -258,7 +259,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         leaders, starts = threads[::32].tolist(), [one[::32].tolist() for one in descriptors]
         multiplied = [warp for warp in range(warps) if all(one[warp] for one in starts)]
         if rows is not None:
-            # For a warp without a descriptor, A times zeros is enough: it propagates the NaN of A's registers.
+            # If a warp has no descriptor, multiply its A by zeros, so that NaN in A's registers reach the result.
             for warp in set(range(warps)).difference(multiplied):
                 products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
             lefts = [(rows[warp], np.zeros(16, bool)) for warp in multiplied]

@@ -25,8 +25,8 @@ def _cta_group(ins: Instruction) -> int:
 
 
 def _of_warps(m: Machine, threads: Array, act: Callable[..., None], *values: Array) -> None:
-    """Call ``act(positions, threads, *values)`` for each warp. Raise a fault unless values are equal in all lanes of a
-    warp."""
+    """Call ``act(positions, threads, *values)`` for each warp. Raise a fault unless all lanes of a warp pass equal
+    values."""
     values = tuple(of_each(value, threads) for value in values)
     for warp in distinct(m.warp[threads]):
         at = positions(m.warp[threads] == warp)
@@ -125,7 +125,7 @@ def _access(ins: Instruction, parts: list[str], items: tuple[Any, ...], width: d
 
 
 def _cells(part: Part, lanes: Array, columns: Array, address: int) -> tuple[int, Array, Array]:
-    """Return an index into ``TensorMemory.data``. ``lanes`` are relative to the lane in the address."""
+    """Return an index into ``TensorMemory.data``. ``lanes`` are relative to the lane that ``address`` contains."""
     return part.cta, (address >> 16) + lanes, part.columns.start + columns
 
 

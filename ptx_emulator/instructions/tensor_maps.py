@@ -1,4 +1,4 @@
-"""TMA copies by tensor map (tiled mode): boxes of a tensor, to shared memory of one or more CTAs, and back."""
+"""TMA copies with a tensor map (tiled mode) of boxes of a tensor, to shared memory of one or more CTAs and back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
 class TensorMap:
     """A tensor map, decoded from the bytes that the DSL's host code writes. Dimensions are listed innermost first.
 
-    NVIDIA does not document the bytes. Their meaning was inferred from maps of the DSL's own kernels and of NVIDIA's
-    examples.
+    NVIDIA does not document these bytes. Their meaning was inferred from the tensor maps of DSL kernels, among them
+    NVIDIA's examples.
     """
 
     def __init__(self, data: bytes):
@@ -140,7 +140,7 @@ def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) 
     """Decode a copy of a box to the same offset in the shared memory of each CTA of a mask.
 
     In each of these CTAs, the copy arrives at the mbarrier at the same offset. With ``cta_group::2``, the copy arrives
-    in one CTA of the target's pair: the CTA whose rank has the same parity as the rank in the mbarrier's address.
+    in only one CTA of each target's pair: the CTA whose rank is even or odd like the rank in the mbarrier's address.
     """
     known = (
         "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster cta_group::1"

@@ -63,7 +63,7 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _per_warp(machine: Machine, threads: Array, function: Callable[[Array], Any], dtype: Any) -> Array:
-    """Apply ``function`` to each warp: its argument is the positions of the warp's threads in ``threads``."""
+    """Call ``function`` for each warp, with the positions of the warp's threads in ``threads`` as its argument."""
     result = np.zeros(len(threads), dtype)
     for warp in distinct(machine.warp[threads]):
         at = positions(machine.warp[threads] == warp)

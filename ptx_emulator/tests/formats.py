@@ -1,4 +1,4 @@
-"""Conversions of narrow formats, computed by torch, which the tests compare with the emulator."""
+"""Conversions of narrow formats by torch, with which the tests compare the emulator's conversions."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A small CuTe DSL kernel: a GEMM that uses ``cp.async`` with several stages, ``ldmatrix`` and ``mma``."""
+"""A small GEMM kernel in CuTe DSL. It uses ``cp.async`` with several stages, ``ldmatrix`` and ``mma``."""
 
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class GemmKernel:
         # CuTe expects B as (n, k), with any strides. So transpose the view.
         if const_expr(not self.config.transposed):
             b = cute.make_tensor(b.iterator, cute.select(b.layout, [1, 0]))
-        # Two warps next to each other compute 16 columns each, so that one ldmatrix.x4 loads B for both MMAs of a warp.
+        # Each warp computes 16 columns, which takes two MMAs. One ldmatrix.x4 loads B for both MMAs.
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)),
             cute.make_layout((1, 2, 1)),
@@ -92,7 +92,7 @@ class GemmKernel:
                 stage = step % STAGES
                 cute.copy(copy_a, from_a[None, None, None, step], to_a[None, None, None, stage], pred=exists)
                 cute.copy(copy_b, from_b[None, None, None, step], to_b[None, None, None, stage])
-            # Commit even if nothing was copied, because the wait counts the groups.
+            # Commit a group even if nothing was copied, because the wait counts groups.
             cute.arch.cp_async_commit_group()
             if const_expr(step >= STAGES - 1):
                 stage = (step - STAGES + 1) % STAGES
@@ -101,7 +101,7 @@ class GemmKernel:
                 cute.copy(load_a, load_a.partition_S(s_a)[None, None, None, stage], load_a.retile(r_a))
                 cute.copy(load_b, load_b.partition_S(s_b)[None, None, None, stage], load_b.retile(r_b))
                 cute.gemm(mma, r_c, r_a, r_b, r_c)
-                # Wait until all threads have read the stage, before the next copy overwrites it.
+                # Wait until all threads have read the stage, because the next copy overwrites it.
                 cute.arch.sync_threads()
 
         place = thread.partition_C(cute.local_tile(cute.make_identity_tensor(c.shape), (TILE, TILE), (0, 0)))

@@ -1,4 +1,4 @@
-"""Run a GEMM that CuTe DSL compiles through the adapter: results are right, and injected faults are found."""
+"""Run a GEMM kernel of CuTe DSL in the emulator. Check its results, and check that injected faults are found."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 
 def gemm(config: tuple, rows: int, seed: int | None, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two results of a GEMM: from the small DSL kernel in the emulator, and from torch."""
+    """Compute a GEMM with the small DSL kernel in the emulator, and with torch. Return both results."""
     config = Config(*config)
     dtype = {"Float16": torch.float16, "BFloat16": torch.bfloat16}[config.dtype]
     a, b = torch.randint(-16, 17, (rows, config.k)).to(dtype), torch.randint(-16, 17, (config.k, 32)).to(dtype)
@@ -44,7 +44,8 @@ def test_wrong_matrix_products_of_the_dsl(config: tuple) -> None:
         return edit
 
     wait, barrier, group = r"cp\.async\.wait_group\s+1;", r"bar\.sync\s+0;", r"cp\.async\.commit_group;"
-    # Remove barriers that order stores of a stage before its loads, and loads before the next copy to the stage.
+    # Remove one synchronisation at a time: either loads may then precede the copy to their stage, or the next copy may
+    # overwrite a stage before it is read.
     for pattern, which in ((wait, 1), (barrier, 0), (barrier, 1), (barrier, 2), (barrier, 3), (group, 1)):
         for seed in (None, 0, 1):
             with pytest.raises(Race, match=r"cp\.async"):

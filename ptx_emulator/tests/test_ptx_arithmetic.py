@@ -88,12 +88,12 @@ def test_conversion_to_halves(values: list) -> None:
 
 @pytest.mark.parametrize("name", HALVES)
 def test_packed_halves(name: str) -> None:
-    """Sums and products are rounded as in torch, for random bits and all pairs of special values. ``fma`` rounds
-    once."""
+    """Check that sums and products are rounded as in torch, for random bits and all pairs of special values, and that
+    ``fma`` rounds once."""
     dtype, form, special = HALVES[name]
     some = np.array([*special, *(bits | 0x8000 for bits in special)], np.uint16)
     random = np.random.default_rng(0).integers(1 << 16, size=(3, 1 << 16), dtype=np.uint16)
-    # Also test operands of similar magnitude, where sums cancel.
+    # Also test operands of similar magnitude, whose sum or difference cancels.
     random[1, ::2] = random[0, ::2] ^ (random[2, ::2] & 0x83FF)
     a, b = np.concatenate([np.stack(np.meshgrid(some, some)).reshape(2, -1), random[:2]], 1)
     a, b, c = (np.ascontiguousarray(x).view(np.uint32) for x in (a, b, np.roll(a, 3) ^ 0x0101))
@@ -211,7 +211,7 @@ def test_subnormals() -> None:
 
 @pytest.mark.parametrize("table", [0x00, 0x3A, 0x6A, 0x96, 0xCA, 0xE8, 0xEA, 0xF8, 0xFF])
 def test_lop3(table: int) -> None:
-    """For every combination of three input bits, ``lop3`` returns the corresponding bit of its table."""
+    """Check that ``lop3`` returns the corresponding bit of its table for each combination of three input bits."""
     given = f"{AT} ld.global.b32 %r1, [%rd9];"
     body = f"{given} lop3.b32 %r2, %r1, 0xCCCCCCCC, 0xAAAAAAAA, {table}; st.global.b32 [%rd9], %r2;"
     (out,) = launch(entry(body, params=1), np.uint32([0xF0F0F0F0, 0x0F0F0F0F]), block=2)
@@ -263,7 +263,7 @@ def test_comparisons_of_nan() -> None:
 
 
 def test_integers_above_zero() -> None:
-    """With ``relu``, minima and maxima of integers are clamped at zero."""
+    """Check that the modifier ``relu`` clamps minima and maxima of integers at zero."""
     a, b = np.int32([-5, 3, 7]), np.int32([2, 4, -9])
     assert compute("min.relu.s32", a, b).tolist() == [0, 3, 0]
     assert compute("max.relu.s32", a, b).tolist() == [2, 4, 7]
@@ -279,7 +279,7 @@ PAIRS = """
 
 @pytest.mark.parametrize("name", ["add.rn.f32x2", "sub.f32x2", "mul.rn.ftz.f32x2", "fma.rn.f32x2"])
 def test_pairs_of_floats(name: str) -> None:
-    """In both halves of a pair, the result is the result of the scalar instruction."""
+    """Check that both halves of a pair equal the results of the scalar instruction."""
     count = 3 if name.startswith("fma") else 2
     operands = np.random.default_rng(0).standard_normal((32, 3, 2)).astype(np.float32)
     operands[:4] *= np.float32(2.0**-100)  # products underflow

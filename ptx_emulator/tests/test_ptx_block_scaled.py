@@ -15,7 +15,7 @@ KINDS = {
 
 
 def product(kind: str, a: tuple[int, int] = (0, 0), b: tuple[int, int] = (0, 0)) -> str:
-    """Return a program that multiplies the operands in ``p1``. Each lane has twelve words there.
+    """Return a program that multiplies operands. Each lane loads its twelve operand words from ``p1``.
 
     ``a`` and ``b`` are the byte and thread selectors of the scales of A and B.
     """
@@ -38,7 +38,7 @@ def word(codes: np.ndarray) -> np.uint32:
 
 
 def lanes(kind: str, a_at: tuple[int, int], b_at: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return random operands as words of the lanes, and their product as a matrix."""
+    """Return random operands as the words that each lane holds, and their product as a matrix."""
     _, name, count = KINDS[kind]
     random = np.random.default_rng(1)
     a, b = random.integers(0, 16, (16, 64)), random.integers(0, 16, (8, 64))
@@ -55,7 +55,7 @@ def lanes(kind: str, a_at: tuple[int, int], b_at: tuple[int, int]) -> tuple[np.n
             word(one) for one in (a[g, near], a[g + 8, near], a[g, far], a[g + 8, far], b[g, near], b[g, far])
         ]
         words[lane, 6:10] = c[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2].view(np.uint32)
-        # Lanes that are not selected hold other scales, so that a wrong selection changes the result.
+        # Lanes that are not selected hold different scales, so that a wrong selection changes the result.
         scales = np.full((2, 4), 0x7F, np.uint8)
         if t // 2 == a_at[1]:
             scales[0, a_at[0] : a_at[0] + count] = a_scale[g + 8 * (t % 2)]
@@ -116,8 +116,8 @@ STORED = """
 
 @pytest.mark.parametrize(("count", "transposed"), [(1, False), (2, False), (4, False), (4, True), (2, True)])
 def test_stmatrix(count: int, transposed: bool) -> None:
-    """Lane 4 i + j stores elements 2 j and 2 j + 1 of row i (or column i, if ``transposed``) of each matrix. A row is
-    16 bytes."""
+    """Check that lane 4 i + j stores elements 2 j and 2 j + 1 of row i of each matrix, or of column i if
+    ``transposed``. A row takes 16 bytes."""
     form, words = f"x{count}" + ".trans" * transposed, ", ".join(f"%r{10 + i}" for i in range(count))
     text = STORED.format(AT=AT, FORM=form, WORDS=words, LAST=128 * (count - 1))
     (out,) = launch(entry(text, 512, 1), zeros(32 * count))
@@ -128,7 +128,7 @@ def test_stmatrix(count: int, transposed: bool) -> None:
 
 
 def test_stmatrix_of_a_part() -> None:
-    """Bytes that ``stmatrix`` does not store stay uninitialised."""
+    """Check that bytes to which ``stmatrix`` does not store stay uninitialised."""
     text = STORED.format(AT=AT, FORM="x2", WORDS="%r10, %r11", LAST=256)
     with pytest.raises(Uninitialised):
         launch(entry(text, 512, 1), zeros(96))

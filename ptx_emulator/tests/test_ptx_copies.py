@@ -66,8 +66,8 @@ STARTED:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_copies_tell_of_themselves_alone(seed: int | None) -> None:
-    """A wait for a copy orders the stores before the issuing thread's arrival, but not its stores between arrival and
-    copy."""
+    """Check that a wait for a copy orders the stores that precede the issuing thread's arrival, but not the stores
+    between this arrival and the copy."""
     store = "mov.u32 %r4, 9; st.shared.u32 [%r3], %r4;"
     before, after = (
         entry(TOLD.format(AT=AT, WAIT=WAIT, BEFORE=one, AFTER=other), 272) for one, other in ((store, ""), ("", store))
@@ -90,8 +90,8 @@ def test_wrong_bulk_copies() -> None:
 
 
 def test_bulk_prefetches() -> None:
-    """A prefetch accepts whole 16-byte pieces of one tensor, initialised or not, and raises a fault for other sizes or
-    addresses."""
+    """Check that a prefetch accepts whole 16-byte pieces of one tensor, initialised or not, and that other sizes and
+    addresses raise a fault."""
 
     def prefetch(source: str, size: str) -> None:
         body = "setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, 256; mov.u32 %r2, 0; mov.u64 %rd2, 64;"
@@ -155,7 +155,7 @@ def test_bulk_store(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_need_a_fence(seed: int | None) -> None:
-    """The fence must cover shared memory. It must follow the stores and precede the copy."""
+    """Check that a bulk copy needs a proxy fence for shared memory that follows the stores and precedes the copy."""
     for fences in (
         ("",),
         ("fence.proxy.async.global;",),
@@ -172,7 +172,8 @@ def test_bulk_stores_need_a_fence(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_must_have_read(seed: int | None) -> None:
-    """A bulk copy must have read its source before the source is overwritten, and before its thread ends."""
+    """Check for a fault if the source of a bulk copy is overwritten, or the issuing thread ends, before the copy has
+    read the source."""
     again = "bar.sync 0; st.shared.u32 [%r9], %r0;"
     later = "mov.u32 %r4, 0; L: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 300; @%p2 bra L;"
     launch(stored(end=again), zeros(64), block=64, seed=seed)
@@ -233,7 +234,7 @@ def test_one_buffer_for_bulk_loads_and_stores(seed: int | None) -> None:
     for part, error in {FENCE: Race, READ: Race, "cp.async.bulk.wait_group 0;": EmulationError}.items():
         with pytest.raises(error):
             launch(entry(STREAM.replace(part, ""), 264), zeros(192), data, block=64, seed=seed)
-    # Without accesses by threads, the bytes need no fence.
+    # If no thread accesses the bytes, the copies need no fence.
     unchanged = STREAM.replace("ld.shared.u32 %r5, [%r9]; add.u32 %r5, %r5, 1;", "")
     unchanged = unchanged.replace("st.shared.u32 [%r9], %r5;", "").replace(FENCE, "")
     assert (launch(entry(unchanged, 264), zeros(192), data, block=64, seed=seed)[0] == data).all()
@@ -293,7 +294,7 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
         gathered(between=wait, partner=1),
         gathered(between=f"bar.sync 0; {wait}"),
         gathered(between="cp.async.wait_group 1; bar.sync 0;"),
-        # The group was not committed, or some threads do not wait.
+        # In these programs, the group was not committed, or some threads do not wait.
         gathered(copy, f"{wait} bar.sync 0;"),
         gathered(between=f"@%p0 {wait} bar.sync 0;"),
     ):
@@ -303,8 +304,8 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cp_async_must_not_overwrite(seed: int | None) -> None:
-    """``cp.async`` must not overwrite bytes that other threads may still read. No thread may store to bytes that it
-    still writes."""
+    """Check for a race if ``cp.async`` overwrites bytes that other threads may still read, or if a thread stores to
+    bytes that ``cp.async`` still writes."""
     again = "cp.async.ca.shared.global [%r9], [%rd9], 4;"
     with pytest.raises(Race, match=r"write of .* thread \d+ of CTA 0 read unordered; .*cp\.async\.ca"):
         launch(gathered(after=f"{again} cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
@@ -320,7 +321,7 @@ def test_cp_async_must_not_overwrite(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_groups_of_cp_async(seed: int | None) -> None:
-    """A wait for all groups except the newest is enough for the older of two groups, but not for the newer one."""
+    """Check that a wait for all groups except the newest orders the older of two groups, but not the newer group."""
     two = """
     cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.commit_group;
     cp.async.ca.shared.global [%r9+256], [%rd9], 4; cp.async.commit_group;
@@ -432,7 +433,7 @@ SENT:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cluster(seed: int | None) -> None:
-    """Each of two CTAs sends a word to itself and to the other CTA."""
+    """Check the words that each of two CTAs sends to itself and to the other CTA."""
     (out,) = launch(entry(CLUSTER, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == [100101] * 128
     early = CLUSTER.replace("barrier.cluster.arrive.aligned;", "").replace("barrier.cluster.wait.aligned;", "")
@@ -441,7 +442,7 @@ def test_cluster(seed: int | None) -> None:
 
 
 def waits(order: str, fence: str = "") -> str:
-    """Return ``WAIT`` with other memory semantics ``order``, followed by ``fence``."""
+    """Return the instructions ``WAIT`` with the memory semantics ``order``, followed by the instruction ``fence``."""
     return WAIT.replace("try_wait.parity", f"try_wait.parity{order}") + fence
 
 
@@ -490,8 +491,8 @@ SENT:
     ],
 )
 def test_words_of_another_cta_are_acquired_at_cluster_scope(wait: str, suffices: bool) -> None:
-    """A wait for a word that another CTA sends needs cluster scope if ``scoped``. Without ``scoped``, any scope
-    suffices."""
+    """Check that a wait for a word from another CTA needs cluster scope if ``scoped``, and that any scope suffices
+    otherwise."""
     text = entry(SENT.replace("WAIT", wait), 72, 1)
     want = ([101] * 32 + [100] * 32) * 2
     for seed in (None, *SEEDS):
@@ -546,8 +547,8 @@ READY:
     ],
 )
 def test_stores_are_released_to_another_cta_at_cluster_scope(fence: str, order: str, suffices: bool) -> None:
-    """If another CTA loads words that threads have stored, the threads must arrive with release semantics at cluster
-    scope."""
+    """Check that threads must arrive with release semantics at cluster scope if another CTA loads the words that they
+    have stored."""
     arrival = f"{fence} mbarrier.arrive{order}.shared::cluster.b64 _, [%r6];"
     text = entry(ARRIVED.replace("ARRIVE", arrival), 136, 1)
     for seed in (None, *SEEDS):
@@ -560,7 +561,7 @@ def test_stores_are_released_to_another_cta_at_cluster_scope(fence: str, order: 
 
 
 def test_stores_after_a_release_fence_are_not_released() -> None:
-    """A relaxed arrival releases only the accesses before the thread's release fence."""
+    """Check that a relaxed arrival releases only the accesses that precede the thread's release fence."""
     arrival = f"{RELEASE} st.shared.u32 [%r9], %r7; mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r6];"
     with pytest.raises(Race, match="wrote unordered"):
         launch(entry(ARRIVED.replace("ARRIVE", arrival), 136, 1), zeros(128), grid=4, cluster=2, scoped=True)
@@ -585,7 +586,7 @@ PEER = f"""
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
-    """A CTA must not end before its peers have read its memory. The fault is found in every order of execution."""
+    """Check for a fault, in every order of execution, if a CTA ends before other CTAs have read its shared memory."""
     (out,) = launch(entry(PEER.replace("LAST", MEET), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == ([8] * 32 + [7] * 32) * 2
     with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):
@@ -620,8 +621,8 @@ SECOND:
 
 
 def refilled(between: str, seed: int | None = None) -> None:
-    """Run a kernel that loads from a stage and then overwrites it by a bulk copy. ``between`` is the code between the
-    two."""
+    """Run a kernel that loads from a stage and then overwrites the stage by a bulk copy. ``between`` is the code
+    between the load and the copy."""
     data = np.arange(64, dtype=np.uint32) * 7
     kernel = entry(REFILLED.replace("BETWEEN", between), 520)
     assert (launch(kernel, zeros(64), data, block=64, seed=seed)[0] == 2 * data).all()
@@ -645,7 +646,8 @@ def test_a_barrier_does_not_wait_for_loads(seed: int | None) -> None:
     ],
 )
 def test_what_waits_for_loads(between: str) -> None:
-    """A load is complete if an instruction that cannot be moved needs the value of this load or of a later load."""
+    """Check that a load counts as complete when an instruction that the compiler cannot move needs the value of this
+    load or of a later load."""
     refilled(between)
 
 
@@ -674,7 +676,8 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
 
 
 def peek(before: str, after: str, seed: int | None) -> list[int]:
-    """Run two waits. Return whether the first succeeded, and how often the second timed out."""
+    """Run a thread that waits twice. Return 1 if the first wait succeeded and 0 if not, and how often the second wait
+    timed out."""
     program = entry(PEEK.format(AT=AT, BEFORE=before, AFTER=after), 16)
     return launch(program, zeros(2), zeros(2), seed=seed)[0].tolist()
 
@@ -682,14 +685,15 @@ def peek(before: str, after: str, seed: int | None) -> list[int]:
 def test_a_wait_may_time_out_once() -> None:
     for seed in (None, *SEEDS):
         assert peek(ARRIVE, "", seed) == [1, 0]
-        # Here the thread itself arrives only after its first wait, so this wait times out.
+        # The thread itself arrives only after its first wait, so the first wait times out.
         assert peek("", ARRIVE, seed) == [0, 0]
         with pytest.raises(Deadlock):
             peek("", "", seed)
 
 
 def test_waits_time_out_at_random() -> None:
-    """A wait in a loop times out at most once. Without a seed, it times out only if nothing else can run."""
+    """Check that, over many seeds, a wait for a copy sometimes times out and sometimes does not, and that without a
+    seed a wait times out only if nothing else can run."""
     body = PEEK.format(AT=AT, BEFORE="", AFTER="").replace(
         "mbarrier.try_wait.parity.shared.b64 %p1",
         "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;"
@@ -703,7 +707,8 @@ def test_waits_time_out_at_random() -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_copy_that_is_held(seed: int | None) -> None:
-    """If one of two copies to the same address is ``held``, it is executed last, and a wait for it still completes."""
+    """Check that the ``held`` one of two copies to the same address is executed last, and that waiting for it still
+    succeeds."""
     start = "cp.async.bulk.global.shared::cta.bulk_group [%rd0],"
     body = f"""
     {SLOT} setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, buf;

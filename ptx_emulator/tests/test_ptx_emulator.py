@@ -78,8 +78,8 @@ def test_shuffle_modes(mode: str, b: int, want: list[int]) -> None:
 
 @pytest.mark.parametrize("mode", ["up", "down", "idx", "bfly"])
 def test_shuffles_within_segments(mode: str) -> None:
-    """With segments of 8 lanes, a lane that would read another segment gets its own value, and the predicate is
-    false."""
+    """Check that, with segments of 8 lanes, a lane that would read from another segment gets its own value and the
+    predicate false."""
     clamp = (24 << 8) | (0 if mode == "up" else 7)
     body = f"""
     {AT} shfl.sync.{mode}.b32 %r1|%p0, %r0, 10, {clamp}, -1;
@@ -188,7 +188,7 @@ def test_atomics() -> None:
 def test_atomic_sums_of_floats() -> None:
     body = f"{AT} cvt.rn.f32.u32 %r1, %r0; red.global.add.f32 [%rd0], %r1; atom.global.add.f32 %r2, [%rd0], 0f3F800000;"
     assert launch(entry(body, params=1), zeros(1), block=64)[0].view(np.float32).tolist() == [sum(range(64)) + 64]
-    # In global memory, atomics flush subnormals to zero and preserve the sign. In shared memory, they do not.
+    # Atomic fp32 sums in global memory flush subnormals to zeros of the same sign. In shared memory, they do not.
     values = np.uint32([1, 0x80000002, 0x00800001, 0x00800000])
     body = f"""
     {AT} {SLOT} ld.global.b32 %r1, [%rd9]; mov.b32 %r2, {{NUMBER}};
@@ -231,8 +231,8 @@ def test_forms_of_global_loads() -> None:
 
 @pytest.mark.parametrize(("operation", "decides"), [("and", 0), ("or", 1)])
 def test_one_operand_may_decide(operation: str, decides: int) -> None:
-    """An uninitialised operand of a logical operation has no effect if the other operand alone determines the
-    result."""
+    """Check that an uninitialised operand of a logical operation has no effect if the other operand alone determines
+    the result."""
     read = f"{AT} {SLOT} ld.shared.u32 %r1, [%r9]; setp.eq.u32 %p0, %r1, 5;"
     for value in (0, 1):
         body = f"{read} setp.eq.u32 %p1, {value}, 1; {operation}.pred %p2, %p0, %p1; selp.u32 %r2, 1, 0, %p2;"
@@ -318,7 +318,7 @@ def test_an_endless_loop_ends() -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_who_polls_does_not_keep_others_from_going_on(seed: int | None) -> None:
-    """Warps that poll, at a lower address than the last warp's code, do not keep the last warp from running."""
+    """Check that the last warp runs although the other warps poll in code at a lower address."""
     body = """
     setp.ge.u32 %p0, %r0, 992;
     @%p0 bra STORE;
@@ -357,8 +357,8 @@ def test_what_the_kernel_before_writes_is_there_behind_the_wait(seed: int | None
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 @pytest.mark.parametrize("polled", [3, 5])
 def test_the_kernel_before_ends_for_those_who_poll(polled: int, seed: int | None) -> None:
-    """The previous kernel ends if all threads poll for its writes (5), but not while they can continue with the old
-    contents (3)."""
+    """Check that the previous kernel ends if all threads poll for the value 5 that it writes, but not while they can
+    continue with the old value 3."""
     memory = GlobalMemory()
     address = memory.allocate("p0", np.full(65, 3, np.uint32).view(np.uint8))
 

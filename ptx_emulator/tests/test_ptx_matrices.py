@@ -1,4 +1,4 @@
-"""Test matrix loads, and MMAs of warps and warpgroups."""
+"""Test ``ldmatrix``, ``movmatrix``, ``mma`` and ``wgmma`` in small programs."""
 
 import re
 
@@ -40,7 +40,7 @@ def product(k: int, half: str, before: str = "", after: str = "", store: str = S
 
 
 def fragments(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> np.ndarray:
-    """Distribute matrices to the words of each lane, following the tables of the PTX ISA."""
+    """Return the words of A, B and C that each lane holds, following the tables of the PTX ISA."""
     words = []
     for lane in range(32):
         group, pair = lane >> 2, lane % 4
@@ -81,13 +81,13 @@ def test_mma(k: int, half: str) -> None:
     want = a.double() @ b.double() + c.double()
     (_, out) = launch(product(k, half), fragments(a, b, c), zeros(128))
     assert torch.equal(of_lanes(out)[0].nan_to_num(7.0), want.float().nan_to_num(7.0))
-    # Infinity times an element of b that is 0 is NaN too.
+    # All NaN results have the NaN bits of the hardware.
     words = out[np.isnan(out.view(np.float32))]
     assert words.tolist() == [0x7FFFFFFF] * int(want.isnan().sum())
 
 
 def test_mma_of_bytes() -> None:
-    """In an MMA of bytes, lane 4 g + t holds elements 4 t to 4 t + 3."""
+    """Check MMAs of bytes, in which lane 4 g + t holds elements 4 t to 4 t + 3 of a row of A or a column of B."""
     a, b, c = (torch.randint(-8, 9, shape).float() for shape in ((16, 32), (32, 8), (16, 8)))
     a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     words = []
@@ -123,8 +123,8 @@ def test_wrong_products() -> None:
     ("register", "lane", "results", "lanes"), [(11, 13, (2, 3), range(12, 16)), (15, 9, (0, 2), range(1, 32, 4))]
 )
 def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple, lanes: range) -> None:
-    """An uninitialised word of A makes only row 11 undefined. An uninitialised word of B makes only column 2
-    undefined."""
+    """Check that an uninitialised word of A makes only row 11 of the result undefined, and that an uninitialised word
+    of B makes only column 2 undefined."""
     words = fragments(*matrices(16, "f16"))
     hole = f"{SLOT} setp.eq.u32 %p0, %r0, {lane}; @%p0 ld.shared.b32 %r{register}, [%r9];"
     for result in range(4):
@@ -139,7 +139,7 @@ def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple,
 
 
 def test_warpgroup_products_of_what_nobody_wrote() -> None:
-    """An uninitialised row of B makes only its column of the result undefined.
+    """Check that an uninitialised row of B makes only its column of the result undefined.
 
     The first MMA lacks row 5 of B. A second MMA, which adds to the same accumulators, lacks row 2 of its B. In each
     quad of lanes, the third lane holds column 5, and the second lane holds column 2.
@@ -170,7 +170,7 @@ def test_warpgroup_products_of_what_nobody_wrote() -> None:
 
 @pytest.mark.parametrize("row", [0, 17, 49])
 def test_a_warp_of_a_warpgroup_races(row: int) -> None:
-    """If a thread stores a row without a fence, the error names the warp that multiplies this row."""
+    """Check that the error names the warp that multiplies a row if a thread stored the row without a fence."""
     sums, writer = registers(30, 34), row // 16 * 32 + 9
     body = f"""
     mov.u32 %r9, buf; mad.lo.u32 %r8, %r0, 80, %r9;
@@ -225,15 +225,15 @@ def test_ldmatrix(form: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_ldmatrix_races(seed: int | None) -> None:
     data = np.arange(64 * 4, dtype=np.uint32)
-    # Without a barrier between stores and ldmatrix, this is a race. An mma between them, which all lanes execute
-    # together, does not order the stores either.
+    # ldmatrix races with the stores if no barrier separates them. An mma between the stores and ldmatrix does not help:
+    # all lanes execute it together, but it does not order memory accesses.
     product = f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {registers(20, 24)},"
     product += "{%r10, %r11}, {%r12}, {%r13, %r13, %r13, %r13};"
     for between in ("", product):
         with pytest.raises(Race, match=r"read of .*ldmatrix"):
             launch(matrix_loads("x4.shared", between), data, zeros(256), block=64, seed=seed)
-    # With x1, only lanes 0 to 7 pass addresses. Lane 0 passes the address of row 3, which is read. Lane 8 passes the
-    # address of row 11, which is not read.
+    # ldmatrix with x1 reads only the rows whose addresses lanes 0 to 7 pass. Lane 0 passes row 3, which is read. Lane 8
+    # passes row 11, which is not read.
     again = "setp.ne.u32 %p0, %r0, LANE; @%p0 bra END; st.shared.u32 [%r9], %r0; END:"
     with pytest.raises(Race, match=r"write of .* thread 0 of CTA 0 read"):
         launch(matrix_loads("x1.shared", after=again.replace("LANE", "3")), data, zeros(256), block=64, seed=seed)
@@ -259,7 +259,7 @@ def test_wrong_ldmatrix() -> None:
 
 @pytest.mark.parametrize(("form", "lanes"), [("x1.shared", range(12, 16)), ("x1.trans.shared", range(1, 32, 4))])
 def test_matrices_that_nobody_wrote(form: str, lanes: range) -> None:
-    """Row 3 of the matrix is uninitialised. Lanes whose results do not depend on this row may store them."""
+    """Check that lanes may store their results if these do not depend on the uninitialised row 3 of the matrix."""
     data = np.arange(32 * 4, dtype=np.uint32)
     program = matrix_loads(form).replace("st.shared.v4", "setp.ne.u32 %p1, %r0, 18; @%p1 st.shared.v4")
     for lane in (0, 1, 5, 11, 12, 15, 16, 30):

@@ -62,8 +62,8 @@ WAIT_LD = "tcgen05.wait::ld.sync.aligned;"
 
 
 def epilogue(kind: Kind, turn: int) -> str:
-    """Return code in which each thread stores its row of the accumulator, and then allows the next MMA to overwrite
-    it."""
+    """Return code in which each thread stores its row of the accumulator, and then allows the next MMA to overwrite the
+    accumulator."""
     stores = " ".join(f"st.global.v4.b32 [%rd9+{4 * i}], {{{', '.join(WORDS[i : i + 4])}}};" for i in range(0, N, 4))
     return f"""
     {wait(DONE, turn)}
@@ -156,7 +156,7 @@ END:
 
 
 class Operands(NamedTuple):
-    """Bytes of the operands that each CTA copies, one row per CTA, and the expected product."""
+    """Operands and the expected product. Row i of an operand's array contains the bytes that CTA i copies."""
 
     data: np.ndarray
     product: np.ndarray
@@ -360,7 +360,7 @@ def test_faults_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no wait::ld", "no fence before the barrier", "no fence behind the barrier"])
 def test_lenient_rules(name: str) -> None:
-    """With ``lenient``, the emulator accepts omissions that NVIDIA's own kernels contain."""
+    """Check that the emulator with ``lenient`` accepts omissions that NVIDIA's own kernels contain."""
     before, after, _, _ = FAULTS[name]
     product = operands(NVFP4).product
     assert np.array_equal(run(NVFP4, PLAIN.replace(before, after), lenient=True), [product, 2 * product])
@@ -426,7 +426,7 @@ def move(wait: str = "tcgen05.wait::st.sync.aligned;", first: int = 4) -> np.nda
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_stored_rows_are_loaded_as_fragments(half: int) -> None:
-    """In each half of its warp's rows, lane 4 i + j receives columns 2 j and 2 j + 1 of rows i and i + 8."""
+    """Check that lane 4 i + j receives columns 2 j and 2 j + 1 of rows i and i + 8, in each half of its warp's rows."""
     lane = np.arange(32)
     rows = (lane // 4 + 16 * half)[:, None] + [0, 0, 8, 8]
     columns = (2 * (lane % 4))[:, None] + [0, 1, 0, 1]

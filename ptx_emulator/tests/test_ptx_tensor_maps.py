@@ -1,4 +1,4 @@
-"""Test TMA copies by tensor map in small programs."""
+"""Test TMA copies with tensor maps in small programs."""
 
 import itertools
 import struct
@@ -162,8 +162,8 @@ COPY:
 
 
 def test_a_pair_counts_on_one_mbarrier() -> None:
-    """With ``cta_group::2``, a copy may arrive at the mbarrier of the other CTA of the pair. Other mbarriers then order
-    nothing."""
+    """Check that with ``cta_group::2`` a copy may arrive at the mbarrier of the other CTA of the pair, and that only
+    this mbarrier then orders the copy."""
     twice = ALL_TO_ONE.replace("{EXPECTED}", str(2 * CUBE.box_bytes))
     own = {"to": "[%r7]", "ctas": 2, "start": twice}
     with pytest.raises((Race, Uninitialised)):
@@ -174,7 +174,7 @@ def test_a_pair_counts_on_one_mbarrier() -> None:
     assert copied(CUBE, (4, 0, 1), ".cta_group::2", ctas=2, start=both).all()
     one = "mov.u32 %r7, %r2;" + EXPECT + "@%p2 bra STARTED; {COPY}"
     pairs = {"mods": ".multicast::cluster.cta_group::2", "more": ", 3", "ctas": 2}
-    # Both boxes arrive at CTA 0's mbarrier, so CTA 1, which waits for its own, waits forever.
+    # The copies of both boxes arrive at CTA 0's mbarrier. CTA 1 waits at its own mbarrier, so it waits forever.
     with pytest.raises((EmulationError, Deadlock)):
         copied(CUBE, (4, 0, 1), start=one, **pairs)
 
@@ -222,7 +222,7 @@ def stored(map: Map, at: tuple[int, ...], before: str = "", after: str = "") -> 
 
 @pytest.mark.parametrize(("map", "at"), [MAPS[1], MAPS[2], MAPS[3], MAPS[6], MAPS[7]])
 def test_stored_boxes(map: Map, at: tuple[int, ...]) -> None:
-    """A load of a box that was stored gives the stored bytes, except outside of the tensor."""
+    """Check that loading a box that was stored gives the stored bytes, except outside of the tensor."""
     tensor, source = stored(map, at)
     there = box(map, np.full_like(tensor, 0xFF), at)
     assert np.array_equal(box(map, tensor, at), source & there)
