@@ -48,7 +48,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Operation:
-    """The function that computes an instruction, with the types of its operands and its result.
+    """A function that computes an instruction, the types of its operands and of its result, and supported modifiers.
 
     ``ins`` and ``out`` name types by letters: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and
     ``w`` is a type with twice the bits of ``t``. ``mods`` are the modifiers that the function supports. An instruction

@@ -353,7 +353,7 @@ class Races:
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
-        """Check that writes race with no recorded access. Row ``rows[i]`` of ``clocks`` is the clock of
+        """Raise a fault if a write races with a recorded access. Row ``rows[i]`` of ``clocks`` is the vector clock of
         ``threads[i]``."""
         writer, written = self.writer.take(records), self.written.take(records)
         late = written > clocks[rows[:, None], writer]

@@ -143,9 +143,9 @@ _MMA |= {f"m16n8k{k}.row.col.f32.e4m3.e4m3.f32": (k, "e4m3") for k in (16, 32)}
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``A @ B + C``.
 
-    Lane 4 g + t holds elements 2 t and 2 t + 1 (4 t to 4 t + 3 if elements are bytes) of row g of A and C, and of
-    column g of B. NVIDIA documents neither the order of additions nor intermediate rounding. Here the exact products
-    and C are added in float64, and the sum is rounded once.
+    Lane 4 g + t holds two elements, 2 t and 2 t + 1, of row g of A and C, and of column g of B. If elements are bytes,
+    it holds elements 4 t to 4 t + 3 of A and B. NVIDIA documents neither the order of additions nor intermediate
+    rounding. Here the exact products and C are added in float64, and the sum is rounded once.
     """
     if ".".join(parts) not in _MMA:
         raise unknown(ins)

@@ -141,8 +141,8 @@ def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple,
 def test_warpgroup_products_of_what_nobody_wrote() -> None:
     """Check that an uninitialised row of B makes only its column of the result undefined.
 
-    The first MMA lacks row 5 of B. A second MMA, which adds to the same accumulators, lacks row 2 of its B. In each
-    quad of lanes, the third lane holds column 5, and the second lane holds column 2.
+    In the first MMA, row 5 of B is uninitialised. In a second MMA, which adds to the same accumulators, row 2 of B is
+    uninitialised. In each quad of lanes, the third lane holds column 5, and the second lane holds column 2.
     """
     sums, ones = registers(30, 34), "{" + ", ".join(["%r20"] * 4) + "}"
     multiply = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {sums}, {ones}, %rd9, %p2, 1, 1, 0;"

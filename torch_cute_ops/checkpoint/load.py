@@ -50,8 +50,7 @@ class Quantisation(NamedTuple):
 
 
 class LoadOptions(NamedTuple):
-    """Keyword arguments of :func:`load_`, which documents them. ``quantisation`` is None if nothing is to be
-    quantised."""
+    """Keyword arguments of :func:`load_`, and ``quantisation``: how to quantise modules after loading, or None."""
 
     activations: Activations | Mapping[str, Activations] = "auto"
     device: torch.device | str | None = None

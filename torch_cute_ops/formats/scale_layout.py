@@ -141,8 +141,8 @@ def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layou
     r"""Return the reason why ``scale`` cannot contain the tiles of a tensor (\*lead, blocks · B), or None if it can.
 
     Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
-    Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices, if no
-    matrix needs padding rows: the bytes are then the same.
+    Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices. This is
+    allowed only if no matrix needs padding rows, because only then the order of the bytes is the same.
     """
     tiles, padded_blocks = layout.shape(lead, blocks), layout.padded_blocks(blocks)
     count = row_count(tiles)

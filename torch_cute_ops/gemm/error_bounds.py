@@ -28,9 +28,9 @@ Tensor = torch.Tensor
 def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the expected result (rows, N) in fp32, and the largest allowed error of each element.
 
-    The error covers the roundings of a sum of K terms, of a gate in the prologue, of the epilogue, and of the result to
-    its dtype. With experts over K, it also covers four more roundings: of an expert's sum, of the addition of its bias,
-    of the multiplication by its factor, and of the addition to the other experts' sums.
+    The error accounts for the rounding of the sum of K terms, of a gate in the prologue, of the epilogue, and of the
+    result to its dtype. If each expert owns a range of K, the error also accounts for four roundings per expert: its
+    sum, the addition of its bias, the multiplication by its factor, and the addition to the other experts' sums.
 
     Args:
         problem, operands: problem and tensors of the call.

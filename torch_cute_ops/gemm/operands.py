@@ -37,8 +37,8 @@ class Operands(NamedTuple):
 
 
 class GatedOperands(NamedTuple):
-    """Tensors of a GEMM with experts over N and a gate. All except ``routing`` are contiguous, and all are aligned to
-    16 bytes.
+    """Tensors of a GEMM with a gate in which each expert owns columns of the result. All tensors are aligned to 16
+    bytes, and all except ``routing`` are contiguous.
 
     The result is a pair: ``y``, (M, E·I) in 16 bits or (M, E·I/2) uint8 FP4 codes, and the block scales of ``y``, or
     None. A backend writes the elements and scales of all pairs whose routing factor is not zero (NaN is not zero). It

@@ -65,10 +65,10 @@ class Grouping:
     """How a GEMM is divided among experts.
 
     Attributes:
-        over: dimension that experts divide. ``"none"``: no experts. ``"k"``: experts own equal ranges of K, and each
-            expert's sum is multiplied by a factor per token (second GEMM of an expert layer). ``"n"``: experts own
-            columns of the result (first GEMM of an expert layer). ``"rows"``: experts own rows of ``a``, and each has
-            its own weight.
+        over: dimension that is divided among the experts. ``"none"``: the GEMM has no experts. ``"k"``: each expert
+            owns a range of K, and its sum is multiplied by a factor per token (second GEMM of an expert layer).
+            ``"n"``: each expert owns columns of the result (first GEMM of an expert layer). ``"rows"``: each expert
+            owns rows of ``a``, and a separate weight.
         experts: number of experts, or 1 for ``"none"``.
         rows: if ``over`` is ``"rows"``, description of the tensors that assign rows to experts.
     """
@@ -80,7 +80,7 @@ class Grouping:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """A GEMM without its M: ``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]``, changed by ``grouping``.
+    """Description of a GEMM for any M. Without experts, ``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]``.
 
     The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``. Each
     expert's sum is rounded to fp32. The multiplication by the factor and the addition to other experts' sums are in

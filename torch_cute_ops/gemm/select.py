@@ -87,8 +87,8 @@ def candidates(problem: GemmProblem) -> dict[str, Backend]:
 
 
 def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
-    """Return why ``target`` cannot use the backends that handle ``problem``: a reason or None, keyed by the backend's
-    name."""
+    """Return, for each backend that handles ``problem``, the reason why it does not support ``target``, or None if it
+    does. Keys are the backends' names."""
     return {name: backend.reason_unsupported(problem, target) for name, backend in candidates(problem).items()}
 
 

@@ -212,7 +212,8 @@ class Bench:
 
 
 class GatedBench(Bench):
-    """Random operands of a GEMM with experts over N and a gate. Only results of routed pairs are checked."""
+    """Random operands of a GEMM with a gate in which each expert owns columns of the result. Only results of routed
+    pairs are checked."""
 
     def check(self, candidate: Candidate) -> str | None:
         """Run a candidate. Return a description of the errors in the results of routed pairs, or None."""

@@ -310,7 +310,7 @@ class QuantLinear(nn.Module):
     def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
         """Return a function that decodes a range of the weight's rows as :meth:`dequantize` does.
 
-        The function takes the first row, a multiple of 128, and the end.
+        The arguments of the returned function are the first row of the range, a multiple of 128, and the end.
         """
         raise NotImplementedError
 

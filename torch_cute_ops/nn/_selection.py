@@ -45,7 +45,7 @@ class Left(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Modules to replace, by name, and reasons for all others.
+    """Result of ``select``: the modules to replace, by name, and the reasons why other modules stay.
 
     Attributes:
         linears: linear layers to replace.

@@ -75,8 +75,8 @@ def float_experts(module: nn.Module) -> FloatExperts | None:
 
 
 def experts_or_reason(module: nn.Module) -> FloatExperts | str | None:
-    """Describe the experts in a module. If its parameters have the expected names but not a known layout, return the
-    reason; if it lacks these parameters, return None."""
+    """Describe the experts in a module. If the parameters have the expected names but an unknown layout, return a text
+    that says why. Return None if the module lacks these parameters."""
     gate_up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return None

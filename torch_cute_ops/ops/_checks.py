@@ -135,7 +135,7 @@ def is_transposed_scale(scale: torch.Tensor, layout: ScaleLayout) -> bool:
     """Return True if block scales have the strides of a transposed view, which can have the same shape as correct
     scales.
 
-    For tiled layouts, both the two tile indices and the last two dimensions within a tile are compared.
+    For tiled layouts, compare the strides of the two tile indices, and the strides of the last two dimensions.
     """
     is_swapped = scale.dim() > 1 and scale.stride(-2) == 1 and _is_transposed(scale, -2, -1)
     is_tiled = not layout.is_linear and scale.dim() == 2 + len(layout.tile)
@@ -143,8 +143,8 @@ def is_transposed_scale(scale: torch.Tensor, layout: ScaleLayout) -> bool:
 
 
 def _is_transposed(tensor: torch.Tensor, outer: int, inner: int) -> bool:
-    """Return True if the stride of the dimension ``outer`` is smaller than the stride of ``inner``, and both have more
-    than one element. Expanded dimensions do not count."""
+    """Return True if the stride of the dimension ``outer`` is smaller than the stride of ``inner``. Return False if one
+    of the two dimensions is expanded or has only one element."""
     # Compare strides before shapes: comparing a symbolic number of rows first would add a guard for it.
     return 0 < tensor.stride(outer) < tensor.stride(inner) and tensor.shape[outer] > 1 and tensor.shape[inner] > 1
 
@@ -303,8 +303,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two overlapping tensors contain the same elements at the same addresses. Dimensions of size 1 do
-    not count."""
+    """Return True if two overlapping tensors contain the same elements at the same addresses. Strides of dimensions of
+    size 1 are ignored."""
     steps = [
         [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
         for tensor in (one, other)

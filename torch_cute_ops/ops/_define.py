@@ -400,7 +400,7 @@ def _source(signature: Signature, path: CallPath[Any]) -> str:
 
 
 def _is_plain(name: str) -> str:
-    """Return an expression that tests whether the variable ``name`` is a plain tensor. It tests for ``Tensor`` before
+    """Return source code that tests if the variable ``name`` is a plain tensor. The code tests for ``Tensor`` before
     ``nn.Parameter``, because few arguments are parameters."""
     return f"(type({name}) is Tensor or type({name}) in PLAIN)"
 

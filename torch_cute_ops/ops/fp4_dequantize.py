@@ -30,7 +30,7 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    """Launcher of ``fp4_dequantize``. It has no fast path, because speed hardly matters: a weight is decoded once."""
+    """Launcher of ``fp4_dequantize``. It has no fast path, because a weight is decoded only once."""
 
     def launch(self, call: _Call, out: Tensor) -> None:
         from torch_cute_ops.kernels.fp4_dequant import CTAS_PER_SM

@@ -26,8 +26,8 @@ class _Call(NamedTuple):
 
 
 class _Launcher(KernelLauncher[_Call]):
-    """Launcher of ``moe_permute_fp8quant``. If a call lacks ``expanded_to_permuted``, it is first computed from
-    ``permuted_to_expanded``, which takes longer."""
+    """Launcher of ``moe_permute_fp8quant``. Calls without ``expanded_to_permuted`` take longer, because it is first
+    computed from ``permuted_to_expanded``."""
 
     def __init__(self, kernel: KernelSpec, function: Callable[..., None], device: torch.device, sms: int) -> None:
         super().__init__(kernel, function, device, sms)

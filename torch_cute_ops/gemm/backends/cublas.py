@@ -1,9 +1,9 @@
-"""GEMMs of FP4 operands by cuBLAS, in one of two ways.
+"""GEMMs of FP4 operands by cuBLAS, with decoded operands or with FP4 codes.
 
-Operands may be decoded to 16 bits in memory, and then multiplied. With many rows, arithmetic dominates, and the
-decoding costs little. cuBLASLt may also multiply NVFP4 codes, which needs FP4 tensor cores. No GPU with FP4 tensor
-cores was available: the calls that multiply codes passed only PyTorch's checks, and their estimates come from data
-sheets.
+The first tactic decodes the operands to 16 bits in memory, and then multiplies them. With many rows, decoding takes
+little of the total time. The second tactic lets cuBLASLt multiply NVFP4 codes, which needs FP4 tensor cores. No GPU
+with FP4 tensor cores was available. So the calls of the second tactic passed only PyTorch's checks, and its estimates
+come from data sheets.
 """
 
 import functools
@@ -172,7 +172,7 @@ def _block_scaled_seconds(problem: GemmProblem, m: int, target: Target) -> float
         side = BLOCK_SCALED_TILE * ctas
         row_tiles, column_tiles = -(-m // side), -(-problem.n // side)
         waves = -(-row_tiles * column_tiles // (target.sms // ctas))
-        # Bytes that one CTA reads. Tiles that run at the same time together read the weight from memory once.
+        # Bytes that one CTA reads. Tiles that run at the same time share one read of the weight from memory.
         weight_bytes = BLOCK_SCALED_TILE * row_bytes / min(row_tiles, L2_RATE)
         activation_bytes = min(m, side) // ctas * row_bytes / L2_RATE
         read = (weight_bytes + activation_bytes) / (bytes_per_second(target) / target.sms)

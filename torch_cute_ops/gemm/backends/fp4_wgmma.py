@@ -114,9 +114,11 @@ class FP4Wgmma(FP4KernelBackend):
     def estimate(self, problem: GemmProblem, m: int, tactic: WgmmaTactic, target: Target) -> float:
         """Estimate the time of a call in seconds.
 
-        The constants are fitted to all tactics of 18 layers' matrices with 1 to 64 rows on an H100 and an H200, and of
-        12 layers' matrices with 96 to 1,024 rows on an H100. On these two sets, the chosen tactic takes on average 1.0
-        % and 0.4 % longer than the fastest tactic, and at most 12 % longer. The fit excludes experts and prologues.
+        The constants are fitted to two sets of measurements. The first set contains all tactics for the matrices of 18
+        layers with 1 to 64 rows, on an H100 and an H200. Here the chosen tactic takes on average 1.0 % longer than the
+        fastest tactic. The second set contains all tactics for the matrices of 12 layers with 96 to 1,024 rows, on an
+        H100. Here the average is 0.4 %. In both sets, the chosen tactic takes at most 12 % longer. The sets contain no
+        GEMMs with experts or prologues.
         """
         tile_m, tile_n, split_k = tactic
         schedule = _schedule(problem, tactic, target)
@@ -264,7 +266,7 @@ def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Ta
     """Return the values of ``tile_n`` to try: the largest value, and the value with the least work per SM.
 
     Only clusters that rearrange the activations may use several values. With some values, the kernel multiplies codes
-    without decoding them. For tiles of one row, the function also returns the one of these values with the least work.
+    without decoding them. For tiles of one row, the value with the least work among these is also returned.
     """
     sizes = fp4_wgmma.tiles_n(tile_m)
     if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tile_m, split_k):

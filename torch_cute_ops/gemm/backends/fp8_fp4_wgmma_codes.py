@@ -14,8 +14,8 @@ from torch_cute_ops.kernels import fp8_fp4_wgmma_codes
 class FP8FP4WgmmaCodes(FP8FP4WgmmaSS):
     """Backend whose kernel multiplies undecoded MXFP4 codes.
 
-    Its tactics are the tactics of ``FP8FP4WgmmaSS`` with few rows. ``block_clocks`` were measured on an H200, except
-    for 24 rows, which is interpolated.
+    The tactics are chosen as in ``FP8FP4WgmmaSS``, but only among tiles of few rows. ``block_clocks`` were measured on
+    an H200, except the value for 24 rows, which is interpolated.
     """
 
     name = "wgmma_codes"
