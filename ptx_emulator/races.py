@@ -294,8 +294,8 @@ class Races:
     ) -> None:
         """Check and record reads of shared memory.
 
-        ``load`` is the number of the load instruction, if any. ``visits`` is False if the caller records accesses to
-        other CTAs itself.
+        ``load`` is the number of the load instruction, or None for other reads. ``visits`` is False if the caller
+        itself records the accesses to other CTAs.
         """
         records = self._records(bank, offset, size)
         writer, written = self.writer.take(records), self.written.take(records)
@@ -345,7 +345,7 @@ class Races:
             self.visited[bank[away], columns] = self.clocks[threads[away], columns]
 
     def end(self, cta: int) -> None:
-        """End a CTA: check that it knows of all accesses of other CTAs to its shared memory."""
+        """End a CTA. Check that its threads know of all accesses of other CTAs to its shared memory."""
         known = self.clocks[self.machine.cta == cta].max(axis=0)
         bad = positions(self.visited[cta] > known[: self.agent])
         if len(bad):

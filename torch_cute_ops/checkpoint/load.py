@@ -247,8 +247,8 @@ class Loader:
         record_loaded("load_", self.model, dict(modules), bytes_before)
 
     def warn(self, stacklevel: int) -> None:
-        """Warn if the checkpoint contains scales of the KV cache, which are not used, or lacks input scales (or has
-        0)."""
+        """Warn if the checkpoint contains scales of the KV cache, which are not used, or if input scales are missing or
+        0."""
         if self.uncalibrated:
             warnings.warn(
                 f"{len(self.uncalibrated)} layers have no input scale, or 0, because calibration did not reach them; "

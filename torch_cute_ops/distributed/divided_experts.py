@@ -110,7 +110,7 @@ class DividedExperts(Style):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace the experts of one GPU by this rank's shard, in place, and make their forward sum over the ranks."""
+        """Replace undivided experts by this rank's shard, in place. The forward then sums the ranks' partial results."""
         assert isinstance(module, QuantExperts)
         self._refuse_shared_scales(module)
         begin, end = self.own(module.experts, module.intermediate_size, mesh)
@@ -148,7 +148,7 @@ class DividedExperts(Style):
             )
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
-        """Make the forward of experts that are already sharded sum over the ranks."""
+        """Change the forward of experts that are already sharded, so that it sums the partial results of all ranks."""
         self._refuse_shared_scales(module)
         # With by="tensor", every rank computes partial sums of every expert, so only the first rank adds the bias.
         fit_bias_(module.down_proj, self.sums, is_added=self.by == "expert" or mesh.get_local_rank() == 0)

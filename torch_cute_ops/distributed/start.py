@@ -86,9 +86,9 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
 
     Every rank must enter the block. Each rank regularly writes a sign of life to the store of the default process
     group. If a rank writes none for ``timeout_s``, or ends with an error, the other ranks log its number, host and
-    process. A collective then raises an error: with gloo at once, while NCCL's watchdog ends the process after the
-    group's time-out. The block raises that error again and adds the name of the dead rank. ``timeout_s`` must be
-    shorter than the time-out of the process group.
+    process. With gloo, a collective that waits for the dead rank raises an error at once. The block raises this error
+    again and adds the name of the dead rank. With NCCL, the watchdog ends the process after the group's time-out.
+    ``timeout_s`` must be shorter than the time-out of the process group.
 
     Args:
         timeout_s: seconds without a sign after which a rank counts as dead.

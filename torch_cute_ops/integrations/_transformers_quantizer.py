@@ -244,18 +244,18 @@ class CuteQuantizer(HfQuantizer):
         return Loader(model, files, read_spec(self.folder), LoadOptions(self.activations, self.device, {}))
 
     def is_serializable(self) -> bool:
-        """Return False: ``save_pretrained`` cannot save the model."""
+        """Return False, because ``save_pretrained`` cannot save the model."""
         logger.warning("transformers cannot save this model: use torch_cute_ops.checkpoint.save(model, path, style)")
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Return True: adapters such as LoRA can be trained, since our modules compute the gradient of their input."""
+        """Return True: LoRA adapters can be trained, because our modules compute the gradient of their input."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Return True: ``generate`` can compile the decode step with a static cache."""
+        """Return True, because ``generate`` can compile the decode step with a static cache."""
         return True
 
 
@@ -276,8 +276,8 @@ def _tied_parameters(model: Any) -> set[str]:
 
 
 def _refuse_absent(model: Any, loader: Loader) -> None:
-    """Check that the checkpoint contains tensors for all layers. Otherwise transformers would fill the other layers
-    with random weights."""
+    """Check that the checkpoint contains tensors for all layers, because transformers would fill a layer without
+    tensors with random weights."""
     patterns = model._keys_to_ignore_on_load_missing or ()
     absent = [
         name

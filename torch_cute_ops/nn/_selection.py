@@ -138,7 +138,8 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return True if a layer, or the last layer of a module, has one output per expert next to it.
+    """Return True if the number of outputs of a layer, or of a module's last layer, equals the number of experts in a
+    sibling module.
 
     Args:
         parent: module that contains ``module`` and its siblings.

@@ -281,8 +281,8 @@ _generating: Final = threading.Lock()
 
 
 def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Callable[..., Any]], Callable[[], None]]:
-    """Return stubs for the functions in ``_TEMPLATE`` of an op, keyed by name, and a function that generates their
-    code.
+    """Return stubs of the functions that ``_TEMPLATE`` defines for an op, keyed by name, and a function that generates
+    the code of all stubs.
 
     Compiling the generated source takes a millisecond per op, so it is deferred to the op's first call.
     ``torch.compile`` never sees a stub, because the registry generates all code when ``torch._dynamo`` is imported.

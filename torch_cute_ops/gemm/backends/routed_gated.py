@@ -118,8 +118,8 @@ class RoutedGated(RoutedBackend):
         token_bytes = config.k_tiles * config.arranged.token_bytes
         weight_bytes = blocks * routed_experts * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
-        # ``l2_bytes`` are read from L2 once per n tile: codes and scales of the weight, and the activations of each
-        # routed pair.
+        # ``l2_bytes`` are the bytes that are read from L2: the weight's codes and scales once per work tile, and the
+        # activations of each routed pair once per n tile.
         l2_bytes = work_tiles * config.k_tiles * 2 * config.weight_tile.size_bytes
         l2_bytes += n_tiles * m * problem.topk * token_bytes
         rearranged = m * (token_bytes + problem.a.row_bytes(problem.k)) / memory
