@@ -63,7 +63,7 @@ def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
 
 @dataclass(frozen=True)
 class Shape:
-    """Fields of every instruction descriptor ("Instruction descriptor"), of an MMA of ``group`` CTAs.
+    """Fields that all instruction descriptors contain (PTX ISA, "Instruction descriptor"). ``group`` CTAs run the MMA.
 
     Attributes:
         m, n, k: sizes of the MMA.
@@ -82,7 +82,7 @@ class Shape:
     b_format: str
 
     def check(self, descriptor: int) -> None:
-        """Check that an MMA of this size exists, and raise a fault if not."""
+        """Raise a fault unless PTX defines an MMA of this size."""
         step = 8 * self.group
         if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
@@ -107,7 +107,7 @@ numbers 3 to 5, are not implemented: their elements are padded in shared memory.
 
 @dataclass(frozen=True)
 class FP8Shape(Shape):
-    """Fields of the descriptor of an MMA of ``kind::f8f6f4`` with fp32 accumulators."""
+    """Fields of the instruction descriptor of an FP8 MMA (``kind::f8f6f4``) with fp32 accumulators."""
 
     @classmethod
     def of(cls, descriptor: int, group: int) -> FP8Shape:
@@ -132,12 +132,12 @@ class FP8Shape(Shape):
 
 @dataclass(frozen=True)
 class ScaledShape(Shape):
-    """Fields of the descriptor of a block-scaled MMA of FP4 with one scale per ``block`` elements.
+    """Fields of the instruction descriptor of a block-scaled FP4 MMA with one scale per ``block`` elements.
 
     Attributes:
         scale: format of the scales.
-        a_id, b_id: first byte of an operand's scales in a word.
-        block: elements per scale.
+        a_id, b_id: index of the byte at which the scales of A or B begin in a word.
+        block: number of elements per scale.
     """
 
     scale: str

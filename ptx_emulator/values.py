@@ -235,8 +235,7 @@ E2M1 = np.concatenate([TINY["e2m1x2"].values, -TINY["e2m1x2"].values])
 
 
 def _bytes_values(tiny: Tiny, *beyond: float) -> Array:
-    """Return the value of each code of an 8-bit format. The codes after the largest finite value stand for
-    ``beyond``."""
+    """Return the value of each code of an 8-bit format. ``beyond`` are the values of the codes that are not finite."""
     values = np.append(tiny.values, beyond)
     return np.concatenate([values, -values])
 

@@ -239,8 +239,8 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 def _mma_of_fp8(d: Decoder, ins: Instruction, rest: list[str]) -> Step:
-    """Decode an MMA with operands in shared memory, without scales. A vector of lanes whose results are not written may
-    be given; it has to be zero."""
+    """Decode an MMA without scales, with both operands in shared memory. The optional vector of lanes whose results are
+    not written must be zero."""
     total, a, b, shape, *lanes, accumulates = ins.operands
     m, group = d.machine, _cta_group(ins)
     disabled = [item for one in lanes if isinstance(one, Vec) for item in one.items]

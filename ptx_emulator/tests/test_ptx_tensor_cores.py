@@ -168,7 +168,7 @@ def in_rows_of_8(data: np.ndarray) -> np.ndarray:
 
 
 def packed(codes: np.ndarray) -> np.ndarray:
-    """Pack two FP4 codes in a byte."""
+    """Pack FP4 codes, two per byte."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
@@ -204,7 +204,7 @@ def operands(kind: Kind, seed: int = 0) -> Operands:
 
 
 def fp8_operands(kind: Kind, random: np.random.Generator) -> Operands:
-    """Return rows of 32 FP8 codes, of small numbers. There are no scales."""
+    """Return operands in FP8: rows of 32 codes of small numbers, without scales."""
     assert kind.formats is not None
     dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
     numbers = [random.integers(-8, 9, (size, K // 2)) / 4 for size in (128 * kind.group, N)]
@@ -259,7 +259,7 @@ def test_negated_operands_of_fp8(negated: tuple[int, int]) -> None:
 
 
 def test_lanes_of_an_mma_of_fp8_may_be_listed() -> None:
-    """A vector of disabled lanes does not change the result if it is zero. Other vectors are not implemented."""
+    """Check that a zero vector of disabled lanes does not change the result, and that other vectors are refused."""
     given = f"{FP8.instruction}, %p"
     product = operands(FP8).product
     for lanes, error in (("0, 0, 0, 0", None), ("0, 1, 0, 0", NotImplementedError), ("0, 0", NotImplementedError)):
@@ -272,7 +272,7 @@ def test_lanes_of_an_mma_of_fp8_may_be_listed() -> None:
 
 
 def test_special_values_of_fp8() -> None:
-    """NaN of either format, and e5m2's infinity, reach the result."""
+    """Check that NaN in e4m3 or e5m2, and infinity in e5m2, reach the result."""
     kind = FP8._replace(formats=("e5m2", "e4m3"))
     given = operands(kind)
     data = given.data.copy()

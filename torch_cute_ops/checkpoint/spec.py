@@ -197,7 +197,7 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 def modelopt_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerScheme:
-    """Return the scheme of ModelOpt's settings for a layer, or for all layers.
+    """Return the scheme that ModelOpt's settings specify for one layer or for all layers.
 
     Args:
         path: file that contains the settings, for messages.
@@ -271,7 +271,7 @@ def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
 
 
 def compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
-    """Return the scheme of a group of compressed-tensors.
+    """Return the scheme of one entry of ``config_groups`` in a compressed-tensors configuration.
 
     Args:
         path: file that contains the group, for messages.

@@ -110,7 +110,7 @@ class DividedExperts(Style):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Replace undivided experts by this rank's shard, in place. The forward then sums the ranks' partial results."""
+        """Replace undivided experts by this rank's shard, in place. The forward then sums the results of all ranks."""
         assert isinstance(module, QuantExperts)
         self._refuse_shared_scales(module)
         begin, end = self.own(module.experts, module.intermediate_size, mesh)

@@ -48,7 +48,7 @@ def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
 
 
 def kernels(problem: GemmProblem, m: int, target: Target) -> Iterator[KernelSpec]:
-    """Yield the kernels that ``tune`` launches, for compiling them ahead."""
+    """Yield the kernels that ``tune`` launches, so that they can be compiled before tuning starts."""
     key = key_of(problem, m, target)
     if key is not None and target.arch is not None and tuner.lookup(key) is None:
         for backend, tactic in next(tuner.shortlists(estimates(problem, bucket(m), target))):

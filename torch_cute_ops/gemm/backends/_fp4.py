@@ -80,7 +80,7 @@ class FP4KernelBackend(FP4Backend):
 
 
 class Tcgen05Backend(Tcgen05Model, FP4KernelBackend):
-    """Base of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell."""
+    """Base class of backends that multiply FP4 codes on the block-scaled tensor cores of data-center Blackwell."""
 
     name = "tcgen05"
     has_wgmma = False

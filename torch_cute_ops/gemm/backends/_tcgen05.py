@@ -1,4 +1,4 @@
-"""Cost model of the backends for data-center Blackwell, shared by FP4 and FP8.
+"""Cost model that the FP4 and FP8 backends for data-center Blackwell share.
 
 The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
 """
@@ -15,7 +15,7 @@ STORE_BYTES_PER_CLOCK: Final = 32
 
 
 class Tcgen05Model:
-    """Constants and steps of the estimates."""
+    """Constants and partial estimates from which backends estimate the time of a call."""
 
     ramp_seconds: ClassVar[float] = 1.5e-6
     """Time of a CTA to fill the pipeline, allocate tensor memory and store the last tile."""
@@ -27,17 +27,18 @@ class Tcgen05Model:
     """N of an MMA below which the MMA takes the same time, because it reads 128 rows of the other operand anyway."""
 
     def read_seconds(self, weight_bytes: float, activation_bytes: float, m_tiles: float, target: Target) -> float:
-        """Return the time in which a CTA copies both operands of a k tile, at its share of the bandwidth.
+        """Return the time in seconds in which a CTA copies both operands of a k tile, at its share of the bandwidth.
 
-        M tiles that run together read the weight from memory once, then from L2, where the activations are.
+        M tiles that run at the same time read the weight from memory once, and then from L2. The activations are
+        always read from L2.
         """
         from_memory = weight_bytes / min(m_tiles, self.l2_rate) + activation_bytes / self.l2_rate
         return from_memory / (cost.bytes_per_second(target) / target.sms)
 
     def store_seconds(self, tile_m: int, itemsize: int) -> float:
-        """Return the time in which a CTA stores a tile's results."""
+        """Return the time in seconds in which a CTA stores the results of one tile."""
         return MMA_M * tile_m * itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
 
     def exchange_seconds(self, tile_m: int) -> float:
-        """Return the time in which a CTA of a cluster writes its partial sums of a tile and reads its share of them."""
+        """Return the time in seconds in which a CTA of a cluster exchanges the partial sums of one tile."""
         return 2 * 4 * MMA_M * tile_m / self.cluster_bytes_per_second

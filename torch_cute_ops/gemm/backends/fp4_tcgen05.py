@@ -57,14 +57,14 @@ class FP4Tcgen05(Tcgen05Backend):
         tiles = -(-problem.n // (MMA_M * cta_group)) * m_tiles
         ctas_per_tile = cta_group * split_k
         waves = -(-tiles // (cost.places(target.sms, ctas_per_tile) // ctas_per_tile))
-        # These are the bytes per CTA and k tile.
+        # Bytes that one CTA reads per k tile.
         row_bytes = problem.b.row_bytes(K_TILE)
         read = self.read_seconds(MMA_M * row_bytes, tile_m // cta_group * row_bytes, m_tiles, target)
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-k_tiles // split_k) * cost.overlapped(computed, read, order=8)
         stored = self.store_seconds(tile_m, problem.out_dtype.itemsize)
-        # With 256 rows, tensor memory has room for only one accumulator. So no MMA runs while it is stored.
+        # With 256 rows, only one accumulator fits into tensor memory. So no MMA runs while the accumulator is stored.
         seconds += stored * (waves if tile_m > MMA_M else 1)
         if split_k > 1:
             seconds += waves * self.exchange_seconds(tile_m)

@@ -76,7 +76,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             several = min(work_tiles, classes)
             spread = several * (1 - several / classes) * problem.experts / classes * routed
             experts = experts * routed + spread**0.5
-        # These are the bytes per expert.
+        # Bytes that a tile reads per expert.
         row_bytes = problem.b.row_bytes(problem.expert_k)
         read = self.read_seconds(tile_n * row_bytes, tile_m * row_bytes, m_tiles, target)
         flops = 2 * MMA_M * max(tile_n, self.least_mma_n) * problem.expert_k

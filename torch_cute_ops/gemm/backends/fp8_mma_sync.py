@@ -46,9 +46,9 @@ class FP8MmaSync(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         if target.arch is not None and (target.arch.has_wgmma or target.arch.has_tcgen05):
-            # wgmma is faster at any size. This backend's estimates are guesses, and must not compete with wgmma's
-            # estimates, which are measured. On data-center Blackwell, mma.sync of FP8 becomes 16-bit MMAs, at a small
-            # share of the rate of tcgen05.
+            # wgmma is faster at any size. This backend's estimates are guesses. They must not be compared with the
+            # estimates for wgmma, which are fitted to measurements. On data-center Blackwell, FP8 mma.sync is executed
+            # as 16-bit MMAs, at a small fraction of the rate of tcgen05.
             return math.inf
         tile = self.tile(tactic)
         clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK

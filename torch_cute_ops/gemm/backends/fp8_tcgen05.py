@@ -1,4 +1,4 @@
-"""FP8 GEMMs on the tensor cores of data-center Blackwell, plain or grouped by rows: ``kernels/fp8_tcgen05``."""
+"""FP8 GEMMs on the tensor cores of data-center Blackwell, plain or with experts over rows: ``kernels/fp8_tcgen05``."""
 
 import math
 from dataclasses import replace
@@ -33,9 +33,9 @@ class FP8Tcgen05Tactic(NamedTuple):
     """Tactic of ``FP8Tcgen05``.
 
     Attributes:
-        tile_m: rows of ``a`` in a tile.
-        cta_group: CTAs that share an MMA, 1 or 2; each CTA computes 128 rows of the weight.
-        split_k: CTAs of a cluster that share a tile, each with a range of K.
+        tile_m: number of rows of ``a`` in a tile.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each computes 128 rows of the weight.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
     """
 
     tile_m: int
@@ -57,7 +57,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         k_tiles, layout = -(-problem.k // K_TILE), problem.grouping.rows
         sizes = fp8_tcgen05.TILES_M[self.has_blocks, 1]
         widest = cost.smallest_tile(sizes, rows_of_expert(problem, m))
-        # Each of several narrow tiles would read the weight again.
+        # Do not try narrower tiles, because each of several m tiles reads the weight again.
         least = min(widest, self.least_mma_n)
         if has_random_rows(problem):
             # Some experts own more rows than the average.
@@ -85,17 +85,17 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         waves, one_wave = (
             math.ceil(tile.tiles_of(problem, rows) / tile.clusters(target.sms)) for rows in (m, min(m, tile_m))
         )
-        # M tiles that share the weight take no less time than one of them.
+        # Several m tiles share one read of the weight. They take at least as long as a single m tile.
         m_tiles = -(-rows_of_expert(problem, m) // tile_m)
         seconds = max(main_loop(waves, m_tiles), main_loop(one_wave, 1))
-        # With block scales, the warps that store results do not promote meanwhile.
+        # With block scales, the same warps promote and store results. So they do not promote while they store.
         seconds += self.store_seconds(tile_m, problem.out_dtype.itemsize) * (waves if self.has_blocks else 1)
         if split_k > 1:
             seconds += waves * self.exchange_seconds(tile_m)
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
 
     def epilogue(self, problem: GemmProblem) -> Epilogue:
-        """Return the epilogue of the kernel."""
+        """Return the epilogue for the kernel's configuration."""
         return problem.epilogue
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
@@ -116,7 +116,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
 
 class FP8TokenTcgen05(FP8Tcgen05):
     """Backend for FP8 activations with per-token or per-tensor scales, and an FP8 weight with per-channel or per-tensor
-    scales. Tensor memory adds up all of K in fp32, whatever ``fast_accum`` is."""
+    scales. All of K is accumulated in tensor memory in fp32, whatever ``fast_accum`` is."""
 
     has_blocks = False
 
@@ -124,7 +124,7 @@ class FP8TokenTcgen05(FP8Tcgen05):
         return has_token_scales(problem)
 
     def epilogue(self, problem: GemmProblem) -> Epilogue:
-        """Return the epilogue of the kernel, with the weight's scales as ``alpha``."""
+        """Return the epilogue for the kernel's configuration, in which the weight's scales become ``alpha``."""
         return replace(problem.epilogue, alpha=scale_kind(problem))
 
     def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
