@@ -32,8 +32,8 @@ def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[in
 class _Operation:
     """An operation of the host function, read from MLIR only once, because reading takes longer than evaluating.
 
-    Values are identified by their hash, which is an address, because the DSL overloads their comparison. ``types`` are
-    the types of the operands.
+    A value is identified by its hash (its address in MLIR), because the DSL overloads the comparison of values.
+    ``types`` are the types of the operands.
     """
 
     name: str

@@ -143,7 +143,7 @@ class Machine(Layout):
         self.polled = np.zeros(
             self.threads, bool
         )  # threads that have polled since another thread last continued; used only without a seed
-        self.reason = np.zeros(self.threads, np.int32)  # reason for which a thread waits, unless another array says so
+        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits (a number), or 0 if other arrays record it
         self.step: Step | None = None
         # For each register, a mask of the threads whose value depends on uninitialised memory.
         self.undefined: dict[int, Array] = {}

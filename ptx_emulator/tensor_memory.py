@@ -276,7 +276,7 @@ class TensorMemory:
         return part
 
     def wait(self, thread: int, kind: str) -> None:
-        """Execute ``tcgen05.wait``: all earlier loads, or all earlier stores, of the warp are complete."""
+        """Execute ``tcgen05.wait``: mark all earlier loads of the warp, or all earlier stores, as complete."""
         records = self.loaded if kind == "ld" else self.written
         column = int(self.machine.races.column[thread])
         for part in self.pending.pop((thread, kind), []):

@@ -88,7 +88,7 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 class _Choice:
-    """One rule per mesh dimension, with the cost of redistributing a call's tensors for these rules."""
+    """Choice of one rule per mesh dimension for a call, and the cost of redistributing the call's tensors for it."""
 
     def __init__(
         self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int], hints: Collection[str]

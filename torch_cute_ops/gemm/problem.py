@@ -191,8 +191,9 @@ class GemmProblem:
     def bytes_moved(self, m: int) -> int:
         """Return the bytes that a call moves if it reads each operand once and writes the result once.
 
-        With experts over K or N, the bytes include the experts to which at least one of ``m`` tokens is routed, if each
-        token draws ``topk`` experts. With experts over rows, they include at most ``m`` experts.
+        With experts over K or N, the weight of an expert counts if one of the ``m`` tokens is routed to the expert. The
+        expected number of such experts assumes that each token draws ``topk`` experts at random. With experts over
+        rows, the weights of at most ``m`` experts count.
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)

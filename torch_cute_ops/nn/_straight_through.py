@@ -101,7 +101,7 @@ def input_gradient(layer: Layer, grad: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the weighted sums of experts, with gradients for the tokens and for the routing weights.
+    """Compute each token's weighted sum over experts, with gradients for the tokens and the routing weights.
 
     The backward waits for the device once per expert, so it cannot be compiled or captured.
 

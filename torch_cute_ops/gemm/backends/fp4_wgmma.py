@@ -72,7 +72,7 @@ class WgmmaTactic(NamedTuple):
         tile_m: number of rows of ``a`` in a tile.
         tile_n: number of rows of the weight in a tile.
         split_k: number of CTAs that compute a tile, each over a range of K, or ``STREAM_K``. These CTAs form a
-            cluster, except if experts divide K. With small ``tile_m``, they rearrange the activations themselves.
+            cluster, unless each expert owns a range of K. With small ``tile_m``, they also rearrange the activations.
     """
 
     tile_m: int
