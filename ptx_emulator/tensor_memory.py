@@ -193,8 +193,8 @@ class TensorMemory:
                 records.complete(part, column[thread], clocks[thread, column[thread]], True)
 
     def _known(self, threads: Array) -> Array:
-        """Return the clock of the accesses that all of ``threads`` know of. The threads execute one instruction
-        together."""
+        """Return the vector clock of the accesses that each of ``threads`` knows of, for threads that execute one
+        instruction together."""
         races = self.machine.races
         known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
         own = races.column[threads]

@@ -177,8 +177,8 @@ class _Seen:
 
 
 def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
-    """Return a list of one sharding strategy for a call: the permitted combination of rules that moves the fewest
-    bytes."""
+    """Choose the permitted combination of rules that moves the fewest bytes for a call. Return it as the only sharding
+    strategy."""
     schema: OpSchema = given_by_torch[-1]  # the last argument, because some torch versions pass a mesh before it
     call = _bound(spec, schema)
     given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}

@@ -70,7 +70,7 @@ class ScaleLayout:
     # Arguments may be ints, tensors or the DSL's integers, so use only + * // %.
 
     def row_offset(self, row: Any, blocks: int) -> Any:
-        """Return the term of a scale's offset that depends on the row. A row has ``blocks`` scales."""
+        """Return the part of a scale's offset that depends on the row. Each row consists of ``blocks`` blocks."""
         if self.is_linear:
             return row * blocks
         tile_row = row // self.tile_rows * (self.tile_rows * self.padded_blocks(blocks))
@@ -80,7 +80,7 @@ class ScaleLayout:
         return tile_row + row * TILE_BLOCKS
 
     def block_offset(self, block: Any) -> Any:
-        """Return the term of a scale's offset that depends on the block."""
+        """Return the part of a scale's offset that depends on the block."""
         if self.is_linear:
             return block
         return block // TILE_BLOCKS * (self.tile_rows * TILE_BLOCKS) + block % TILE_BLOCKS

@@ -460,7 +460,8 @@ class _SideBySide(nn.Module):
 
     State dicts contain none of these buffers:
 
-    - ``weight`` uint8 (H, E · I/2) and ``weight_scale`` of (H, E · I), 128x4: the down layers, side by side.
+    - ``weight``, uint8 (H, E · I/2): the codes of all down layers, side by side.
+    - ``weight_scale``: the 128x4 block scales of this matrix (H, E · I).
     - ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,) float32, for NVFP4 activations, or ``None``.
     - ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, which undo global scales of weights and activations, or
       ``None``.

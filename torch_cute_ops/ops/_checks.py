@@ -236,7 +236,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return True if two elements of the tensor may share memory, because a dimension's stride does not exceed the
     memory extent of the inner dimensions.
 
-    Return False for symbolic sizes, because real calls check their tensors again.
+    Return False for symbolic sizes. Calls with real sizes are checked again.
     """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())) or tensor.is_contiguous():
         return False
