@@ -57,11 +57,11 @@ class BlockScaledMma(OperandCopies):
 
     @cute.jit
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
-        """Start the copies of up to ``count`` rows of scale tiles, in one thread.
+        """Start the copies of up to ``count`` rows of scale tiles. One thread calls this method.
 
-        The function copies ``size`` bytes from each row of scale tiles, starting at tile ``first`` of the row.
-        ``row_tile`` is the index of the first row of tiles. Only ``exist`` rows of tiles exist from ``row_tile`` on,
-        and no others are copied.
+        The method copies ``size`` bytes from each row of scale tiles, starting at tile ``first`` of the row.
+        ``row_tile`` is the index of the first row of tiles. From there on, the matrix contains ``exist`` rows of tiles.
+        The method copies no rows beyond the end of the matrix.
         """
         pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
@@ -240,7 +240,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         The scale-loader warps take turns, so that they load the scales of several k tiles at the same time.
 
         Returns:
-            Next turn, stage and parity.
+            The turn, stage and parity for the next k tile.
         """
         if turn == 0:
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
@@ -263,7 +263,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         ``BlockScaledMma.multiply`` describes the arguments from ``acc`` on.
 
         Returns:
-            Next position in the pipelines.
+            The ``MmaState`` for the next k tile.
         """
         c = self.config
         pair = self.stage.cta_group == 2
@@ -283,6 +283,6 @@ class BlockScaledKernel(Tcgen05Kernel):
 
 
 def as_bytes(scales: cute.Tensor, layout: ScaleLayout) -> cute.Tensor:
-    """Return scales of either layout as a matrix of bytes."""
+    """Return scales, in a linear or tiled layout, as a matrix of bytes."""
     scales = scale_matrix(scales, layout)
     return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Uint8), scales.layout)

@@ -124,7 +124,7 @@ class BlockScaledStage(OperandStage):
 
     @property
     def n_scale_bytes(self) -> int:
-        """Bytes of the N side's scales."""
+        """Number of bytes of a stage's scales for the operand on the N side."""
         return self.scale_row_tiles * self.scale_tiles * SCALE_TILE_BYTES
 
     @property
@@ -135,8 +135,8 @@ class BlockScaledStage(OperandStage):
 
     @property
     def scale_columns(self) -> int:
-        """Number of columns of tensor memory for a k tile's scales. The M side comes first. A scale tile takes four
-        columns."""
+        """Number of columns of tensor memory for a k tile's scales. The scales of the M side come first. A scale tile
+        takes four columns."""
         return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
     def reason_unsupported(self) -> str | None:
@@ -242,6 +242,6 @@ Config = TypeVar("Config", bound=Tcgen05Config)
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:
     """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
 
-    ``config`` returns the configuration for a number of stages.
+    ``config`` is a function that returns the configuration for a number of stages.
     """
     return first_fit(map(config, range(MAX_STAGES, 1, -1)), arch)

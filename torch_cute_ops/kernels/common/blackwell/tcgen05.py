@@ -29,13 +29,15 @@ def operand_descriptor(address) -> Uint64:
 
 
 def scale_descriptor(address) -> Uint64:
-    """Return the shared-memory descriptor of 32 consecutive rows of 16 bytes, the scales of 128 rows."""
+    """Return the shared-memory descriptor of 32 consecutive rows of 16 bytes, which hold the scales of 128 operand
+    rows."""
     return _descriptor(address, 128)
 
 
 def _descriptor(address, stride: int) -> Uint64:
     start = Uint64(Uint32(address) >> 4)
-    # A row is one swizzle atom, or 16 bytes, wide. The hardware then ignores the stride of the leading dimension.
+    # A row of codes is one swizzle atom wide, and a row of scales is 16 bytes wide. The hardware then ignores the
+    # stride of the leading dimension.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
 
 

@@ -76,7 +76,8 @@ class EpilogueOps:
         return ColumnTerms(*(load_terms(vector, expert, column, after, count, exists) for vector in (alpha, bias)))
 
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
-        """Return the function that applies the epilogue to an accumulator in the columns of ``terms``.
+        """Return a function ``finish(acc, i)`` that applies the epilogue to an accumulator in the i-th column of
+        ``terms``.
 
         The function multiplies by ``scale``, a power of two, and then applies alpha and bias. Accumulators of decoded
         FP4 numbers need ``scale`` (see ``kernels.common.fp4.codes.acc_scale``).
@@ -93,8 +94,8 @@ class EpilogueOps:
         return finish
 
     def of_tile(self, alpha, bias, n, expert=None) -> TileEpilogue:
-        """Return the function that loads and applies the epilogue for columns of a tile. ``expert`` is None unless the
-        GEMM is grouped."""
+        """Return a function that loads alpha and bias of a tile's columns, and returns the ``finisher`` for these
+        columns. ``expert`` is None unless the GEMM is grouped."""
         factor = self.factor(alpha, expert)
         return lambda column, count, after=0: self.finisher(
             factor, self.terms(alpha, bias, column, count, n, expert, after)
@@ -102,8 +103,8 @@ class EpilogueOps:
 
 
 def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: int, exists) -> list | None:
-    """Load neighbouring elements of a vector with one element per column, as fp32. If ``expert`` is given, ``vector``
-    has a row per expert.
+    """Load neighbouring elements of a vector with one element per column, as fp32. If ``expert`` is not None,
+    ``vector`` contains one row per expert.
 
     Elements that do not exist are returned as zero. In large tiles, FP8 GEMMs store one result while MMAs compute the
     next. ptxas does not overlap MMAs with branches, so loads are predicated. Each load is one or two words wide,
@@ -137,7 +138,7 @@ def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
 
 
 def factor_counts(factor):
-    """Return True if a pair of a token and an expert with this factor is computed: False for 0 and -0, True for NaN."""
+    """Return True if GEMMs compute (token, expert) pairs with this factor: False for 0 and -0, True for NaN."""
     return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
 

@@ -11,9 +11,10 @@ wait returns when the previous kernel is complete and its stores are visible. Th
 before a kernel's wait returns. Before its wait, a kernel may read data that was complete before that other kernel was
 launched. It must not write, because the previous kernel may still read the memory.
 
-The exception is memory that only the second kernel of an op touches. The previous kernel is then the op's first kernel.
-It does not touch this memory, and all kernels before it are complete because its wait has returned. For example,
-``fp4_gated_experts`` zeroes the padding of scales before its wait.
+Exception: the second kernel of an op may write, before its wait, to memory that only this kernel touches. The previous
+kernel is then the op's first kernel, which does not touch this memory. All kernels before the first kernel are
+complete, because the first kernel's wait has returned. For example, ``fp4_gated_experts`` zeroes the padding of scales
+before its wait.
 
 ``static_weight`` promises that the weight and its scales were complete before the previous launch. A weight that the
 previous launch writes is not static. The second kernel of an op may read the op's inputs before the first kernel ends,
@@ -38,7 +39,7 @@ _TILES = frozenset(layout.tile for layout in SCALE_LAYOUTS.values() if not layou
 def ctas_unless_overlapping(
     ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
 ) -> Int32:
-    """Return ``ctas``, or 0 to refuse the launch: if a written tensor overlaps another tensor, if its own rows overlap,
+    """Return ``ctas``, or 0 to refuse the launch if a written tensor overlaps another tensor, if its own rows overlap,
     or if tiled scales have gaps between rows of tiles. TVM-FFI checks none of these conditions.
 
     Call this function in the host function (``__call__``), and launch with the result as one extent of the grid. The
@@ -138,7 +139,7 @@ def _row_bytes(tensor: cute.Tensor) -> Int64:
 
 
 def _pitch(tensor: cute.Tensor) -> Int64:
-    """Return the distance between neighbouring rows in bytes."""
+    """Return the distance in bytes between neighbouring rows of a matrix."""
     return Int64(tensor.stride[0]) * _itemsize(tensor)
 
 
@@ -178,8 +179,9 @@ def pdl_start(pdl: bool) -> None:
 def raster_tile(number, n_tiles, m_tiles, raster: int = RASTER_WIDTH) -> tuple:
     """Return the position of tile ``number`` in raster order: its index along N and its index along M.
 
-    The raster divides the tiles into strips of up to ``raster`` tiles along M. It goes through a strip along N before
-    the next strip begins. CTAs that run at the same time then share both operands in L2.
+    The raster divides the tiles into strips of up to ``raster`` tiles along M. All tiles of a strip come before the
+    next strip, and within a strip the order runs along N. CTAs that run at the same time then share both operands in
+    L2.
     """
     strip = number // (n_tiles * raster)
     width = cutlass.min(m_tiles - strip * raster, Int32(raster))

@@ -1,4 +1,4 @@
-"""Constants, layouts and choices that GEMM kernels share, for the host. No device code."""
+"""Host-side constants, layouts and choices that GEMM kernels share. No device code."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -67,7 +67,8 @@ class PartialSums:
         return self.tile_m * self.pitch * 4
 
     def received_bytes(self, split_k: int) -> int:
-        """Return the bytes that a CTA receives from all CTAs, for every ``split_k``-th row of the tile."""
+        """Return the number of bytes of partial sums that a CTA receives: from every CTA of the cluster, for every
+        ``split_k``-th row of the tile."""
         return -(-self.tile_m // split_k) * split_k * self.tile_n * 4
 
 

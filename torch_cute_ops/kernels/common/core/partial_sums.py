@@ -24,7 +24,7 @@ from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, PartialSums
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 
-MMA_TOKENS = 8  # N of an MMA, which counts tokens
+MMA_TOKENS = 8  # N of an MMA: the number of its tokens
 COLUMNS = 4  # number of columns of the result that a thread reduces at once
 
 

@@ -68,13 +68,14 @@ class Pipeline:
         ptx.arrive_if(self.empty + stage, condition)
 
     def release(self, stage, leads, exists=True) -> None:
-        """Release a stage after this warp's last load from it. The function ``release`` describes the arguments."""
+        """Release a stage after this warp's last load from it. The module's function ``release`` describes the
+        arguments."""
         release(self.empty + stage, leads, exists)
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
     """Return the index of the stage after ``stage``, and the parity of its phase. If ``stage`` is a constant, both
-    results are."""
+    results are constants."""
     if isinstance(stage, int):
         return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
     wraps = stage + 1 == stages
@@ -89,8 +90,8 @@ def release(empty: cute.Pointer, leads, exists=True) -> None:
         leads: 1 in the lane that arrives for its warp, 0 in all other lanes.
         exists: condition under which the warp arrives.
     """
-    # The loads need a fence. ptxas may move MMAs that use the loaded values past the arrival, so they do not order the
-    # loads.
+    # Without the fence, loads could complete after the arrival. MMAs that use the loaded values do not prevent this,
+    # because ptxas may move the MMAs past the arrival.
     fence_async()
     cute.arch.sync_warp()
     ptx.arrive_if(empty, ptx.select(exists, leads, Uint32(0)))

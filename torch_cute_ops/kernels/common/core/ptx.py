@@ -100,7 +100,8 @@ def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def min_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` returns the other number.)"""
+    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` ignores a NaN operand and returns the other
+    operand.)"""
     return _pure(Float32, "min.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
@@ -203,7 +204,8 @@ def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
         f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    # The instruction needs all lanes. Side effects keep the compiler from moving it into divergent code.
+    # All lanes must execute the instruction. It is declared to have side effects, so that the compiler does not move it
+    # into divergent code.
     values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
@@ -259,7 +261,7 @@ def copy_async_4(target, source, exists) -> None:
 
 
 def copy_bulk(target, source, size, barrier, policy: int | None = None) -> None:
-    """Start a bulk copy of ``size`` bytes to shared memory. The mbarrier ``barrier`` counts them."""
+    """Start a bulk copy of ``size`` bytes to shared memory. The mbarrier ``barrier`` counts the copied bytes."""
     primitives.cp_async_bulk_shared_cluster_global(target, source, barrier, size, l2_cache_hint=policy)
 
 
@@ -357,9 +359,9 @@ def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=No
     ``"cta"``. A wait at cluster scope makes those CTAs' earlier accesses to shared memory visible. It orders only
     shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
 
-    Let only warps sleep that run far ahead of their consumers, because sleeping warps wake late. This function replaces
-    ``cute.arch.mbarrier_wait``, which passes a time limit: ptxas then generates waits that sleep, and FP8 GEMMs were 1
-    to 6 % slower on an H200.
+    Use a nonzero ``sleep`` only in warps that run far ahead of their consumers, because sleeping warps wake late. This
+    function replaces ``cute.arch.mbarrier_wait``, which passes a time limit: ptxas then generates waits that sleep, and
+    FP8 GEMMs were 1 to 6 % slower on an H200.
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
@@ -375,7 +377,7 @@ def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=No
 
 @dsl_user_op
 def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
-    """Return True if the phase of an mbarrier with this parity has completed. Stores before its completion are then
+    """Return True if the phase of an mbarrier with this parity has completed. Stores before the completion are then
     visible."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"

@@ -1,1 +1,2 @@
-"""Device code that chooses experts, places rows, and finds the rows, tokens and columns of each expert."""
+"""Device code that chooses experts, assigns (token, expert) pairs to rows, and finds each expert's rows, tokens and
+columns."""

@@ -1,5 +1,5 @@
-"""Host side of kernels for experts: choice of experts, rows of (token, expert) pairs, and lists of routed tokens. No
-device code."""
+"""Host side of kernels for experts: static properties and memory layouts for choosing experts, for assigning (token,
+expert) pairs to rows, and for lists of routed tokens. No device code."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ class ExpertChoice:
 
     @property
     def lane_group_experts(self) -> int:
-        """Largest number of experts of its group that a lane scores."""
+        """Largest number of experts that a lane scores when the lanes of a group score the group's experts together."""
         return -(-self.group_size // self.group_lanes)
 
     @property
@@ -190,7 +190,7 @@ class PlacementConfig:
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Static properties of the assignment."""
+        """Static properties of the assignment of pairs to rows."""
         raise NotImplementedError
 
     @property
@@ -261,7 +261,8 @@ class TokenListLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of a list: its tokens' rearranged activations and entries, and the number of its tokens."""
+        """Number of bytes of a list. It holds rearranged activations and an entry for each token, and the number of
+        tokens."""
         return self.capacity * (self.k_tiles * self.token_bytes + PAIR_BYTES) + 4
 
 

@@ -280,7 +280,7 @@ def _key_of(value: Float32) -> Uint32:
 
 
 def _value_of(key: Uint32) -> Float32:
-    """Return the number of a key, or minus infinity for NaN and for a key that stands for no expert."""
+    """Return the number that a key encodes, or minus infinity for NaN and for a key that stands for no expert."""
     bits = ptx.select(key >> 31 != Uint32(0), key & Uint32(0x7FFFFFFF), ~key)
     return ptx.select(key > Uint32(NAN_KEY), ptx.float_of(bits), Float32(-math.inf))
 
@@ -315,7 +315,7 @@ def _sigmoid(value: Float32) -> Float32:
 
 
 class Thread(NamedTuple):
-    """Index of a thread and of its CTA, and the range of the CTA's slots, from ``first`` to before ``last``."""
+    """Index of a thread and of its CTA, and the range of the CTA's slots: ``first`` to ``last`` (exclusive)."""
 
     tid: Int32
     lane: Int32
@@ -352,7 +352,7 @@ class ExpertPlacer:
     In all methods, ``thread`` is a ``Thread`` and ``smem`` is an ``Smem``.
 
     Attributes:
-        may_lack_experts: True if a pair may name no expert. Its row is then -1.
+        may_lack_experts: True if pairs may name no expert. The row of a pair without an expert is -1.
     """
 
     may_lack_experts = False
@@ -378,7 +378,7 @@ class ExpertPlacer:
         }
 
     def take_batch(self, batch, inputs, thread: Thread, smem: Smem):
-        """Set the bits of a batch of slots, synchronise the CTA, and compute the rank of this thread's pair.
+        """Set the bitmap's bits for a batch of slots, synchronise the CTA, and compute the rank of this thread's pair.
 
         All threads of the CTA call this method. ``batch`` is the first slot of the batch. ``inputs`` are the values
         that the subclass passed to ``launch``.
@@ -406,8 +406,8 @@ class ExpertPlacer:
             expanded: (M, topk) int32, written: the row of each pair.
             rows: the other outputs.
             workspace: ``ExpertPlacement.workspace_words`` int32; not accessed if this number is 0.
-            row_multiple: number of rows of each expert in the masked layout; otherwise a number of which the first row
-                of each expert is a multiple.
+            row_multiple: in the masked layout, the number of rows of each expert. In other layouts, the alignment of
+                each expert's first row.
             sms: number of SMs of the device.
             written, read: all tensors of the call except the workspace, for ``ctas_unless_overlapping``.
             stream: CUDA stream.
@@ -652,7 +652,7 @@ class ExpertPlacer:
 
 
 class TokenKernel:
-    """Base class of kernels that load words of tokens. ``config.dtype`` is the dtype of the tokens."""
+    """Base class of kernels that load tokens as 32-bit words. ``config.dtype`` is the dtype of the tokens."""
 
     def __init__(self, config: Any):
         self.config = config

@@ -156,7 +156,7 @@ class TokenLister:
         """Start the copies of one k tile of an m tile's activations, in one thread.
 
         Args:
-            position: index in the list of the m tile's first token.
+            position: index, in the list, of the m tile's first token.
             tokens: number of tokens to copy.
             target: destination in shared memory.
             barrier: mbarrier that counts the bytes.
@@ -217,8 +217,8 @@ class ExpertMTiles:
         return lists, at + m_tile_list_bytes(most) // 4
 
     def list_in_cta(self, *arguments, waits: bool) -> None:
-        """Call ``gather``. If ``waits``, first wait for the kernel that lists tokens, because ``gather`` then reads its
-        counts."""
+        """List the m tiles of the CTA's token block (``gather``). If ``waits``, first wait for the kernel that lists
+        tokens, because ``gather`` then reads that kernel's counts."""
         if waits:
             cute.arch.griddepcontrol_wait()
         self.gather(*arguments)

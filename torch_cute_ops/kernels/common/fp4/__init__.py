@@ -1,1 +1,1 @@
-"""FP4 operands on the device: layouts, copies, codes, MMAs."""
+"""Layouts of FP4 operands, and device code that copies, decodes, encodes and multiplies them."""

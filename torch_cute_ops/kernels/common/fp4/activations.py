@@ -84,7 +84,7 @@ class Activations:
             a, scale: matrix, and its scales.
             token: row of the matrix.
             start: first element of the k tile.
-            left: number of existing elements from ``start`` on. Elements beyond are returned as zero.
+            left: number of existing elements from ``start`` on. Elements after these are returned as zero.
             k_group, after: the index of the k group is ``k_group + after``. ``after`` is a constant.
         """
         c, k = self.config, self.width(a)
@@ -125,7 +125,8 @@ class Activations:
         return [at, at + cute.assume(k, divby=8)] if self.config.prologue_gate else [at]
 
     def words(self, places: list[cute.Pointer], exists, offset: int = 0) -> list:
-        """Load eight elements at each address, ``offset`` bytes after it, or return zeros if not ``exists``."""
+        """Load the eight elements that begin ``offset`` bytes after each address in ``places``, or return zeros if not
+        ``exists``."""
         return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
 
     def gated(self, loaded: list) -> list:

@@ -53,7 +53,7 @@ E4M3_EXPONENT: Final = 6
 2^-6."""
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
 """Factor by which decoded numbers, and therefore accumulators, differ from the true numbers."""
-# 0.35 ulp relative to the significand's 2^-23. The sum rounds down at significand 1.25 and up at 1.5.
+# δ = 0.35 · 2^-23 is 0.35 ulp of a value at significand 1.0. ``v + v·δ`` rounds down at significand 1.25 and up at 1.5.
 _TIE_SHIFT = 0.35 * 2.0**-23
 _ONE_ULP_DOWN_AND_SCALE = (1.0 - 2.0**-24) * 2.0**-14
 _INFINITY = 0x7F800000
@@ -145,7 +145,8 @@ def scale_factors(scales, dtype, fmt: FP4Format) -> list:
     ``scales`` contains scale bytes in the low half of a word: two bytes for NVFP4, one byte for MXFP4.
     """
     if fmt == MXFP4:
-        # The byte is bfloat16's exponent field. Two values differ: 2^-127 is subnormal, and 0xFF is NaN.
+        # A ue8m0 byte is the exponent field of the same bfloat16 number, except for two values: 2^-127 is subnormal,
+        # and 0xFF is NaN.
         half = ptx.select(scales == Uint32(0), Uint32(0x40), scales << 7)
         half = ptx.select(scales == Uint32(0xFF), Uint32(0x7FC0), half)
         return [ptx.prmt(half, half, 0x1010)]

@@ -114,7 +114,7 @@ class WeightTile:
 
     @cached_property
     def code_bytes(self) -> int:
-        """Bytes of the codes."""
+        """Number of bytes of the weight tile's codes."""
         return self.tile_n * self.row_bytes
 
     @cached_property
@@ -125,7 +125,7 @@ class WeightTile:
 
     @cached_property
     def scale_bytes(self) -> int:
-        """Bytes of the scales."""
+        """Number of bytes of the weight tile's scales."""
         return (self.scale_row_tiles * SCALE_TILE_ROWS or self.tile_n) * self.scale_columns
 
     @cached_property
@@ -137,7 +137,7 @@ class WeightTile:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of the codes and the scales."""
+        """Number of bytes of the weight tile's codes and scales."""
         return self.code_bytes + self.scale_bytes
 
 

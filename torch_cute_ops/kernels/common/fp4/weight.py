@@ -1,9 +1,9 @@
 """Device code that copies k tiles of an FP4 weight to shared memory, and loads the codes and scales of a lane.
 
-A k tile is 256 elements of K of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, which is a cache line.
-TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half a line, and the
-swizzle 64 bytes.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4 blocks, and linear scales by
-TMA, as one box.
+A k tile consists of 256 elements along K of each of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, which
+is a cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half
+a line, and the swizzle 64 bytes.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4 blocks, and
+linear scales by TMA, as one box.
 
 If K is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends. A
 range may be an odd number of half scale tiles (``WeightTile.spread``). Experts then begin alternately in the first and
@@ -72,8 +72,8 @@ class WeightStages:
         return codes, scale_argument(self.fmt, self.layout, n, Dim("blocks", divisibility=16))
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
-        """Return TMA descriptors of the codes and the linear scales, for ``open``. The experts are their third
-        dimension."""
+        """Return TMA descriptors of the codes and the linear scales, for ``open``. Their third dimension is the
+        expert."""
         b, scale = rows_of_bytes(b, scale_matrix(scale, self.layout))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
@@ -96,8 +96,8 @@ class WeightStages:
         return cute.tile_to_shape(atom, (self.tile_n, self.row_bytes, stages), order=(0, 1, 2))
 
     def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> WeightCopies:
-        """Return the TMA copies. In shared memory, the stages' codes begin at ``codes_at`` and their scales at
-        ``scales_at``."""
+        """Return the weight's ``WeightCopies``. In shared memory, the stages' codes begin at ``codes_at`` and their
+        scales at ``scales_at``."""
         codes_copy, codes, scale_copy, scales = maps
         layout = self._codes_layout(self.stages)
         stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
@@ -128,8 +128,8 @@ class WeightStages:
             cpasync.prefetch_descriptor(scale_copy)
 
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
-        """Divide both memories into boxes. Return the boxes in shared memory, indexed by stage, and the boxes in global
-        memory, indexed by n tile, k tile and expert."""
+        """Divide the stages and the matrix into boxes. Return the boxes in shared memory, indexed by stage, and the
+        boxes in global memory, indexed by n tile, k tile and expert."""
         tiled = cute.local_tile(matrix, (self.tile_n, width, 1), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)

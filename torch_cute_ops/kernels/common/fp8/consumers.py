@@ -4,7 +4,7 @@
 (``SmemMma`` or a kernel's own class), promotes their results to accumulators in fp32, and releases stages. Then
 ``Results`` stores the accumulators. Under split-K, it first adds up the partial sums of all CTAs of the cluster.
 
-A *promotion* adds ``partial``, the MMAs' result of a k tile, to the accumulators ``acc``. It is an object with four
+A *promotion* adds ``partial``, the result of a k tile's MMAs, to the accumulators ``acc``. It is an object with four
 methods:
 
 - ``factors``: load the factors of a lane's elements, while the MMAs run;
@@ -108,8 +108,8 @@ class SmemMma:
         source = warpgroup.OperandSource.SMEM
         weight = smem.workspace if self.is_decoded else smem.b
         m_base, n_base = (weight, smem.a) if c.is_swapped else (smem.a, weight)
-        # If ``m_parts`` is 1, each consumer multiplies other rows of the M side. Otherwise both multiply the same rows
-        # of the M side, and each takes a part of the N side.
+        # If ``m_parts`` is 1, the two consumers multiply different rows of the M side. Otherwise both consumers
+        # multiply the same rows of the M side, each by its own part of the N side.
         parts = c.m_parts
         m_side = k_tiles(m_base, WGMMA_M, c.stages * GROUPS // parts)
         n_side = k_tiles(n_base, c.mma_n, c.stages * parts)
@@ -182,7 +182,7 @@ def token_factors(config: FP8GemmConfig, stages: Stages, stage, consumer: Consum
 
 
 def promote(config: FP8GemmConfig, acc: cute.Tensor, partial: cute.Tensor, factors: list) -> None:
-    """Multiply the MMAs' result of a k tile by the factors, and add it to the accumulators."""
+    """Multiply the result of a k tile's MMAs by the factors, and add it to the accumulators."""
     for i in range(config.mma_n // 2):
         which = i // 4 * 2 + i % 2 if config.is_swapped else i // 2 % 2
         acc[i] = ptx.fma_rn(factors[which], partial[i], acc[i])
@@ -217,7 +217,7 @@ class MainLoop:
     Args:
         config: configuration of the kernel.
         stages: pipeline.
-        promotion: promotion, as the module docstring defines it.
+        promotion: object with the methods of a promotion (see the module docstring).
         results: object that stores the previous tile while the first MMAs of this tile run.
     """
 
@@ -228,8 +228,8 @@ class MainLoop:
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
-        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). It is stored after the
-        first MMAs have started. Return the next stage and its parity.
+        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). The previous tile is
+        stored after the first MMAs have started. Return the next stage and its parity.
         """
         c = self.config
         count = work.end - work.begin
@@ -256,8 +256,8 @@ class MainLoop:
 
     @cute.jit
     def add(self, multiply, acc, partials: list, count, follow, stage, parity, consumer, smem):
-        """Multiply ``count`` stages of a tile; ``follow`` more stages follow after them. Return the next stage and its
-        parity."""
+        """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. Return the next stage
+        and its parity."""
         in_flight = self.config.in_flight
         for rest in cutlass.range(count - in_flight, -1, -in_flight, unroll=1):
             stage, parity = self._add_together(multiply, acc, partials, rest + follow, stage, parity, consumer, smem)
@@ -271,8 +271,8 @@ class MainLoop:
         """Multiply one stage per entry of ``partials``, and promote each result while the later stages' MMAs run.
         Return the next stage and its parity.
 
-        The caller has waited for the first stage. ``follow`` more stages follow after these. ``meanwhile`` is called
-        after all MMAs have started.
+        The caller has waited for the first stage. After these stages, ``follow`` stages of the tile remain.
+        ``meanwhile`` is called after all MMAs have started.
 
         While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. To shorten this
         time, a consumer loads factors, and waits for the next stage, before its last MMAs end.
@@ -321,8 +321,8 @@ class TokenLoop:
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
-        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). It is stored after the
-        first MMAs have started. Return the next stage and its parity.
+        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). The previous tile is
+        stored after the first MMAs have started. Return the next stage and its parity.
         """
         c, (partial,) = self.config, partials
         count = work.end - work.begin
@@ -350,8 +350,8 @@ class TokenLoop:
     def _add(
         self, multiply, acc, partial, count: int, follow, stage, parity, consumer, smem, begins=False, meanwhile=None
     ) -> tuple:
-        """Multiply ``count`` stages of a tile; ``follow`` more stages follow after them. The caller has waited for the
-        first.
+        """Multiply ``count`` stages of a tile, after which ``follow`` stages remain. The caller has waited for the
+        first stage.
 
         Args:
             begins: True if the first MMA must overwrite ``partial``, because it holds no sum yet.
@@ -482,7 +482,7 @@ def load_token_scales(row, rows, places: list, work) -> list:
 
 
 class Results:
-    """End of an output tile: stores the accumulators. Under split-K, it first adds up the partial sums of the cluster.
+    """Stores the accumulators of an output tile. Under split-K, first adds up the partial sums of the cluster's CTAs.
 
     Args:
         config: configuration of the kernel.
@@ -500,9 +500,9 @@ class Results:
         """Wait for the first stage of an output tile. Return the tile's first row, number of rows, first column and
         expert.
 
-        Without split-K, they are read from the stage's record, because a search for the tile takes some 1,000 clocks.
-        Under split-K, a CTA may multiply no k tile of the output tile. It then has no stage and no record, so it
-        searches for the tile.
+        Without split-K, this method reads these four values from the stage's record, because a search for the tile
+        takes some 1,000 clocks. Under split-K, a CTA may multiply no k tile of the output tile. It then has no stage
+        and no record, so it searches for the tile.
         """
         if const_expr(self.config.split_k == 1):
             smem.stages.wait_full(stage, parity)

@@ -41,7 +41,7 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
 )
 from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
 
-SLEEP: Final = 200  # nanoseconds between two polls by which a scale loader waits for a stage
+SLEEP: Final = 200  # nanoseconds between the polls of a scale loader that waits for a stage
 
 
 class Work(NamedTuple):
@@ -530,7 +530,7 @@ def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
 
 @cute.jit
 def store_token_scales(tile_m: int, scales: cute.Tensor, of_rows: list, lane) -> None:
-    """Store the scales that ``token_scales`` loaded in ``scales``, the words of a slot."""
+    """Write the scales that ``token_scales`` loaded into ``scales``, the shared-memory words of one slot."""
     for i in range_constexpr(len(of_rows)):
         if lane < tile_m - 32 * i:
             scales[lane + 32 * i] = of_rows[i]

@@ -245,7 +245,7 @@ class FP8GemmConfig:
 
     @property
     def mma_n(self) -> int:
-        """Value of N of the wgmma instruction."""
+        """N of the wgmma instruction."""
         return self.tile_m // self.m_parts if self.is_swapped else self.tile_n
 
     @property

@@ -55,7 +55,8 @@ class Units:
         return cute.make_tensor(at, cute.make_layout(c.tile_n))
 
     def store_powers(self, of_acc, of_partial, slot, row, smem: Smem) -> None:
-        """Store the two factors of a weight row, which are powers of two, given by their exponents."""
+        """Store the two factors of a weight row, which are powers of two. The arguments ``of_acc`` and ``of_partial``
+        are their exponents."""
         for which, exponent in enumerate((of_acc, of_partial)):
             self.powers(slot, smem, which)[row] = power_of_two(exponent)
 
