@@ -13,7 +13,7 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of the kernel.
+    """Static properties of the kernel that dequantises FP4 blocks.
 
     Attributes:
         out_dtype: dtype of the output: bfloat16, float16 or float32.

@@ -71,7 +71,8 @@ class FP4DequantKernel:
         """Return the fp32 value of a scale byte."""
         if self.config.fmt == NVFP4:
             return ptx.float_of_e4m3(byte)
-        # The byte is fp32's exponent field. Two values differ: 2^-127 is subnormal, and 0xFF is NaN.
+        # A ue8m0 byte is the exponent field of the same fp32 number, except for two values: 2^-127 is subnormal, and
+        # 0xFF is NaN.
         bits = ptx.select(byte == Uint32(0), Uint32(0x00400000), byte << 23)
         return ptx.float_of(ptx.select(byte == Uint32(0xFF), Uint32(0x7FC00000), bits))
 

@@ -6,8 +6,9 @@ computed if its ``alpha`` is zero. A call launches two kernels:
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``alpha``. It lists the
    tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
    activations as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded.
-2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64 rows of
-   ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the block is
+2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64
+rows of ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the block
+is
    routed. So each byte of such an expert's weight is read once per token block.
 
 A CTA of the second kernel runs up to four *pipelines*. Each pipeline has one producer warp and its own consumer warps,
@@ -47,9 +48,9 @@ CTAs with lower indices, which started earlier.
 
 The bits of a token's result depend only on the tactic, the number of SMs, and the token's rows of ``a`` and ``alpha``.
 
-Bytes moved: weights and scales of experts with a routed token, once per token block; ``alpha`` once, or once per CTA if
-tokens are few; activations of a routed token twice per expert in memory (read and written), and once per n tile from
-L2; 8 bytes per partial sum in the workspace.
+Bytes moved: The weights and scales of experts with a routed token are read once per token block. ``alpha`` is read
+once, or once per CTA if tokens are few. The activations of a routed token are read and written in memory once per
+expert, and read from L2 once per n tile. Each partial sum in the workspace costs 8 bytes.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Accumulators in shared memory for one token block and one n tile, and the code that stores the result from them.
+"""Device code that updates the accumulators of one token block and one n tile in shared memory, and stores the result.
 
 If several CTAs compute an n tile, each computes some classes of experts. The CTA with the last class adds up the
 partial sums of all these CTAs and stores the result. The other CTAs write their partial sums to the workspace.
@@ -152,7 +152,8 @@ class Accumulators:
         come last."""
         c = self.config
         here = as_vectors(smem.acc, c.acc_bytes)
-        # ``first`` is the CTA that computes the n tile's first class. Invert the division that gave each CTA its range.
+        # ``first`` is the CTA that computes the n tile's first class. Find it by inverting the formula that assigns
+        # ranges to CTAs.
         work_tiles = cute.ceil_div(work.n, TILE_N) * c.classes
         first = ((n_tile * c.classes + 1) * work.num_ctas - 1) // work_tiles
         for cta in range(first, work.cta):

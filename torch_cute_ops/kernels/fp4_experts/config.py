@@ -60,7 +60,7 @@ class Config:
     Attributes:
         operands: formats of the activations and of the weight.
         out_dtype: dtype of the result.
-        expert_k: number of elements along K of an expert.
+        expert_k: number of elements along K that each expert owns.
         k_tile: number of elements along K of a stage.
         tile_m: number of tokens of an m tile.
         token_block: number of tokens of a token block.

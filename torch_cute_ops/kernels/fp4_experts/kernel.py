@@ -341,7 +341,7 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _consume_m_tiles(self, begin, end, n_tile, state, consumer, work, smem):
-        """Compute a pipeline's m tiles, from ``begin`` to before ``end``, of one n tile.
+        """For one n tile, compute the m tiles ``begin`` to ``end`` (exclusive) that belong to this warp's pipeline.
 
         ``state`` is (stage, parity of the stage, parity of the warp's turn).
 
@@ -411,7 +411,8 @@ class FP4ExpertsKernel:
     def _multiply_k_tile(
         self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
     ) -> None:
-        """Multiply a k tile, add it to the accumulators, and release ``before``, the stage of the previous k tile.
+        """Multiply a k tile, add the products to the accumulators, and release ``before``, the stage of the previous k
+        tile.
 
         If several warps divide k, each multiplies only some of each lane's codes.
         """

@@ -8,15 +8,16 @@ written if its ``routing`` is zero. ``kernels.fp4_experts`` reads the output. A 
    the tokens that are routed to the expert, in ascending order. All CTAs together rearrange the activations of each
    token once, as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded. For few tokens, no lists
    are needed, and the CTAs of both kernels fit on the GPU at the same time.
-2. GEMM. A *work tile* is an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n`` rows of
-   the expert's weight. Half of the rows compute gate, the other half the same columns of up. Work tiles are divided
+2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n``
+rows of the expert's weight. Half of these rows compute columns of gate, and the other half compute the same columns of
+up. Work tiles are divided
    equally among the CTAs, because they differ only in their number of tokens. N tiles that share scale tiles are
    computed at the same time, by neighbouring CTAs (*siblings*).
 
 Split-K: k is divided into ``split_k`` parts, and the parts of all work tiles are divided equally among the CTAs. If
 several CTAs share a work tile, each computes consecutive parts, and writes its partial sums to the workspace for the
-CTA that computes the next parts. A CTA first computes the work tile of which it owns only the first parts, and last the
-work tile of which it owns only the last parts.
+CTA that computes the next parts. If a CTA owns only the first parts of a work tile, it computes these parts before its
+other work. If it owns only the last parts of a work tile, it computes these parts after its other work.
 
 Roles in a CTA of the second kernel, which computes one work tile at a time:
 
@@ -41,10 +42,10 @@ results through shared memory, quantise whole blocks, and store them.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 
-Bytes moved: weights and scales of experts with a routed token, once per m tile, from L2 after the first; ``routing``
-once, or once per CTA if tokens are few; activations of a token twice in memory (read and written), and once per n tile
-and expert of the token from L2. A scale tile (128 rows) is copied once per n tile that needs some of these rows. All
-copies except the first read from L2.
+Bytes moved: The weights and scales of experts with a routed token are read once per m tile, and from L2 after the first
+m tile. ``routing`` is read once, or once per CTA if tokens are few. A token's activations are read and written in
+memory once, and read from L2 once per n tile of each of the token's experts. A scale tile (128 rows) is copied once per
+n tile that needs some of these rows. All of its copies except the first read from L2.
 """
 
 from typing import TYPE_CHECKING

@@ -257,8 +257,9 @@ class Config:
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the size of the workspace in bytes.
 
-        The workspace holds the rearranged activations; one list of tokens per token block and expert, unless ``scans``;
-        and partial sums per token block and CTA. Each of these three is contiguous over all token blocks.
+        The workspace holds the rearranged activations, and partial sums per token block and CTA. Unless ``scans``, it
+        also holds one list of tokens per token block and expert. Each of these three buffers is contiguous over all
+        token blocks.
         """
         arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes

@@ -1,8 +1,8 @@
 """Epilogue of a work tile, which the last warp of each chain runs. The warps of a chain divide the work tile's k.
 
-A lane holds, for each eight tokens, the accumulators of gate and up of one column and two tokens. The threads write the
-results to shared memory as float32 (tokens, columns). Then each thread stores one block: codes and their scale, or 16
-bytes of 16-bit values.
+For every eight tokens, a lane holds the accumulators of two of these tokens: gate and up of one column. The threads
+write the results to shared memory as float32 (tokens, columns). Then each thread stores one block: codes and their
+scale, or 16 bytes of 16-bit values.
 """
 
 from typing import Any, NamedTuple

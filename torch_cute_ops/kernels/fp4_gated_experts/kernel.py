@@ -94,8 +94,8 @@ class Smem:
 
 
 class WorkTile(NamedTuple):
-    """Unit of scheduling: an m tile, an n tile, and the parts of k from ``k_begin`` to before ``k_end``, which this CTA
-    computes."""
+    """Unit of scheduling: an m tile, an n tile, and the parts of k that this CTA computes, ``k_begin`` to ``k_end``
+    (exclusive)."""
 
     m_tile: Int32
     n_tile: Int32
@@ -378,8 +378,8 @@ class FP4GatedExpertsKernel:
         return WorkTile(m_tile, n_tile, first, last)
 
     def _k_tiles(self, first, last, pipeline) -> tuple:
-        """Return the first k tile that a pipeline multiplies in the parts of k from ``first`` to before ``last``, and
-        the end of these parts in k tiles."""
+        """Return the range of k tiles in the parts ``first`` to ``last`` (exclusive) of k. The range begins with the
+        first k tile that belongs to ``pipeline``."""
         c = self.config
         begin, end = (k_split * c.k_tiles // c.split_k for k_split in (first, last))
         return begin + (pipeline + c.k_tiles * c.pipelines - begin) % c.pipelines, end

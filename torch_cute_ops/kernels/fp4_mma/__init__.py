@@ -24,7 +24,7 @@ Roles and data path. A CTA consists of 8 warps. It computes 128 rows of ``b`` by
 If both operands are FP4 and the GPU has block-scaled MMAs, ``native.py`` replaces steps 2 and 3: nothing is decoded or
 rearranged. A warp multiplies codes of 64 elements of k at once, and the MMA applies both operands' scales.
 
-Bytes moved: ``b`` and its scales once per m tile; ``a`` once per 128 rows of ``b``, from L2.
+Bytes moved: ``b`` and its scales are read once per m tile. ``a`` is read from L2 once per 128 rows of ``b``.
 """
 
 from typing import TYPE_CHECKING

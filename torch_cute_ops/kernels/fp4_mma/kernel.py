@@ -237,8 +237,8 @@ class FP4MmaKernel:
             ptx.copy_async_16(activations + self._activation_place(row, column), source, exists)
 
     def _offset(self, row, pitch, column, exists, divby: int) -> Int64:
-        """Return the offset of an element in a matrix, which is a multiple of ``divby``, or 0 if the element does not
-        exist."""
+        """Return the offset of an element in a matrix, or 0 if the element does not exist. The offset is a multiple of
+        ``divby``."""
         offset = Int64(row) * pitch + column
         return cute.assume(ptx.select(exists, offset, Int64(0)), divby=divby)
 

@@ -39,8 +39,8 @@ tactic, not on M.
 Rows outside of ``b`` or ``a`` are copied as zeros. The scales of these rows may be arbitrary, since each scale affects
 only its own row or column of the accumulator. If k ends inside a k tile, the MMAs beyond the end of k are skipped.
 
-Bytes moved: ``b`` and its scales once per m tile (from L2 for m tiles that run at the same time); ``a`` once per n
-tile, from L2.
+Bytes moved: ``b`` and its scales are read once per m tile (from L2 for m tiles that run at the same time). ``a`` is
+read from L2 once per n tile.
 """
 
 from typing import TYPE_CHECKING

@@ -92,15 +92,15 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_pitch(self) -> int:
-        """Number of columns between the starts of the two accumulators. If tensor memory is too small for both, they
-        overlap."""
+        """Number of columns between the starts of the two accumulators. If tensor memory is too small for both
+        accumulators, they overlap."""
         room = TMEM_COLUMNS - SCALE_STAGES * self.stage.scale_columns - self.tile_m
         return min(self.tile_m, room // self.columns_per_load * self.columns_per_load)
 
     @property
     def shared_columns(self) -> int:
         """Number of columns that the two accumulators share. The epilogue loads these columns first. The next tile's
-        MMAs may begin as soon as they are loaded."""
+        MMAs may begin as soon as these columns are loaded."""
         return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property

@@ -211,8 +211,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _issue_mmas(self, tmem, work, smem):
-        """Run the MMA thread. In a CTA pair, the first CTA's MMA thread issues all MMAs, and the second CTA's only
-        signals."""
+        """Run the MMA thread. In a CTA pair, the first CTA's MMA thread issues all MMAs, and the second CTA's MMA
+        thread only signals full stages."""
         if const_expr(self.config.cta_group == 1):
             self._issue_all_mmas(tmem, work, smem)
         elif work.rank == LEADER:

@@ -5,10 +5,10 @@ are on the M side of the MMAs: a lane of tensor memory is a token, so that each 
 expert. ``tile_n`` rows of the weight are on the N side. If there are few tokens, rows without a token are filled with
 zeros, which costs no memory traffic. With up to 128 tokens, the MMAs take less time than the copies of the weight.
 
-A *work tile* is an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes`` classes of
-experts. An expert's class is its index modulo ``classes``. A CTA multiplies the experts of a work tile in order, with
-all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The result of a
-work tile does not depend on the CTA that computes it.
+A *work tile* consists of an m tile of 128 tokens, an n tile of ``tile_n`` rows of the weight, and one of ``classes``
+classes of experts. An expert's class is its index modulo ``classes``. A CTA multiplies the experts of a work tile in
+order, with all k tiles (256 elements) of each expert. CTAs are persistent: all SMs share the work tiles equally. The
+result of a work tile does not depend on the CTA that computes it.
 
 Roles:
 
@@ -40,9 +40,9 @@ A scale tile holds four blocks. If an expert's width is an odd multiple of 64 an
 second expert begins in the middle of a scale tile. A k tile then spans one more scale tile, and its MMAs begin with the
 second half of the first scale tile.
 
-Bytes moved: the weight once per m tile (from L2 for m tiles that run at the same time); a token's activations once per
-n tile, from L2; ``alpha`` once per n tile, and once more if ``routed``; with several classes, four bytes written and
-read per class and element of the result.
+Bytes moved: The weight is read once per m tile (from L2 for m tiles that run at the same time). A token's activations
+are read from L2 once per n tile. ``alpha`` is read once per n tile, and once more if ``routed``. With several classes,
+four bytes are written and read per class and element of the result.
 """
 
 from typing import TYPE_CHECKING

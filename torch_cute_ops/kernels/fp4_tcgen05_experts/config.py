@@ -48,7 +48,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
         alpha: (M, E) float32 factors, any strides. An expert whose factor is zero adds nothing to a token.
         bias: (E, N), or None. It is added to an expert's accumulator before the multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
-        workspace: ``Config.workspace_bytes`` uint8, written, or None for a size of 0.
+        workspace: ``Config.workspace_bytes`` uint8, written, or None if this size is 0.
         num_ctas: int32, number of persistent CTAs: the number of SMs.
     """
 
@@ -60,7 +60,7 @@ class Config(BlockScaledConfig):
     Attributes:
         fmt, layout: format and scale layout of both operands.
         out_dtype: dtype of the result.
-        expert_k: number of elements along K of an expert.
+        expert_k: number of elements along K that each expert owns.
         tile_n: number of weight rows of a tile.
         classes: number of classes of experts among which work is divided.
         routed: True if experts to which no token of the m tile is routed are skipped.

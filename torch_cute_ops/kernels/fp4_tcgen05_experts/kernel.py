@@ -82,7 +82,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
-    """Kernels of one ``Config``: find the experts to compute, multiply, and add up partial sums."""
+    """Kernels for one ``Config``: one finds the experts to compute, one multiplies, and one adds up partial sums."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -170,7 +170,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         pdl_start(c.pdl)
         warps = MMA_M // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
-        # In memory, all words of a class are contiguous. Word w, bit b of a class is its expert number 32 w + b.
+        # In memory, all words of a class are contiguous. Bit b of word w belongs to the class's expert number 32 w + b.
         words = words_of_tile // c.classes
         expert = (word % words * EXPERTS_PER_WORD + tid % WARP) * c.classes + word // words
         first = m_tile * MMA_M + tid // WARP * WARP

@@ -1,6 +1,6 @@
 """A GEMM with an FP4 weight by wgmma, for Hopper: ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``.
 
-With experts over k: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``.
+With *experts over k*, each expert owns a range of k: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``.
 
 The weight is on the M side of the MMAs, decoded into registers (64 rows of ``b`` per warpgroup). The activations are on
 the N side, in shared memory. The weight is not repacked in advance. The activations are rearranged at each call: by
@@ -64,11 +64,11 @@ Data path
 5. The epilogue is applied to the accumulators, which are then transposed in registers, so that a store writes 16
    contiguous bytes.
 
-Modules: ``kernel`` launches and assigns the roles; ``load`` defines the CTA's work and fills the pipelines; ``mma``
-contains the consumers and their MMAs; ``epilogue`` turns accumulators into results.
+Modules: ``kernel`` launches the GEMM and assigns the roles. ``load`` defines the CTA's work and fills the pipelines.
+``mma`` contains the consumers and their MMAs. ``epilogue`` turns accumulators into results.
 
-Bytes moved: ``b`` and its scales once per m tile (from L2 for m tiles that run at the same time); ``a`` once per n
-tile, from L2; 8 bytes per partial sum in memory.
+Bytes moved: ``b`` and its scales are read once per m tile (from L2 for m tiles that run at the same time). ``a`` is
+read from L2 once per n tile. Each partial sum in memory costs 8 bytes.
 """
 
 from typing import TYPE_CHECKING

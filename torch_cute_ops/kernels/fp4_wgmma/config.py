@@ -84,8 +84,8 @@ EXPERT_TILES_M: Final = (16, 32, 64, 128)
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the supported values of ``tile_n``: multiples of 64, one per number of consumer warpgroups. For clusters,
-    smaller values exist too. They give more SMs work."""
+    """Return the supported values of ``tile_n``: multiples of 64, one per number of consumer warpgroups. Clusters also
+    support smaller values, which give more SMs work."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -144,7 +144,7 @@ class Arguments(
         workspace: ``Config.workspace_bytes`` uint8 per m tile, written, or None if the CTAs rearrange the activations.
         prefetch: (rows, bytes) uint8, contiguous, to prefetch into L2 if ``Config.prefetches``, else None.
         num_ctas: int32, number of persistent CTAs that share an m tile's iterations; unused with clusters.
-        has_partial_sums: 1 if these CTAs pass partial sums through the workspace, else 0.
+        has_partial_sums: 1 if the persistent CTAs pass partial sums through the workspace, else 0.
     """
 
 
@@ -166,8 +166,8 @@ class Config:
         pdl: True to launch with programmatic dependent launch.
         static_weight: True if the weight was complete before the previous launch. It is True only if it affects the
             kernel: with ``pdl``, if the CTAs rearrange the activations.
-        prefetches: True if the producer prefetches a matrix into L2 after its last copy. This requires that the CTAs
-            rearrange the activations, and few tokens.
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. This requires few tokens, and
+            that the CTAs rearrange the activations.
     """
 
     operands: FP4Operands
@@ -316,8 +316,9 @@ class Config:
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:
         """Return the bytes of workspace per m tile.
 
-        The workspace holds the rearranged activations; with experts over k, the factors; and, if ``has_partial_sums``,
-        the partial sums and flags of ``num_ctas`` CTAs. Each of these is contiguous over all m tiles.
+        The workspace holds the rearranged activations. With experts over k, it also holds the factors. If
+        ``has_partial_sums``, it also holds the partial sums and flags of ``num_ctas`` CTAs. Each of these buffers is
+        contiguous over all m tiles.
         """
         activations = self.tile_m * -(-k // K_TILE) * self.arranged.token_bytes
         factors = 0 if self.expert_k is None else self.tile_m * (k // self.expert_k) * 4
@@ -414,7 +415,8 @@ def plan(
     tile_n = tile_n or tiles_n(tile_m)[0]
     is_static = static_weight and pdl and rearranges(tile_m, split_k)
     prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
-    # Use one stage of activations per stage of the weight. In wide tiles, shared memory suffices for fewer.
+    # Use one stage of activations per stage of the weight. In wide tiles, shared memory suffices only for fewer stages
+    # of activations.
     fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
     sizes = expert_k, tile_m, tile_n, split_k
     hints = pdl, is_static, prefetches

@@ -33,8 +33,8 @@ class WorkTileEpilogue:
     def finish(self, acc, n_tile, first, count, factor, tid, consumer, work, smem):
         """Store a work tile's results, or write its partial sums for the CTA that computes the n tile's last k tile.
 
-        ``factor`` is the result of ``EpilogueOps.factor``. The work tile consists of the n tile's k tiles from
-        ``first`` to before ``first + count``.
+        ``factor`` is the result of ``EpilogueOps.factor``. The work tile consists of ``count`` k tiles of the n tile,
+        starting with k tile ``first``.
         """
         c = self.config
         if const_expr(c.reduces):
@@ -107,8 +107,8 @@ class WorkTileEpilogue:
         last."""
         c = self.config
         count = c.tile_m // ATOM_M
-        # ``first`` is the CTA that computes the n tile's first k tile. Invert the division that gave each CTA its
-        # range.
+        # ``first`` is the CTA that computes the n tile's first k tile. Find it by inverting the formula that assigns
+        # ranges to CTAs.
         start = Int64(n_tile) * work.k_tiles
         first = Int32(((start + 1) * work.num_ctas - 1) // work.iterations)
         for cta in range(first, work.cta):

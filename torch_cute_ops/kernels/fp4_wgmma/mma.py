@@ -348,8 +348,8 @@ class WarpgroupMma(TileMma):
 class RowMma(Mma):
     """MMAs (mma.sync) of a warp's columns with one row of activations.
 
-    A lane holds four accumulators: of two blocks for column ``column`` of the result, and of two blocks for column
-    ``column + 8``.
+    A lane holds four accumulators: the sums of two blocks for column ``column`` of the result, and the sums of two
+    blocks for column ``column + 8``.
 
     Attributes:
         exponent: the accumulators contain the true sums times 2^-``exponent``.
