@@ -1,7 +1,8 @@
-"""Kernels for FP8 activations with block scales and an FP4 weight that is recoded to FP8 first, by wgmma, for Hopper.
+"""FP8 x FP4 GEMM for Hopper, by wgmma: a first kernel recodes the FP4 weight to FP8.
 
-The GEMM is plain or grouped by expert. A first kernel recodes the weight to FP8 in memory. With many rows of
-activations, this takes less time than ``fp8_fp4_wgmma_ss``, which decodes the weight once per row tile.
+The activations have block scales. The GEMM is plain or grouped by expert. The first kernel writes the recoded weight to
+memory. With many rows of activations, this takes less time than ``fp8_fp4_wgmma_ss``, which decodes the weight once per
+row tile.
 
 The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 
@@ -34,8 +35,8 @@ threads recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. Th
   rows (``Notes.done``), not for the kernel. All CTAs of the second launch run before the GEMM starts, since a kernel
   releases its dependents only when each of its CTAs has begun.
 
-Bytes moved by the GEMM: as in ``fp8_wgmma``, plus 4 bytes per weight row and row tile. The recoding kernel reads 1/2 +
-1/block_size bytes per element, and writes 1 + 1/64.
+Bytes moved: The GEMM moves the same bytes as ``fp8_wgmma``, and 4 more bytes per weight row and row tile. The recoding
+kernel reads 1/2 + 1/block_size bytes per element, and writes 1 + 1/64.
 """
 
 from typing import TYPE_CHECKING

@@ -69,7 +69,7 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index of the first word, in a k tile's words of scales, that holds factors for changes of units. Such words
+        """Index of the first word, in a k tile's words of scales, that holds factors for changes of units. These words
         follow the scales of ``a``."""
         return self.tile_m
 
@@ -113,7 +113,8 @@ class Notes:
 
     @classmethod
     def exponents(cls, k_tiles: Any, place: Any) -> Any:
-        """Return the offset of exponents: of the rows' units if ``place`` is 0, of k tile i if ``place`` is i + 1."""
+        """Return the offset of the exponents of the rows' units if ``place`` is 0, or of k tile i's exponents if
+        ``place`` is i + 1."""
         return cls.owns(cls.ranges(k_tiles)) + place * (NOTE_ROWS // 2)
 
     @classmethod

@@ -111,8 +111,8 @@ class RecodeWeightKernel:
             self._recode(codes, scale, weight, notes, cta // RANGE_WORK, cta % RANGE_WORK, range_, tid)
 
     def _tell_done(self, notes, tile, k_tiles, team, tid) -> None:
-        """Count a work tile that the team has recoded. First execute a fence, because the GEMM copies the work tile
-        through the async proxy."""
+        """Increment the count of recoded work tiles, for which the GEMM waits. First execute a fence, because the GEMM
+        copies the work tile through the async proxy."""
         fence_async_global()
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
         at = notes.iterator + (Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles))
@@ -209,7 +209,7 @@ class RecodeWeightKernel:
         return loaded
 
     def _note(self, notes_at: cute.Pointer, k_tiles, place, row, exponent) -> None:
-        """Store the exponent that a row uses in the notes."""
+        """Write the exponent that a row uses to the notes."""
         at = cute.recast_ptr(notes_at + Notes.exponents(k_tiles, place), dtype=Int16) + row % NOTE_ROWS
         cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
 

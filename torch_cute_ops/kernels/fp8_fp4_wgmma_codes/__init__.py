@@ -1,9 +1,10 @@
-"""GEMMs of few rows of FP8 activations and an MXFP4 weight, whose codes are multiplied without scales, by wgmma, for
-Hopper.
+"""FP8 x MXFP4 GEMMs of few rows for Hopper: wgmma multiplies the weight's codes, and the scales are applied to the
+sums.
 
 The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = Σ_j a_scale[j, m] · (Σ_b 2^s[n,
 b] · (Σ_{k of b} a[m, k] · code[n, k]))`` is followed by an epilogue. ``j`` is a k tile, and ``b`` is one of its scale
-blocks of 32 elements. ``reference.mm_fp8_fp4`` defines the result. It rounds some codes, as step 4 below describes.
+blocks of 32 elements. ``reference.mm_fp8_fp4`` defines the result. By this definition, some codes are rounded (see step
+4 below).
 
 Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two teams of two
 decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``.
@@ -31,7 +32,7 @@ With few rows of ``a``, a block has few accumulators, and scaling them takes les
 scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: almost every code of 1.5, 3 or 6
 would be rounded.
 
-Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
+Bytes moved: The same bytes as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """
 
 from typing import TYPE_CHECKING

@@ -56,7 +56,7 @@ class Config(FP8GemmConfig):
     def amounts_at(self) -> int:
         """Index of the first word, in a k tile's words of scales, that holds amounts by which codes are rounded.
 
-        Such words follow the scales of ``a`` and one factor per weight row and block.
+        These words follow the scales of ``a`` and one factor per weight row and block.
         """
         return self.tile_m + BLOCKS * self.tile_n
 

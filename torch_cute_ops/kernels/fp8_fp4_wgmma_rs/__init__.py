@@ -1,4 +1,4 @@
-"""GEMMs of few rows of FP8 activations and an NVFP4 weight that is decoded to registers, by wgmma, for Hopper.
+"""FP8 x NVFP4 GEMMs of few rows for Hopper, by wgmma: consumer warps decode the weight into registers.
 
 The GEMM is plain or grouped by expert. The activations have block scales. ``reference.mm_fp8_fp4`` defines the result.
 
@@ -22,7 +22,7 @@ weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 3. The K of an MMA consists of eight elements of each lane's quarter. Two teams of decoders take turns at the stages,
    and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps rearranges one k tile.
 
-Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
+Bytes moved: The same bytes as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """
 
 from typing import TYPE_CHECKING

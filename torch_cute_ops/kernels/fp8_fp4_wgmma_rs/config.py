@@ -59,7 +59,7 @@ class Config(FP8GemmConfig):
     def units_at(self) -> int:
         """Index of the first word, in a k tile's words of scales, that holds factors for changes of units.
 
-        Such words follow the scales of ``a`` and the records of the weight rows.
+        These words follow the scales of ``a`` and the records of the weight rows.
         """
         return self.tile_m + 4 * self.copied_n
 

@@ -1,4 +1,4 @@
-"""GEMMs of FP8 activations and an FP4 weight that is decoded to shared memory, by wgmma, for Hopper.
+"""FP8 x FP4 GEMMs for Hopper, by wgmma: decoder warps decode the weight into shared memory.
 
 The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] ·
 (Σ_{k of block j} a[m, k] · w8[n, k])`` is followed by an epilogue. ``w8`` is the weight in e4m3
@@ -22,7 +22,7 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
    stored in the stage. After the last k tile, consumers multiply all accumulators by the units of their rows.
 3. Teams of decoders take turns at the stages. A thread decodes a row, or half of a row. For each block scale, it
    computes a table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read
-   them. A thread's instructions depend on each other; several teams hide their latency.
+   them. A thread's instructions depend on each other, so several teams are needed to hide the latency.
 4. If a tile has 64 instead of 128 weight rows, a team consists of two warps, and each consumer warpgroup multiplies
    half of the rows of ``a``.
 5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
@@ -31,7 +31,7 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
    consumer warpgroup. A thread of this warpgroup receives the accumulators of the thread with the same index in the
    other CTA, adds them, and applies the epilogue.
 
-Bytes moved: as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
+Bytes moved: The same bytes as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """
 
 from typing import TYPE_CHECKING

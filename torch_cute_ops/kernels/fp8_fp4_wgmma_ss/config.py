@@ -65,7 +65,7 @@ class Config(FP8GemmConfig):
 
     @property
     def decoder_teams(self) -> int:
-        # The largest number of teams, in whole warpgroups, that leaves enough registers for the accumulators.
+        # Use the largest number of teams, in whole warpgroups, that leaves enough registers for the accumulators.
         if self.tile_n < WIDE:
             return 4
         return 3 if self.is_swapped else 2
@@ -99,7 +99,7 @@ class Config(FP8GemmConfig):
     def units_at(self) -> int:
         """Index of the first word, in a k tile's words of scales, that holds factors for changes of units.
 
-        Such words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
+        These words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
         """
         return self.tile_m + 4 * self.copied_n
 

@@ -1,4 +1,4 @@
-"""GEMMs of FP8 matrices with block scales by mma.sync, plain or grouped by expert, for every GPU.
+"""FP8 GEMMs with block scales for every GPU, by mma.sync, plain or grouped by expert.
 
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])`` is followed by an
 epilogue.
@@ -10,11 +10,11 @@ of a k tile are multiplied by both scales and added to accumulators in fp32. The
 accumulators. The results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
 mbarriers.
 
-A lane reads 16 bytes of a row at once, and uses the four words in four MMAs of 32 elements of K each. The elements of a
-k tile are thus multiplied in another order than in memory. The order is the same for both operands.
+A lane reads 16 bytes of a row at once, and uses the four words in four MMAs of 32 elements of K each. The order in
+which the elements of a k tile are multiplied thus differs from their order in memory. It is the same for both operands.
 
-Bytes moved: ``b`` of experts that own rows, once per row tile; ``a`` once per column tile, mostly from L2; the result
-once.
+Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,
+mostly from L2. The result is written once.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,4 @@
-"""GEMMs of FP8 matrices with a scale per row of ``a`` (token) and per row of the weight (channel), by wgmma, for
-Hopper.
+"""FP8 GEMMs for Hopper, by wgmma, with one scale per row of ``a`` (token) and one per row of the weight (channel).
 
 The GEMM is plain or grouped by expert: ``out[m, n] = a_scale[m] · b_scale[n] · (Σ_k a[m, k] · b[n, k]) + bias[n]``.
 
@@ -17,10 +16,11 @@ cores:
 
 - False: MMAs add up 512 elements of K, and these sums are added to accumulators in fp32. Such a sum is then too small
   by 0.2 %.
-- True: MMAs add up all of K. The second set of accumulators holds the previous tile until it is stored.
+- True: MMAs add up all of K. A second set of accumulators, which fp32 sums would need, then holds the previous tile
+  until it is stored.
 
-Bytes moved: ``b`` of experts that own rows, once for each row tile; ``a`` once for each column tile, mostly from L2;
-the result once.
+Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,
+mostly from L2. The result is written once.
 """
 
 from typing import TYPE_CHECKING

@@ -18,8 +18,8 @@ __all__ = ["Arguments", "Config", "plan"]
 
 TILES: Final = (
     *((tile_m, 128, split_k) for tile_m in (16, 32, 64) for split_k in SPLITS),
-    # Narrow tiles give more CTAs work if there are few weight rows. Clusters of more than two CTAs are not supported:
-    # fewer CTAs would then run at the same time than fit on the GPU.
+    # If the weight has few rows, narrow tiles give work to more CTAs. Clusters of more than two CTAs are not supported,
+    # because they would leave some SMs idle.
     *((tile_m, 64, split_k) for tile_m in (16, 32, 64) for split_k in NARROW_SPLITS),
     *((MANY, tile_n, 1) for tile_n in (64, 128)),
 )
@@ -28,7 +28,7 @@ TILES: Final = (
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of a kernel."""
+    """Static properties of a kernel for FP8 operands with block scales."""
 
     tiles: ClassVar = TILES
     stage_counts: ClassVar = range(12, 1, -1)

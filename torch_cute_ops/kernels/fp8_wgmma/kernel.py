@@ -61,8 +61,8 @@ class BlockScaled:
         self.config, self.stages = config, stages
 
     def factors(self, stage, consumer, smem) -> list:
-        """Return the products of both operands' scales for a lane's rows of ``a``, which are columns in swapped
-        tiles."""
+        """Return the products of both operands' scales for a lane's rows of ``a``. In swapped tiles, rows of ``a`` are
+        columns of the accumulators."""
         c, scales = self.config, self.stages.scales(stage, smem)
         if c.is_swapped:
             first = consumer.token + consumer.quad * 2
