@@ -1,7 +1,7 @@
 """Rearrange activations in global memory, so that the CTAs of ``kernels.fp4_wgmma`` can copy them in bulk.
 
 ``kernels.common.fp4.activations`` describes the layout. The last m tile has room for more tokens than exist. The kernel
-leaves that room unwritten. It also clears the flags that the CTAs of the GEMM set when their partial sums are stored. A
+leaves that room unwritten. It also clears the flags that the GEMM's CTAs set after they store their partial sums. Each
 thread writes 64 bytes.
 """
 

@@ -17,10 +17,11 @@ class Arguments(namedtuple("Arguments", "a scale tiles flags alpha factors")):
         a: (M, K) bfloat16 or float16, or (M, K/2) uint8 FP4 codes.
         scale: block scales of FP4 codes: (M, K/B) if linear, the shape ``ScaleLayout.shape`` if tiled; e4m3, or uint8
             for ue8m0. None for 16-bit activations.
-        tiles: uint8, written: ``Config.token_bytes`` bytes per k tile and token, with M rounded up to whole m tiles.
-        flags: int32, set to 0.
+        tiles: uint8 output, the rearranged activations: ``Config.token_bytes`` bytes per k tile and token, with M
+            rounded up to whole m tiles.
+        flags: int32 flags of the GEMM's CTAs. The kernel sets them to 0.
         alpha: (M, experts) float32 factors, any strides, or None.
-        factors: (tile_m, experts, m tiles) float32, or None. The kernel copies ``alpha`` to it.
+        factors: (tile_m, experts, m tiles) float32 output, a copy of ``alpha``, or None.
     """
 
 

@@ -41,8 +41,8 @@ class ActivationTilesKernel:
 
     @cute.jit
     def launch(self, ctas, a, scale, tiles, flags, alpha, factors, stream):
-        """Launch ``ctas`` CTAs. This function does not check for overlapping tensors: the GEMM that calls it has done
-        so."""
+        """Launch ``ctas`` CTAs. This function does not check for overlapping tensors, because the GEMM that calls it
+        has already checked."""
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],

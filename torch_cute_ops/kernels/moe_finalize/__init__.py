@@ -3,10 +3,10 @@
 ``out[m] = residual[m] + Σ_j weights[m, j] · input[row of pair (m, j)]``.
 
 Roles and data path. A CTA computes one *slice* of the columns of one token. The number of slices is chosen so that the
-CTAs fill the GPU, with at least one *round* of columns per slice. A round is the columns that a CTA's threads process
-at once. A thread processes 16 bytes of columns. It holds the token's ``topk`` indices and weights in registers. It
-issues its loads from the residual and from up to 16 rows before it uses the first of them, and stores 16 bytes of the
-sum. No shared memory is used. Rows are added in the order of the token's experts.
+CTAs fill the GPU, with at least one *round* of columns per slice. A round consists of the columns that a CTA's threads
+process at once. A thread processes 16 bytes of columns. It holds the token's ``topk`` indices and weights in registers.
+It issues its loads from the residual and from up to 16 rows before it uses the first of them, and stores 16 bytes of
+the sum. No shared memory is used. Rows are added in the order of the token's experts.
 
 CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. So the last wave takes the time of one
 token, not of a round of the whole grid. A CTA that computes a whole token reads the token's indices once.

@@ -78,7 +78,7 @@ def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: boo
 
 
 def _even_threads(vectors: int, max_threads: int) -> int:
-    """Return a number of threads, at most ``max_threads``, that divides a row evenly: the sizes of its rounds differ by
-    at most a warp."""
+    """Return a number of threads, at most ``max_threads``, that divides a row evenly: the row's rounds differ by at
+    most one warp."""
     rounds = -(-vectors // max_threads)
     return -(-vectors // (rounds * WARP)) * WARP

@@ -73,8 +73,8 @@ class Arguments(namedtuple("Arguments", "input y scale expanded_to_permuted perm
         expanded_to_permuted: (M, topk) int32, contiguous: row of each (token, expert) pair, negative for a pair without
             a row.
         permuted_to_expanded: (R,) int32: pair of each row, negative for padding.
-        workspace: ``Config.workspace_shape(M)`` fp32, contiguous. If the shape is None, any fp32 matrix, which is not
-            accessed.
+        workspace: ``Config.workspace_shape(M)`` fp32, contiguous. If the shape is None, pass any fp32 matrix: the
+            kernels do not access it.
     """
 
 

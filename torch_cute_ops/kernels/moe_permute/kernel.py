@@ -109,7 +109,8 @@ class MoePermuteKernel(TokenKernel):
             ptx.store_if(to, codes, row >= 0)
         block, thread_in_block = thread_in_token // SCALE_THREADS, thread_in_token % SCALE_THREADS
         if const_expr(token_scales is None):
-            # The threads of a block divide the token's rows. Each stores the block's scale in some of them.
+            # The threads of a block divide the token's rows. Each thread stores the block's scale in some of these
+            # rows.
             for i in range_constexpr(0, c.topk, SCALE_THREADS):
                 if is_token & (i + thread_in_block < c.topk):
                     place = places[token, i + thread_in_block]

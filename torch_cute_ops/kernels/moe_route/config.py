@@ -59,10 +59,11 @@ class Arguments(
         permuted_to_expanded: (R,) int32, written: pair of each row, -1 for padding.
         offsets: (E + 1,) int32, written: first row of each expert, then the end of the last expert's padding.
         counts: (E,) int32, written: number of rows of each expert.
-        workspace: (``Config.workspace_words(M, R, sms)``,) int32. For 0 words, any int32 tensor, which is not accessed.
+        workspace: (``Config.workspace_words(M, R, sms)``,) int32. If this is 0 words, pass any int32 tensor: the
+            kernels do not access it.
         scaling_factor: fp32, by which all weights are multiplied.
-        row_multiple: int32. With ``Config.is_masked``, number of rows of each expert; otherwise a number of which each
-            expert's first row is a multiple.
+        row_multiple: int32. With ``Config.is_masked``, the number of rows of each expert. Otherwise, the alignment of
+            each expert's first row.
         sms: int32, number of SMs of the device.
     """
 

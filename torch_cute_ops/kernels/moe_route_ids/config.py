@@ -45,8 +45,8 @@ class Arguments(
         expanded_to_permuted: (M, topk) int32, written: row of each pair, -1 for a pair without an expert, or for a
             dropped pair.
         permuted_to_expanded, offsets, counts, row_multiple, sms: as in ``moe_route.Arguments``.
-        workspace: (``Config.workspace_words(M * topk, R, sms)``,) int32. For 0 words, any int32 tensor, which is not
-            accessed.
+        workspace: (``Config.workspace_words(M * topk, R, sms)``,) int32. If this is 0 words, pass any int32 tensor: the
+            kernels do not access it.
     """
 
 

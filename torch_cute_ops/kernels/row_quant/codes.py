@@ -65,7 +65,7 @@ class SharedBlocks:
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):
-        """Return to every lane the ``value`` that belongs to block ``index``, from a lane that owns this block."""
+        """Return the ``value`` of block ``index`` in every lane. A lane that owns the block sends it to the others."""
         if self.count == 1:
             return value
         return cute.arch.shuffle_sync(value, lane // self.lanes * self.lanes + index * self.lanes_per_block)

@@ -409,8 +409,9 @@ class Config:
                 return f"{self.threads_per_row} threads share only {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
-        # Estimate the registers: those for products and weight, plus ``others`` for addresses and intermediate values.
-        # ``others`` is the smallest number for which ptxas does not spill (tests/kernels/test_compile_kernels.py).
+        # Estimate the registers: registers for products and weight, plus ``others`` for addresses and intermediate
+        # values. ``others`` is the smallest number for which ptxas does not spill
+        # (tests/kernels/test_compile_kernels.py).
         others = 56
         if self.spec.fmt == NVFP4:
             more = self.spec.writes_norm and self.spec.layout.is_linear
@@ -519,7 +520,7 @@ def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
     """Return the configuration for up to ``FEW_ROWS`` rows, which is ``config`` with more slices, or None if ``config``
     is as good.
 
-    It has the fewest blocks per thread, and among these the fewest slices.
+    Of all configurations with the fewest blocks per thread, it is the configuration with the fewest slices.
     """
     found = [config]
     for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):
@@ -532,7 +533,7 @@ def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
 
 
 def _fitting(spec: RowQuantSpec, arch: Arch, pdl: bool, numbers: Iterable[int]) -> Config:
-    """Return the first configuration that fits, for the numbers of slices ``numbers`` in order."""
+    """Try the numbers of slices in ``numbers`` in order. Return the first configuration that fits."""
     rejected = None
     for splits in numbers:
         slice_width = ceil_div(spec.width, splits)

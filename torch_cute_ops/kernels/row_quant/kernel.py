@@ -400,7 +400,8 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # If the thread has no last block, this amax must not count as unusual.
+                # If the thread has no last block, set the block's amax to an ordinary number, so that it does not count
+                # as unusual.
                 block[1][0] = Float32(1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)

@@ -49,8 +49,8 @@ class Rows:
         thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
             # Distribute whole rounds of quads, one quad per walker. Add a partial round if some walker needs four
-            # iterations for the remaining rows anyway. Only rows of full scale tiles form quads, and the single rows
-            # begin with a tile.
+            # iterations for the remaining rows anyway. Only rows of full scale tiles form quads, and the rows that are
+            # distributed one by one begin at the start of a tile.
             whole = thread.rows // 128 * 32
             rounds = whole // thread.walkers * thread.walkers // 32 * 32
             thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)
@@ -75,8 +75,8 @@ class Rows:
         )
 
     def memory_row_at(self, iteration, thread, smem):
-        """Return the index, in the tensors in global memory, of the thread's row in ``iteration``. Control flow is
-        uniform in a warp."""
+        """Return the index, in the tensors in global memory, of the thread's row in ``iteration``. All lanes of a warp
+        take the same branches."""
         row = self.row_at(iteration, thread) + thread.row
         spec = self.config.spec
         if spec.rows != "experts":
