@@ -7,9 +7,8 @@ computed if its ``alpha`` is zero. A call launches two kernels:
    tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
    activations as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded.
 2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64
-rows of ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the block
-is
-   routed. So each byte of such an expert's weight is read once per token block.
+   rows of ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the
+   block is routed. So each byte of such an expert's weight is read once per token block.
 
 A CTA of the second kernel runs up to four *pipelines*. Each pipeline has one producer warp and its own consumer warps,
 and computes one m tile at a time. Roles:

@@ -125,7 +125,8 @@ class Accumulators:
                 cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     def _partial_sums_of(self, cta, work) -> tuple[cute.Tensor, cute.Pointer]:
-        """Return a CTA's partial sums in the workspace, as vectors of four, and the address of its flag."""
+        """Return a CTA's partial sums in the workspace, as vectors of four floats, and the address of the CTA's
+        flag."""
         sums, flags = work.partial_sums
         index = work.block_index * work.num_ctas + cta
         at = sums.iterator + cute.assume(Int64(index) * self.config.acc_bytes, divby=TILE_N * 4)

@@ -36,7 +36,7 @@ class Consumer(NamedTuple):
         leads: 1 if this lane arrives at barriers for its warp, otherwise 0.
         chain_index: index of the warp in its chain. All warps with the same rows form a chain.
         pipeline, k_warp: index of the warp's pipeline, and index among the warps that divide the k of the same rows.
-        turn_chain: mbarriers by which the warps of the chain take turns.
+        turn_chain: mbarriers that order the turns of the chain's warps.
     """
 
     lane: Int32

@@ -9,10 +9,9 @@ written if its ``routing`` is zero. ``kernels.fp4_experts`` reads the output. A 
    token once, as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded. For few tokens, no lists
    are needed, and the CTAs of both kernels fit on the GPU at the same time.
 2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n``
-rows of the expert's weight. Half of these rows compute columns of gate, and the other half compute the same columns of
-up. Work tiles are divided
-   equally among the CTAs, because they differ only in their number of tokens. N tiles that share scale tiles are
-   computed at the same time, by neighbouring CTAs (*siblings*).
+   rows of the expert's weight. Half of these rows compute columns of gate, and the other half compute the same columns
+   of up. Work tiles are divided equally among the CTAs, because they differ only in their number of tokens. N tiles
+   that share scale tiles are computed at the same time, by neighbouring CTAs (*siblings*).
 
 Split-K: k is divided into ``split_k`` parts, and the parts of all work tiles are divided equally among the CTAs. If
 several CTAs share a work tile, each computes consecutive parts, and writes its partial sums to the workspace for the

@@ -204,8 +204,8 @@ class Config:
 
     @property
     def lag(self) -> int:
-        """Number of k tiles by which a producer warp's activation copies (``cp.async``, for wgmma) stay ahead of its
-        waits.
+        """Number of k tiles between the start of a producer warp's activation copies (``cp.async``, for wgmma) and its
+        wait for these copies.
 
         If no stage is empty, the producer waits for the activations of all started k tiles.
         """

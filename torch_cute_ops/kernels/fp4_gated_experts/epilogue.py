@@ -159,7 +159,7 @@ class GatedEpilogueOps:
         return cute.make_tensor(at, cute.make_layout(count))
 
     def _store(self, words: list, token, column, y) -> None:
-        """Store words of 16-bit values or of codes in ``y``, from element ``column`` of the token's row on."""
+        """Store words of 16-bit values or of codes in the token's row of ``y``, starting at element ``column``."""
         size = 4 * len(words) // (y.element_type.width // 8)
         to = y.iterator + cute.assume(Int64(token) * y.shape[1] + column, divby=size)
         store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(words))))

@@ -1,9 +1,9 @@
 """Block-scaled ``mma.sync`` of FP4 codes. Operands stay in their memory order, and the MMA applies the scales.
 
-Four lanes share a row. Per 64 elements of k, lane ``t`` of the four holds two words of codes: eight elements from 8 t
-on, and eight elements from 32 + 8 t on. In shared memory, the 16-byte vectors of a row are permuted, so that the words
-that a warp reads at the same time are in different banks. The scales of the activations may have any layout in global
-memory. In shared memory, each row's scales of one k tile are contiguous.
+Four lanes share a row. Per 64 elements of k, lane ``t`` of the four holds two words of codes: eight elements that begin
+at element 8 t, and eight elements that begin at element 32 + 8 t. In shared memory, the 16-byte vectors of a row are
+permuted, so that the words that a warp reads at the same time are in different banks. The scales of the activations may
+have any layout in global memory. In shared memory, each row's scales of one k tile are contiguous.
 """
 
 import cutlass.cute as cute
@@ -86,8 +86,8 @@ def _word(codes, row, column, word) -> Uint32:
 def _scales(c: Config, scales, place, left) -> Uint32:
     """Load one row's scales for an MMA into the low bytes of a word.
 
-    ``left`` is the number of blocks that exist from the MMA's first block on. The scales of missing blocks are replaced
-    by zero, because they may be NaN, and 0 times NaN is not 0.
+    ``left`` is the number of blocks from the MMA's first block to the end of the row. The scales of missing blocks are
+    replaced by zero, because they may be NaN, and 0 times NaN is not 0.
     """
     count = STEP // c.fmt.block_size
     dtype = Uint32 if count == 4 else Uint16

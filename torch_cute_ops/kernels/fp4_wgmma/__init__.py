@@ -56,11 +56,11 @@ Data path
    (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers of the cluster. A row of the
    result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other
    rows.
-4. With experts over k, all experts own equally many elements of k, and a thread holds two sets of accumulators. At the
-   end of an expert's range of k, or of the work tile, the accumulators are multiplied in fp32 by the tokens' factors
-   for the expert. The products are added to the total in the order of the experts. The factors are copied with the last
-   activations of a k tile. Factors of zero add nothing. All pairs of a token and an expert are multiplied. (If few
-   pairs are routed, ``kernels.fp4_experts`` computes only these.)
+4. With experts over k, all experts own the same number of elements of k, and a thread holds two sets of accumulators.
+   At the end of an expert's range of k, or of the work tile, the accumulators are multiplied in fp32 by the tokens'
+   factors for the expert. The products are added to the total in the order of the experts. The factors are copied with
+   the last activations of a k tile. Factors of zero add nothing. All pairs of a token and an expert are multiplied. (If
+   few pairs are routed, ``kernels.fp4_experts`` computes only these.)
 5. The epilogue is applied to the accumulators, which are then transposed in registers, so that a store writes 16
    contiguous bytes.
 

@@ -30,11 +30,12 @@ from torch_cute_ops.runtime.arch import Arch
 K_SLICES: Final = 4
 """Number of slices of a k tile. A slice is 64 elements along K: 128 bytes of activations per token."""
 TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Largest number of consumer warpgroups, keyed by ``tile_m``. More would need too many registers for accumulators."""
+"""Largest number of consumer warpgroups, keyed by ``tile_m``. More warpgroups would need too many registers for
+accumulators."""
 _WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
 TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
-"""Supported ``tile_n``, keyed by ``tile_m``, if there are several: multiples of a warp's 16 columns for mma.sync, and
-of a warpgroup's 64 columns for wgmma."""
+"""Supported ``tile_n``, keyed by each ``tile_m`` that supports more than one: multiples of a warp's 16 columns for
+mma.sync, and of a warpgroup's 64 columns for wgmma."""
 WARP_N: Final = 16
 """Number of columns of the result that a warp computes, with mma.sync or as its part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
@@ -64,7 +65,7 @@ ZEROS_BYTES: Final = 256
 MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16
-"""Largest ``tile_m`` with which the producer prefetches into L2. On an H100, prefetching makes a decoder layer of an 8B
+"""Largest ``tile_m`` for which the producer prefetches into L2. On an H100, prefetching makes a decoder layer of an 8B
 model 3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
 MAX_QUANTISED_M: Final = 8
 """Largest ``tile_m`` whose activations the CTAs quantise. The lanes that share a block exchange values. Only up to this

@@ -12,7 +12,7 @@ multiplication per two codes.
 
 ``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two so that it fits into
 float16's range. An FP4 block needs no conversion of range. The inverse of the power of two, or the FP4 block's scale,
-is a float32 factor, by which the scales of the weight are multiplied.
+is a float32 factor that multiplies the scales of the weight.
 
 **One row of codes.** Every e2m1 number is an e4m3 number, so ``CodeMma`` multiplies the codes of both operands by FP8
 MMAs without scales. Converting eight codes of the weight takes six instructions. In each half of a k tile, lane ``q``
@@ -200,7 +200,7 @@ class Mma:
         self.config, self.weight, self.acc_scale = config, weight, acc_scale
 
     def start_of(self, smem) -> Callable | None:
-        """Return the function by which ``multiply`` starts wgmmas, or None if a subclass uses mma.sync."""
+        """Return the function that ``multiply`` calls to start wgmmas, or None if a subclass uses mma.sync."""
         return None
 
     def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:

@@ -19,9 +19,9 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
 __all__ = ["Arguments", "Config", "plan"]
 
 RASTER: Final = 16
-"""Number of row tiles that run at the same time. It is larger than in other kernels, so that weight rows that are
-recoded while the GEMM runs are needed later. L2 then still serves the same number of tiles with the same shared
-data."""
+"""Number of row tiles that run at the same time. A larger number than in other kernels delays the moment at which the
+GEMM needs the weight rows that are recoded while it runs. The tiles that run at the same time still share the same
+amount of operand data in L2."""
 NOTE_ROWS: Final = 128
 """Number of weight rows whose notes are contiguous: the rows of an output tile."""
 WARP_ROWS: Final = 4

@@ -103,8 +103,8 @@ class RecodeWeightKernel:
                 self._recode(codes, scale, weight, notes, tile, *of_range, tid % TEAM)
                 self._tell_done(notes, tile, k_tiles, team, tid % TEAM)
         else:
-            # The other launch, which overlaps the GEMM, recodes the weight tiles from ``first`` on. Set their counts to
-            # zero, and the counts of earlier weight tiles to complete.
+            # The other launch, which overlaps the GEMM, recodes weight tile ``first`` and all later weight tiles. Set
+            # the counts of these weight tiles to zero, and the counts of earlier weight tiles to complete.
             for tile in cutlass.range((range_ * ctas + cta) * TEAM + tid, tiles, ctas * ranges * TEAM, unroll=1):
                 done = ptx.select(tile < first, Int32(Notes.work_tiles(k_tiles)), Int32(0))
                 notes[Int64(tile) * Notes.words(k_tiles) + Notes.done(k_tiles)] = done
@@ -197,7 +197,7 @@ class RecodeWeightKernel:
         return low, high, owns
 
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
-        """Load this thread's codes and scales of ``at_once`` k tiles, from k tile ``first`` on.
+        """Load this thread's codes and scales of ``at_once`` k tiles, starting with k tile ``first``.
 
         Return a tuple per k tile: True if the codes exist, the codes, and the byte of the scale.
         """

@@ -54,7 +54,7 @@ class Config(FP8GemmConfig):
 
     @property
     def amounts_at(self) -> int:
-        """Index of the first word, in a k tile's words of scales, that holds amounts by which codes are rounded.
+        """Index of the first word in a slot that holds amounts for the rounding of codes (see ``codes.rounded``).
 
         These words follow the scales of ``a`` and one factor per weight row and block.
         """

@@ -66,8 +66,8 @@ class FP8FP4WgmmaCodesKernel:
 
 
 class CodeScales:
-    """Scale source that stores the scales of ``a``, one factor per weight row and block, and the amounts by which codes
-    are rounded."""
+    """Scale source that stores the scales of ``a``, one factor per weight row and block, and the amounts for the
+    rounding of codes (see ``codes.rounded``)."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight):
         self.config, self.stages, self.weight = config, stages, weight
@@ -88,8 +88,8 @@ class CodeScales:
 
     @cute.jit
     def _store_weight_scales(self, scales: list, count, slot, lane, smem):
-        """Store the factors of a k tile. If some scales are 0, NaN, or far apart, also store the amounts by which
-        decoders round codes (``codes.rounded``). ``count`` is the result of ``begin``."""
+        """Store the factors of a k tile. If some scales are 0, NaN, or far apart, also store the amounts that decoders
+        need to round codes (see ``codes.rounded``). ``count`` is the result of ``begin``."""
         rows = [block_factors(word) for word in scales]
         is_hard = Boolean(False)
         for i in range_constexpr(len(rows)):
@@ -116,7 +116,7 @@ class CodeScales:
         return self.stages.words(slot, self.config.tile_m + row * BLOCKS, BLOCKS, smem)
 
     def amounts(self, slot, row, smem) -> cute.Tensor:
-        """Return the word with the amounts by which a weight row's codes are rounded: one byte per block."""
+        """Return the word with the rounding amounts of a weight row: one byte per block (see ``codes.rounded``)."""
         return self.stages.words(slot, self.config.amounts_at + row, 1, smem)
 
     def flags(self, slot, smem) -> cute.Tensor:

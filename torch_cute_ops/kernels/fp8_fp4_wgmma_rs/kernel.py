@@ -291,5 +291,5 @@ class KGroupConsumers:
         arrive(smem.k_groups.empty, consumer.lane)
 
     def _left(self, i: int, consumer, smem) -> cute.Tensor:
-        """Return a view of four of a thread's accumulators in the workspace, from the ``i``-th accumulator on."""
+        """Return a view of four of a thread's accumulators in the workspace, starting with the ``i``-th accumulator."""
         return piece_at(smem.workspace, (i // 4 * GROUP_THREADS + consumer.tid) * VECTOR_BYTES)

@@ -74,8 +74,8 @@ class SmemDecoder:
 
     @cute.jit
     def _share_rows(self, stage, first, rows: int, work, smem):
-        """Send ``rows`` decoded rows, from row ``first`` on, to the other CTA, and expect the same number of rows from
-        the other CTA."""
+        """Send ``rows`` decoded rows, starting with row ``first``, to the other CTA, and expect the same number of rows
+        from the other CTA."""
         decoded = smem.workspace + cute.assume((stage * self.config.tile_n + first) * K_TILE, divby=VECTOR_BYTES)
         with cute.arch.elect_one():
             ptx.expect_and_send(decoded, smem.stages.full + stage, rows * K_TILE, work.m_rank ^ 1)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels.common.experts.layouts import THREADS, ExpertChoice, ExpertPlacement, PlacementConfig
 
 BATCH, MANY_BATCH = 64, 32
-"""Number of tokens that a CTA processes at a time, with up to 16 experts per token, and with more. A thread handles at
-most one (token, expert) pair."""
+"""Number of tokens that a CTA processes at a time, with up to 16 experts per token, and with more than 16. A thread
+handles at most one (token, expert) pair."""
 SINGLE_CTA_TOKENS = 32
 """Largest number of tokens that a single CTA processes: one token per warp."""
 SLOTS_PER_CTA = 8

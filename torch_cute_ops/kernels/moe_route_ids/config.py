@@ -9,8 +9,8 @@ BATCH = 512
 """Number of pairs that a CTA processes at a time, and largest number of pairs that a single CTA processes. With 1,024
 experts, the bitmap of a batch takes 64 KB."""
 SLOTS_PER_CTA = 512
-"""Number of pairs per CTA while SMs are idle. With fewer pairs, there would be more CTAs, and each would read the
-counts of all of them."""
+"""Number of pairs per CTA while SMs are idle. With fewer pairs per CTA, there would be more CTAs, and each CTA would
+read the counts of all CTAs."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Dense numbering of the experts' rows, for a buffer with padding between experts.
 
-Expert ``e`` owns ``counts[e]`` rows from row ``offsets[e]`` on. Without ``offsets``, all experts own equally many rows
-of the buffer. The *dense number* of a row counts all experts' rows before it, without the padding. A table in shared
-memory contains, for each expert, the dense number of its first row, and the difference between a row's index in the
-buffer and its dense number.
+Expert ``e`` owns ``counts[e]`` rows, starting at row ``offsets[e]``. Without ``offsets``, all experts own the same
+number of rows of the buffer. The *dense number* of a row counts all experts' rows before it, without the padding. A
+table in shared memory contains, for each expert, the dense number of its first row, and the difference between a row's
+index in the buffer and its dense number.
 """
 
 from typing import NamedTuple

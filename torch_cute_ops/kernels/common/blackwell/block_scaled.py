@@ -60,8 +60,8 @@ class BlockScaledMma(OperandCopies):
         """Start the copies of up to ``count`` rows of scale tiles. One thread calls this method.
 
         The method copies ``size`` bytes from each row of scale tiles, starting at tile ``first`` of the row.
-        ``row_tile`` is the index of the first row of tiles. From there on, the matrix contains ``exist`` rows of tiles.
-        The method copies no rows beyond the end of the matrix.
+        ``row_tile`` is the index of the first row of tiles. ``exist`` is the number of rows of tiles from this row to
+        the end of the matrix, and no further rows are copied.
         """
         pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
@@ -108,7 +108,7 @@ class BlockScaledMma(OperandCopies):
         """Return a k tile's scales of rows ``row``, ``row + 32``, ``row + 64`` and ``row + 96``, as a list of words per
         row.
 
-        Scales outside of the matrix are returned as zero, and so are the scales from row ``row + used`` on.
+        Scales outside of the matrix, and scales of rows ``row + used`` and above, are returned as zero.
         """
         tiles = range(self.stage.scale_tiles)
         loaded = []
@@ -177,7 +177,7 @@ class ScaleTiles(NamedTuple):
     Attributes:
         scales: matrix of scale bytes.
         row_tile: index of the first row of tiles.
-        exist: number of existing rows of tiles from ``row_tile`` on.
+        exist: number of rows of tiles from ``row_tile`` to the end of the matrix.
         policy: L2 cache policy of the copies, or None.
     """
 
@@ -260,7 +260,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         thread.
 
         The stage and the buffer become empty when the MMAs have ended, by ``tcgen05.commit``.
-        ``BlockScaledMma.multiply`` describes the arguments from ``acc`` on.
+        ``BlockScaledMma.multiply`` describes the arguments ``acc`` to ``phase``.
 
         Returns:
             The ``MmaState`` for the next k tile.

@@ -18,7 +18,7 @@ Finish = Callable[[Float32, int], Float32]
 the first column whose alpha and bias are loaded. The result is not yet rounded."""
 TileEpilogue = Callable[..., Finish]
 """Function of ``column``, ``count`` and, optionally, a constant ``after``. It loads alpha and bias of ``count``
-columns, from ``column + after`` on, and returns a ``Finish`` for these columns."""
+columns, starting at ``column + after``, and returns a ``Finish`` for these columns."""
 
 
 class ColumnTerms(NamedTuple):
@@ -65,9 +65,9 @@ class EpilogueOps:
         return alpha[0 if self.epilogue.alpha == "one" else expert]
 
     def terms(self, alpha, bias, column, count: int, n, expert=None, after: int = 0) -> ColumnTerms:
-        """Load alpha and bias of ``count`` columns (1, 2 or 4), from ``column + after`` on.
+        """Load alpha and bias of ``count`` columns (1, 2 or 4), starting at ``column + after``.
 
-        ``column`` and ``after`` are multiples of ``count``. Columns from ``n`` on do not exist and are not read.
+        ``column`` and ``after`` are multiples of ``count``. Columns ``n`` and above do not exist and are not read.
         ``expert`` is None unless the GEMM is grouped.
         """
         if self.epilogue.alpha not in ("column", "expert_column"):

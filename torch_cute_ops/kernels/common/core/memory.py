@@ -76,14 +76,14 @@ def _ptx_name(dtype) -> str:
 
 
 def as_vectors(at: cute.Pointer, size: int) -> cute.Tensor:
-    """Return ``size`` bytes from ``at`` on as a tensor of words, (size / 16, 4)."""
+    """View the ``size`` bytes that begin at ``at`` as a (size / 16, 4) tensor of words."""
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout((size // 16, 4), stride=(4, 1)))
 
 
 @cute.jit
 def clear(at: cute.Pointer, size: Constexpr[int], tid, threads: Constexpr[int]):
-    """Set ``size`` bytes of shared memory to zero, with all threads of a CTA. After a barrier, bulk copies may
-    overwrite them."""
+    """Set ``size`` bytes of shared memory to zero, with all threads of a CTA. After a barrier of the CTA, bulk copies
+    may overwrite these bytes."""
     words = as_vectors(at, size)
     for i in range(tid, cute.size(words, mode=[0]), threads):
         store_words([Uint32(0)] * 4, words[i, None])

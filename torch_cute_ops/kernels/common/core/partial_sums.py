@@ -30,7 +30,7 @@ COLUMNS = 4  # number of columns of the result that a thread reduces at once
 
 @cute.jit
 def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, column, quad) -> None:
-    """Store a lane's accumulators in this CTA's shared memory, in the layout ``tile``, from ``base`` on.
+    """Store a lane's accumulators in this CTA's shared memory, at ``base``, in the layout ``tile``.
 
     Four lanes share each column. ``quad`` is the index of this lane among the four. If ``tile_m`` is 1, the four lanes
     hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
@@ -154,14 +154,14 @@ def _finish(acc: list, finish: Finish, out, row, column, first_row, first_column
 
 
 def _loaded(sums: cute.Pointer, place) -> list:
-    """Load four partial sums, from element ``place`` of ``sums`` on."""
+    """Load the four partial sums that begin at element ``place`` of ``sums``."""
     at = sums + cute.assume(place * 4, divby=16)
     words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
     return [ptx.float_of(word) for word in words]
 
 
 def _added(acc: list, sums: cute.Pointer, place) -> list:
-    """Return ``acc`` plus four partial sums, which are loaded from element ``place`` of ``sums`` on."""
+    """Return ``acc`` plus the four partial sums that begin at element ``place`` of ``sums``."""
     return [x + y for x, y in zip(acc, _loaded(sums, place), strict=True)]
 
 

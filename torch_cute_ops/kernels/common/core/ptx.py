@@ -295,8 +295,8 @@ def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
 
 
 def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
-    """Convert fp32 values to a narrow type and pack them into a word, element 0 lowest. ``bits`` is the size of two
-    numbers of this type."""
+    """Convert fp32 values to a narrow type and pack them into a word, element 0 lowest. ``bits`` is the size in bits of
+    two numbers of this type."""
     pairs = range(len(values) // 2)
     registers = ", ".join(f"h{i}" for i in pairs)
     converts = " ".join(f"cvt.rn.satfinite.{kind}x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in pairs)

@@ -121,7 +121,7 @@ THREADS = 1024
 """Number of threads of a CTA."""
 SINGLE_CTA_ROWS = 8192
 """Largest number of rows for which a single CTA writes all rows. On an H200, for 33,000 rows, a single CTA takes 5 µs
-longer than several, which is as long as a second launch takes."""
+longer than several CTAs, which equals the time of a second launch."""
 ROWS_PER_CTA = 8192
 """Number of rows per CTA while SMs are idle. With more rows, each CTA writes more."""
 
@@ -269,9 +269,9 @@ class TokenListLayout:
 # Lists of m tiles in shared memory (``work_tiles.ExpertMTiles``)
 
 MAX_SCANNED_TOKENS: Final = 32
-"""Largest token block for which each CTA of the GEMM scans the factors itself, instead of reading the lists' counts. It
-may then copy weights before the lists exist. This is safe: the kernel that lists tokens has waited for all earlier
-kernels before the GEMM starts."""
+"""Largest token block for which each CTA of the GEMM scans the factors itself, instead of reading the lists' counts.
+The CTA may then copy weights before the lists exist. This is safe: the kernel that lists tokens has waited for all
+earlier kernels before the GEMM starts."""
 
 
 def m_tile_list_bytes(max_experts: int) -> int:

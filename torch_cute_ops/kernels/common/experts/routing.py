@@ -17,7 +17,7 @@ order in which threads run.
   it, and of all CTAs, and stores the row of each pair.
 
 The number of rows of each expert is rounded up, and experts' rows follow each other. In the masked layout, all experts
-own equally many rows. Rows without a pair are set to -1. All CTAs share this work.
+own the same number of rows. Entries of rows without a pair are set to -1. All CTAs share this work.
 """
 
 import itertools
@@ -63,7 +63,7 @@ class ExpertChooser:
     def choose(self, token, logits, bias, factor, lane):
         """Return the ``lane``-th best expert of a token, and the expert's weight times ``factor``.
 
-        All lanes of a warp call this method with the same token. Lanes from ``topk`` on get expert 0.
+        All lanes of a warp call this method with the same token. Lanes ``topk`` and higher get expert 0.
         """
         c = self.choice
         if const_expr(c.is_short_of_registers):

@@ -130,7 +130,7 @@ class TokenLister:
     def arrange(
         self, a, a_scale, token_ids, total, activations, entry, first_token, first_k, width, first_k_tile, k_tiles
     ):
-        """Rearrange the activations of the first ``total`` listed tokens.
+        """Rearrange the activations of the first ``total`` listed tokens, and write them to the workspace.
 
         Args:
             token_ids: indices of the listed tokens in the token block.

@@ -84,7 +84,8 @@ class Activations:
             a, scale: matrix, and its scales.
             token: row of the matrix.
             start: first element of the k tile.
-            left: number of existing elements from ``start`` on. Elements after these are returned as zero.
+            left: number of elements from ``start`` to the end of the token's range of k. Elements beyond this range are
+                returned as zero.
             k_group, after: the index of the k group is ``k_group + after``. ``after`` is a constant.
         """
         c, k = self.config, self.width(a)
@@ -186,7 +187,7 @@ class Activations:
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def store_row(self, quarters: list, k_group, base: cute.Pointer) -> None:
-        """Convert a k group, and store it in a k tile of a single token, which is contiguous from ``base`` on.
+        """Convert a k group, and store it in a single token's k tile, which begins at ``base`` and is contiguous.
 
         For wgmma, ``copy_rows`` later copies the row to swizzled atoms, so the 128-byte lines are stored without a
         swizzle. For mma.sync, k groups follow each other, and the distance between tokens must be an odd number of k

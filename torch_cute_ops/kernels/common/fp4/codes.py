@@ -208,8 +208,8 @@ def _shift_ties(value: Float32) -> Float32:
 
 
 def _codes_in_bytes(values) -> tuple[Uint32, Uint32]:
-    """Split four shifted values into two words of bytes. The first holds the sign in bit 7, the second the code in bits
-    3..1."""
+    """Convert four values, prepared by ``_shift_ties``, to two words of four bytes. The bytes of the first word hold
+    the signs in bit 7, and the bytes of the second word hold the codes in bits 3..1."""
     pairs = [ptx.f16x2_toward_zero(values[0], values[1]), ptx.f16x2_toward_zero(values[2], values[3])]
     high_bytes = 0x7531
     clamped = [ptx.min_abs_f16x2(p, _SIX_F16X2) for p in pairs]

@@ -174,7 +174,7 @@ def _table_of(number: Uint32) -> list:
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:
-    """Return ``2^exponent``, or infinity for exponents from 128 on. ``exponent`` must be at least -149."""
+    """Return ``2^exponent``, or infinity for exponents of 128 and above. ``exponent`` must be at least -149."""
     normal, subnormal = Uint32(cutlass.min(exponent + 127, Int32(255))) << 23, Uint32(1) << Uint32(exponent + 149)
     return ptx.float_of(ptx.select(exponent > Int32(-127), normal, subnormal))
 

@@ -466,7 +466,7 @@ class Decoders:
 
     @cute.jit
     def run(self, team, warp, lane, work, smem):
-        """Run one warp of a team."""
+        """Run decoder warp ``warp`` of team ``team``."""
         c = self.config
         begun = self.decoder.begin(warp, lane, work)
         count = cute.ceil_div(work.num_tiles - work.first, work.num_clusters) * (work.end - work.begin)

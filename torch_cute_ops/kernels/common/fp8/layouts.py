@@ -15,7 +15,7 @@ from torch_cute_ops.runtime.arch import Arch
 
 STORE_ROWS: Final = 16
 STORE_LINE: Final = 128
-"""Bytes of a line."""
+"""Number of bytes of a line of the result, which a warp assembles in shared memory."""
 STORE_PITCH: Final = STORE_LINE + 16
 """Distance between neighbouring lines in bytes. The padding puts words that lanes write at the same time into different
 banks."""
@@ -41,7 +41,8 @@ class ExpertLayout:
     Attributes:
         has_offsets: True if calls pass offsets. An expert's rows begin at the expert's offset. If calls also pass
             counts, the number of rows is the expert's count. Otherwise the rows end at the next expert's offset.
-        has_counts: True if calls pass counts. If they pass no offsets, all experts own equally many rows of the buffer.
+        has_counts: True if calls pass counts. If calls pass counts but no offsets, all experts own the same number of
+            rows of the buffer.
         max_experts: capacity of the table of experts, from ``table_experts``.
     """
 
@@ -56,7 +57,7 @@ class ExpertLayout:
 
     @property
     def is_masked(self) -> bool:
-        """Return True if all experts own equally many rows of the buffer. Tensors are then three-dimensional."""
+        """Return True if all experts own the same number of rows of the buffer. Tensors are then three-dimensional."""
         return self.has_counts and not self.has_offsets
 
     @property
@@ -111,13 +112,14 @@ is on the M side."""
 WIDE: Final = GROUPS * WGMMA_M
 """Number of weight rows of a tile. In swapped tiles, each consumer warpgroup multiplies 64 of them."""
 SPLITS: Final = (1, 2, 3, 4, 6)
-"""Supported ``split_k`` of tiles with few rows of ``a``."""
+"""Supported values of ``split_k`` for tiles with few rows of ``a``."""
 NARROW_SPLITS: Final = (1, 2)
-"""Supported ``split_k`` of tiles with 64 weight rows. Clusters of two CTAs are enough to fill a GPU."""
+"""Supported values of ``split_k`` for tiles with 64 weight rows. Clusters of two CTAs are enough to fill a GPU."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Number of scale-loader warps: the rest of the producer's warpgroup."""
 BARRIER_BYTES: Final = 272
-"""Bytes of the largest number of barriers of any configuration: three for each of ten stages, and four others."""
+"""Bytes of shared memory for barriers. The largest configuration needs three barriers for each of ten stages, and four
+other barriers."""
 RECORD_WORDS: Final = 4
 """Number of words of a stage's record, which describes the output tile: first row, number of rows from the first row
 on, first column, and expert (0 if the epilogue does not depend on the expert)."""
@@ -168,7 +170,7 @@ class FP8GemmConfig:
             each stage, and the accumulators of both sets are added up after the last stage of a tile.
         scale_warps: number of scale-loader warps, or 0 if the epilogue applies all scales.
         scales_ahead: number of stages whose scales a scale loader loads together.
-        prefetch_tile_m: largest ``tile_m`` with which the producer prefetches memory into L2.
+        prefetch_tile_m: largest ``tile_m`` for which the producer prefetches memory into L2.
         workspace_bytes: bytes of shared memory that only this kind of kernel needs.
         decoder_warps: number of warps of a decoder team, or 0 without decoders. A team decodes or rearranges a stage
             after the stage's copies have arrived.

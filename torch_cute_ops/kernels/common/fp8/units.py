@@ -186,5 +186,5 @@ class UnitScales:
 
 
 def record_words(config: Any, stages: Stages, slot, row, smem: Smem) -> cute.Tensor:
-    """Return the record of a weight row. The row is counted among the rows that this CTA decodes."""
+    """Return the record of a weight row. ``row`` is the row's index among the rows that this CTA decodes."""
     return stages.words(slot, config.tile_m + row * 4, 4, smem)

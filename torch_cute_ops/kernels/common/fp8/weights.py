@@ -151,7 +151,7 @@ class FP4Weight:
             expert, row: index of the expert, and index of the row in the expert's weight.
             exists: True if the row exists.
             first: index, in the row, of the k tile's first scale; an Int64.
-            left: number of scales of the row from ``first`` on.
+            left: number of scales between ``first`` and the end of the row.
         """
         words = self.tile_scales // 4
         at = scale.iterator + self.scale_offset(scale, n, expert, row, first)
@@ -207,7 +207,7 @@ class FP4Weight:
 
 
 def piece_at(base: cute.Pointer, offset) -> cute.Tensor:
-    """Return 16 bytes of shared memory, from ``offset`` on, as a tensor of words."""
+    """View the 16 bytes of shared memory at ``base + offset`` as a tensor of words."""
     at = base + cute.assume(offset, divby=VECTOR_BYTES)
     return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
