@@ -55,7 +55,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel. N, M and the number of experts are run-time values.
+    """Static properties of the FP4 GEMM over experts. N, M and the number of experts are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.

@@ -113,7 +113,8 @@ class FP4ExpertsKernel:
         tid, _, _ = cute.arch.thread_idx()
         expert, block_index, _ = cute.arch.block_idx()
         experts, _, _ = cute.arch.grid_dim()
-        # Let the next kernel start early: until its own wait it reads only weights and factors.
+        # Let the next kernel, the GEMM, start early: before it waits for this kernel, it reads only weights and
+        # factors.
         pdl_start(c.pdl)
         if const_expr(c.classes > 1):
             flags = partial_sums[1]

@@ -108,7 +108,7 @@ class GatedEpilogue:
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel. I, M and the number of experts are run-time values.
+    """Static properties of the FP4 GEMM over experts with a gate. I, M and the number of experts are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.

@@ -238,7 +238,8 @@ class FP4GatedExpertsKernel:
         expert, block_index, list_cta = cute.arch.block_idx()
         experts, num_blocks, list_ctas = cute.arch.grid_dim()
         m = a.shape[0]
-        # Let the next kernel start early: until its own wait it reads only weights and the routing.
+        # Let the next kernel, the GEMM, start early: before it waits for this kernel, it reads only weights and the
+        # routing.
         pdl_start(c.pdl)
         thread = ((list_cta * num_blocks + block_index) * experts + expert) * c.lists.threads + tid
         threads = experts * num_blocks * list_ctas * c.lists.threads

@@ -46,7 +46,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
 
 @dataclass(frozen=True)
 class Config:
-    """Static parameters of a kernel. M, N and K are run-time values.
+    """Static parameters of the FP4 GEMM by mma.sync. M, N and K are run-time values.
 
     Attributes:
         dtype: dtype of the MMAs' operands (activations, decoded weight): bfloat16, or float16 (NVFP4 only), or uint8 if

@@ -40,7 +40,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of a kernel. M, N and K are run-time values.
+    """Static properties of the FP4 GEMM by tcgen05. M, N and K are run-time values.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
@@ -73,7 +73,7 @@ class Config(BlockScaledConfig):
 
     @property
     def stage(self) -> BlockScaledStage:
-        """Layout of a stage. The weight is on the M side."""
+        """Layout of a pipeline stage. The weight is on the M side of the MMAs."""
         return BlockScaledStage(self.fmt, self.layout, self.tile_m, self.cta_group)
 
     @property

@@ -166,8 +166,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, n_tile, m_tile, k_tile, base, barrier, work):
-        """Start the copies of a stage's scales if they are tiled, and make the stage's barrier expect the stage's
-        bytes."""
+        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's barrier expect
+        the bytes of the stage's copies."""
         c, stage = self.config, self.stage
         first = k_tile * stage.scale_tiles
         size = cutlass.min(work.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE_BYTES

@@ -55,7 +55,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of a kernel. M, N and the number of experts are run-time values.
+    """Static properties of the FP4 GEMM over experts by tcgen05. M, N and the number of experts are run-time values.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
@@ -82,7 +82,7 @@ class Config(BlockScaledConfig):
 
     @property
     def stage(self) -> BlockScaledStage:
-        """Layout of a stage. The activations are on the M side."""
+        """Layout of a pipeline stage. The activations are on the M side of the MMAs."""
         spread = self.expert_k % BlockScaledStage(self.fmt, self.layout, self.tile_n).scale_tile_k != 0
         return BlockScaledStage(self.fmt, self.layout, self.tile_n, spread=spread)
 

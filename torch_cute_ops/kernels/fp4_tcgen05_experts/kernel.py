@@ -40,7 +40,8 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: numbers of rows and columns of the result.
-        num_mmas: number of MMAs of an expert. It is a run-time value, because ptxas crashed if it was a constant.
+        num_mmas: number of MMAs that cover one expert's k. It is a run-time value, because ptxas crashed if it was a
+            constant.
         experts, words: number of experts, and number of words that hold the bits of one class's experts.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
         num_work_tiles: number of work tiles of all CTAs.
@@ -290,8 +291,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, work_tile, expert, k_tile, base, barrier, work):
-        """Start the copies of a stage's scales if they are tiled, and make the stage's barrier expect the stage's
-        bytes."""
+        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's barrier expect
+        the bytes of the stage's copies."""
         c, stage = self.config, self.stage
         first = self._first_scale_tile(expert, k_tile)
         end = expert * c.expert_k + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.expert_k))

@@ -151,7 +151,7 @@ class Arguments(
 
 @dataclass(frozen=True)
 class Config:
-    """Static parameters of a kernel. M, N, K and the number of CTAs are run-time values.
+    """Static parameters of the FP4 GEMM by wgmma. M, N, K and the number of CTAs are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.

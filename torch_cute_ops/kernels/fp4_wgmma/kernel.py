@@ -187,8 +187,8 @@ class FP4WgmmaKernel:
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        # ``raster_tile`` expects the number of n tiles. Pass the number of persistent CTAs (or clusters) per m tile
-        # instead.
+        # In this raster, each persistent CTA (or cluster) of an m tile takes the place of an n tile. So pass the number
+        # of these CTAs as the number of n tiles.
         together = max(c.split_k, 1)
         index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
         iterations = Int64(n_tiles) * k_tiles

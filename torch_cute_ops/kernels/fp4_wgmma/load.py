@@ -132,7 +132,7 @@ def activations_at(config: Config, stage, smem: Smem) -> cute.Pointer:
 
 
 class Loads:
-    """Device code that fills the pipelines."""
+    """Device code that fills the pipelines of the weight and of the activations."""
 
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations

@@ -45,8 +45,8 @@ time."""
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of the GEMM. In ``Arguments``, ``b`` is the recoded weight, and ``b_scale`` contains the
-    weight's notes.
+    """Static properties of the GEMM with a recoded weight. In ``Arguments``, ``b`` is the recoded weight, and
+    ``b_scale`` contains the weight's notes.
 
     Attributes:
         overlaps_recode: True if the weight is recoded by another kernel while this kernel runs.

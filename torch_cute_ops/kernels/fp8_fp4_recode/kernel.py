@@ -197,7 +197,7 @@ class UnitEpilogue:
             finish = of_tile(column, count, after)
             at = notes_of(expert, column, work) + column % NOTE_ROWS
             at = work.b_scale.iterator + cute.assume(at, divby=count)
-            # Load two words at a time: ``load_terms`` explains why.
+            # Load two words at a time, because few aligned groups of four registers are free (see ``load_terms``).
             starts = range(0, count, 2)
             words = [word for i in starts for word in ptx.load_if(at, column < work.n - after, 2, 4 * (after + i))]
             units = [ptx.float_of(word) for word in words]

@@ -29,7 +29,7 @@ rows of ``a``."""
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of a kernel.
+    """Static properties of the FP8 x MXFP4 GEMM that multiplies the weight's codes.
 
     Attributes:
         layout: scale layout of the weight.

@@ -26,7 +26,7 @@ TILES: Final = (*((tile_m, WIDE, split_k) for tile_m in (8, 16) for split_k in S
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of a kernel.
+    """Static properties of the FP8 x NVFP4 GEMM with a weight that is decoded to registers.
 
     Attributes:
         layout: scale layout of the weight.

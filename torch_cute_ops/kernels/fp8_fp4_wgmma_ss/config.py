@@ -39,7 +39,7 @@ TILES: Final = (
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of a kernel.
+    """Static properties of the FP8 x FP4 GEMM with a weight that is decoded to shared memory.
 
     Attributes:
         layout: scale layout of the weight.

@@ -17,7 +17,7 @@ TILES: Final = {16: (1, 4), 64: (4, 2)}
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel. N, K, R and the number of experts are run-time values.
+    """Static properties of the FP8 GEMM by mma.sync. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.

@@ -31,7 +31,7 @@ PROMOTED_K: Final = 512
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of a kernel.
+    """Static properties of the FP8 GEMM with per-token scales by wgmma.
 
     Attributes:
         fast_accum: True if tensor cores add up all of K, False if sums of 512 elements are added in fp32.

@@ -18,7 +18,7 @@ WARP = 32
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of the kernel.
+    """Static properties of the kernel that adds up each token's rows.
 
     Attributes:
         dtype: dtype of the rows: bfloat16, float16 or float32.

@@ -20,7 +20,7 @@ SCALES_PER_THREAD = 16
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of the kernels.
+    """Static properties of the kernels that quantise tokens and store them in experts' rows.
 
     Attributes:
         dtype: dtype of the tokens: bfloat16, float16 or float32.

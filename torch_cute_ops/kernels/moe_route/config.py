@@ -16,7 +16,7 @@ SLOTS_PER_CTA = 8
 
 @dataclass(frozen=True)
 class Config(ExpertChoice, PlacementConfig):
-    """Static properties of the kernels.
+    """Static properties of the kernels that choose experts and assign rows.
 
     Attributes:
         dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize, is_finite: fields of

@@ -11,7 +11,7 @@ WARPS = 4
 
 @dataclass(frozen=True)
 class Config(ExpertChoice):
-    """Static properties of the kernel.
+    """Static properties of the kernel that writes the matrix of experts' weights.
 
     Attributes:
         dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize, is_finite: fields of

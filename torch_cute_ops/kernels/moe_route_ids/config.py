@@ -15,7 +15,7 @@ read the counts of all CTAs."""
 
 @dataclass(frozen=True)
 class Config(PlacementConfig):
-    """Static properties of the kernels.
+    """Static properties of the kernels that assign pairs to rows.
 
     Attributes:
         experts: number of experts.

@@ -50,7 +50,7 @@ RowsOf = Literal["all", "experts"]
 
 @dataclass(frozen=True)
 class RowQuantSpec:
-    """Specification of a kernel: its input, operations and output format.
+    """Specification of a kernel that quantises rows: its input, operations and output format.
 
     Attributes:
         source: origin of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and
@@ -188,7 +188,7 @@ class RowQuantSpec:
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of a kernel. A *block* is ``RowQuantSpec.block_elements`` elements.
+    """Static properties of a kernel that quantises rows. A *block* is ``RowQuantSpec.block_elements`` elements.
 
     Attributes:
         spec: specification of the kernel.
@@ -316,7 +316,7 @@ class Config:
 
     @property
     def num_partials(self) -> int:
-        """Number of warps that share a row. Each stores one partial result."""
+        """Number of warps that share a row. Each warp stores one partial result per reduction."""
         return self.splits * self.group_warps
 
     @property

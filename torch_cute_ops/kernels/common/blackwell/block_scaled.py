@@ -208,7 +208,7 @@ class BlockScaledKernel(Tcgen05Kernel):
 
     @cute.jit
     def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
-        """Start the copies of a stage's scales if they are tiled, and tell the stage's barrier how many bytes to
+        """If a stage's scales are tiled, start their copies. In any case, tell the stage's barrier how many bytes to
         expect.
 
         The function copies ``size`` bytes of each row of scale tiles, starting at tile ``first``. The barrier then

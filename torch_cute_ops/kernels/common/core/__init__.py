@@ -1,1 +1,1 @@
-"""Device code for any kernel: instructions, pipelines, launches, reductions, epilogues."""
+"""Device code that any kernel may use: PTX instructions, pipelines, launches, reductions and epilogues."""

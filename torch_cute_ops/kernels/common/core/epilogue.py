@@ -155,9 +155,9 @@ def silu_mul(gate: Float32, up: Float32) -> Float32:
 def swiglu(gate: Float32, up: Float32, alpha: Float32, beta: Float32, limit: Float32) -> Float32:
     """Return ``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, -limit, limit)``.
 
-    This is the general SwiGLU gate. For example, gpt-oss uses alpha 1.702, beta 1 and limit 7. A limit of +inf is no
-    limit. NaN passes the clamps. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``. For finite
-    ``g``, no step divides infinity by infinity.
+    This is the general SwiGLU gate. For example, gpt-oss uses alpha 1.702, beta 1 and limit 7. A limit of +inf disables
+    the clamps. NaN passes the clamps unchanged. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``.
+    For finite ``g``, no step divides infinity by infinity.
     """
     clamped = ptx.min_nan(gate, limit)
     factor = ptx.max_nan(ptx.min_nan(up, limit), -limit) + beta

@@ -105,8 +105,8 @@ def prefetch_argument() -> TensorArg:
 
 @cute.jit
 def prefetch(matrix: cute.Tensor, rank, count) -> None:
-    """Prefetch this warp's share of the beginning of a matrix into L2: every ``count``-th request, from request
-    ``rank`` on.
+    """Prefetch this warp's share of the beginning of a matrix into L2: every ``count``-th request, starting with
+    request ``rank``.
 
     A GEMM with few rows calls this function after its own loads, with a matrix that the next launch reads. All lanes of
     a converged warp must call it. Other kernels may write the matrix at the same time.

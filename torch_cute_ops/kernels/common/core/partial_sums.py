@@ -169,7 +169,7 @@ def _added(acc: list, sums: cute.Pointer, place) -> list:
 def send_accumulators(acc: cute.Tensor, received, barrier, rank, tid) -> None:
     """Send this thread's accumulators to the thread with the same index in CTA ``rank`` of the cluster.
 
-    The other CTA's ``barrier`` counts the bytes. After it completes, that CTA calls ``add_accumulators``.
+    The other CTA's ``barrier`` counts the bytes. When this barrier completes, the other CTA calls ``add_accumulators``.
     """
     to, there = (ptx.address_at(place, rank) for place in (_accumulators(received, 0, tid), barrier))
     for i in range_constexpr(cute.size(acc) // 4):

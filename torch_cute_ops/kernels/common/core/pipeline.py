@@ -109,7 +109,8 @@ def fence_async() -> None:
 
 
 def fence_async_global() -> None:
-    """Order this thread's accesses to global memory after earlier, or before later, bulk copies.
+    """Order accesses to global memory by this thread and by bulk copies: accesses before this fence precede accesses
+    after it.
 
     If one thread's accesses must be ordered with another thread's bulk copies, both threads must fence: one before and
     one after they synchronise.

@@ -26,8 +26,8 @@ def _u32(value, loc, ip) -> ir.Value:
 
 
 def _pure(result: type, text: str, given: type, *values, loc, ip):
-    """Apply an instruction without side effects to ``values``, which have the type ``given``. Types are ``Uint32`` and
-    ``Float32``."""
+    """Apply an instruction without side effects to ``values``. ``result`` and ``given`` are the types of the result and
+    of the values: ``Uint32`` or ``Float32``."""
     letters = {Uint32: "r", Float32: "f"}
     operands = [given(value).ir_value(loc=loc, ip=ip) for value in values]
     constraints = f"={letters[result]}" + f",{letters[given]}" * len(values)
@@ -61,7 +61,7 @@ def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
-    """Return ``a << count``. The compiler cannot move this shift before a mask, as it does with a plain shift."""
+    """Return ``a << count``. The compiler may move a plain shift ahead of a mask, but it cannot move this shift."""
     return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
@@ -151,13 +151,13 @@ def rcp_approx(a, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def rsqrt_approx(a, *, loc=None, ip=None) -> Float32:
-    """Return ``1 / sqrt(a)``, accurate to two ulp, and exact for powers of four."""
+    """Return ``1 / sqrt(a)``, accurate to two ulps, and exact for powers of four."""
     return _pure(Float32, "rsqrt.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ex2_approx(a, *, loc=None, ip=None) -> Float32:
-    """Return ``2^a``, accurate to two ulp."""
+    """Return ``2^a``, accurate to two ulps."""
     return _pure(Float32, "ex2.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 

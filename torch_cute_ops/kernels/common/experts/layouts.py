@@ -111,7 +111,8 @@ class ExpertChoice:
         return not self.is_sigmoid and (self.has_bias or sums_all)
 
     def with_relevant_groups(self) -> "ExpertChoice":
-        """Return this choice with a single group if a token may use all groups, because groups then have no effect."""
+        """Return this choice unchanged, or with a single group if a token may use all groups: groups then have no
+        effect."""
         return self if self.topk_groups < self.num_groups else replace(self, num_groups=1, topk_groups=1)
 
 

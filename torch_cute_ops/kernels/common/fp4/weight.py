@@ -213,7 +213,7 @@ class WeightStages:
         return words
 
     def existing(self, left, quad) -> Uint32:
-        """Return a byte mask for ``factors``: the lane's scales that exist in a k tile with only ``left`` blocks."""
+        """Return the byte mask of a lane's existing scales, for ``factors``, in a k tile with only ``left`` blocks."""
         count = self.blocks // QUAD
         exist = cutlass.min(cutlass.max(left - quad * count, Int32(0)), Int32(count))
         return ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
