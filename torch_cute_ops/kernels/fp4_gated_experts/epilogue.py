@@ -34,8 +34,8 @@ class Outputs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms of the epilogue. A thread loads them before the accumulators of a work tile are complete, to hide the
-    latency.
+    """Factors and addends of the epilogue for one column. A thread loads them before the accumulators of a work tile
+    are complete, to hide the latency of the loads.
 
     Attributes:
         alpha: factors of gate and up, or None.

@@ -363,7 +363,7 @@ class FP4GatedExpertsKernel:
     # Pipeline p multiplies k tiles p, p + pipelines, ... of every work tile.
 
     def _work_tiles(self, work) -> tuple:
-        """Return the first and the end index of the CTA's work tiles, for ``_work_tile``."""
+        """Return the index of the CTA's first work tile, and the index after its last work tile, for ``_work_tile``."""
         split_k = self.config.split_k
         return work.begin // split_k, ptx.select(work.begin < work.end, (work.end + split_k - 1) // split_k, Int32(0))
 

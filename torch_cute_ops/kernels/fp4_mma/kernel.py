@@ -40,7 +40,8 @@ class Work(NamedTuple):
         first_column, first_row: first column and row of the tile in the result.
         k, n, m: sizes of the GEMM.
         blocks: number of blocks of a row of the weight.
-        a, b, scale: activations, (M, K) or codes; weight, (N, K/2) codes; and the weight's scales as bytes.
+        a, b, scale: activations as (M, K) 16-bit values or as codes, codes of the weight (N, K/2), and the weight's
+            scales as bytes.
         a_scale: scales of activations in FP4, as bytes, or None.
     """
 
@@ -244,7 +245,8 @@ class FP4MmaKernel:
 
     @cute.jit
     def _rearrange(self, stage, base, work):
-        """Rearrange the activations that this thread copied into the order of the decoded codes, in place."""
+        """Reorder, in place, the activations that this thread copied. The new order is the order of the decoded
+        codes."""
         c = self.config
         row_vectors = K_TILE * c.dtype.itemsize // 16
         for i in range_constexpr(c.activation_bytes // 16 // THREADS):

@@ -231,8 +231,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         while tile < work.n_tiles * work.m_tiles:
             _, m_tile = self._tile(tile, work)
             if const_expr(c.acc_empty_barriers > 0):
-                # If the accumulators overlap, wait until the epilogue has loaded the previous tile's shared columns. It
-                # has then also loaded all columns of earlier tiles.
+                # If the accumulators overlap, wait until the epilogue has loaded the previous tile's shared columns.
+                # The epilogue has then also loaded all columns of earlier tiles.
                 smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)

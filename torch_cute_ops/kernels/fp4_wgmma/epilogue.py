@@ -24,7 +24,8 @@ COLLECTED_ATOMS = 8  # number of groups of eight tokens whose partial sums are a
 
 
 class WorkTileEpilogue:
-    """Device code for the end of a work tile. ``acc_scale`` is the factor that converts accumulators to true sums."""
+    """Device code for the end of a work tile. ``acc_scale`` is the factor that undoes the scaling of decoded codes in
+    the accumulators."""
 
     def __init__(self, config: Config, epilogue: EpilogueOps, acc_scale: float):
         self.config, self.epilogue, self.acc_scale = config, epilogue, acc_scale
@@ -80,7 +81,7 @@ class WorkTileEpilogue:
         )
 
     def _flag(self, cta, consumer, work) -> cute.Pointer:
-        """Return the address of the flag for this warpgroup's partial sums of a CTA."""
+        """Return the address of the flag that CTA ``cta`` sets for this warpgroup's partial sums."""
         c = self.config
         place = (work.m_tile * work.num_ctas + cta) * c.consumer_groups + consumer.group
         return work.workspace.flags.iterator + place
@@ -175,8 +176,8 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _write(self, acc, n_tile, factor, consumer, work):
-        """Apply the epilogue to the accumulators and store the results. With experts, the accumulators are already true
-        sums."""
+        """Apply the epilogue to the accumulators and store the results. With experts, the scaling of decoded codes is
+        already undone."""
         c = self.config
         scale = self.acc_scale if c.expert_k is None else 1.0
         columns = [n_tile * c.tile_n + consumer.column + 8 * r for r in range(2)]

@@ -156,8 +156,8 @@ class FP4WgmmaKernel:
         if const_expr(c.cleared_bytes > 0):
             clear(smem.activations - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
-            # Tell the other CTAs of the cluster that this CTA's mbarriers are initialised. Before they send partial
-            # sums, they wait for this.
+            # Tell the other CTAs of the cluster that this CTA's mbarriers are initialised. The other CTAs wait for this
+            # before they send partial sums.
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         if warp >= 4 * c.consumer_groups:

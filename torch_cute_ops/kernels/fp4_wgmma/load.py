@@ -270,7 +270,8 @@ class Loads:
         with cute.arch.elect_one():
             size = c.a_stage_bytes + (c.factor_bytes if has_factors else 0)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-            # In the layout for mma.sync, a k tile is contiguous in global memory. In the layout for wgmma, a slice is.
+            # In the layout for mma.sync, a k tile is contiguous in global memory. In the layout for wgmma, a slice is
+            # contiguous.
             copies = 1 if c.by_warp else c.slices_per_stage
             size = c.a_stage_bytes // copies
             for i in range_constexpr(copies):

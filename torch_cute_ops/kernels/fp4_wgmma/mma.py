@@ -193,7 +193,7 @@ class Mma:
     """Base class of all kinds of MMAs. A subclass overrides the empty methods that it needs.
 
     Attributes:
-        acc_scale: factor that converts accumulators to true sums, a power of two.
+        acc_scale: factor, a power of two, that undoes the scaling of decoded codes in the accumulators.
     """
 
     def __init__(self, config: Config, weight: WeightStages, acc_scale: float):
@@ -256,8 +256,8 @@ class Mma:
 
 
 class TileMma(Mma):
-    """Base class of MMAs for several rows of activations. They decode codes, and multiply them by their scales
-    first."""
+    """Base class of MMAs for several rows of activations. Codes are decoded and multiplied by their scales before each
+    MMA."""
 
     def __init__(self, config: Config, weight: WeightStages):
         super().__init__(config, weight, acc_scale(config.operands.fmt, config.operands.decodes_both))
@@ -289,8 +289,8 @@ class WarpMma(TileMma):
             warp_mma(pairs, word, c.tile_m, at, c.arranged.token_bytes, consumer.lane, acc, self.dtype)
             if word == self.weight.words // 2:
                 # Fence before the stage is released, so that all lanes' loads of codes are complete. The MMA above uses
-                # a word of the last load, but does not order it: ptxas may move the MMA, and with it the first use of
-                # the load, past the arrival.
+                # a word of the last load, but does not order this load: ptxas may move the MMA, and with it the first
+                # use of the load, past the arrival.
                 fence_async()
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)

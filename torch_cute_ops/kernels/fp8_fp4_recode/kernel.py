@@ -61,7 +61,7 @@ class FP8FP4RecodeKernel:
 
 
 def notes_of(expert, column, work: Work) -> Int64:
-    """Return the offset, in all notes, of the notes of an output tile's weight rows."""
+    """Return the offset of the notes of an output tile's weight rows, counted over the notes of all rows."""
     tile = expert * cute.ceil_div(work.n, NOTE_ROWS) + column // NOTE_ROWS
     return Int64(tile) * Notes.words(work.k_stages)
 
@@ -134,8 +134,8 @@ class NoteScales:
 
     @cute.jit
     def _store_own_units(self, notes, exists, k_tile, slot, lane, work, smem) -> Uint32:
-        """Store powers of two for the weight rows that use the k tile's own exponent. They convert the k tile's results
-        to the rows' units. Return the flags."""
+        """Store powers of two for the weight rows that use the k tile's own exponent. These powers convert the k tile's
+        results to the rows' units. Return the flags."""
         at, k_stages = work.b_scale.iterator + notes, work.k_stages
         (owns,) = ptx.load_if(at + (Notes.owns(k_tile // RANGE) + lane), exists, 1)
         has_own = (owns >> Uint32(k_tile % RANGE) & Uint32(1)) != Uint32(0)
@@ -160,7 +160,7 @@ class NoteScales:
 class RecodedLoop:
     """Main loop for a recoded weight.
 
-    If all weight rows of the tile use their units in all k tiles, it is the main loop of ``fp8_wgmma``. Otherwise it
+    If all weight rows of the tile use their units in all k tiles, it runs the main loop of ``fp8_wgmma``. Otherwise it
     multiplies the results of each k tile by powers of two that convert them to the rows' units.
     """
 

@@ -3,8 +3,8 @@
 By definition (``reference.mm_fp8_fp4``), the numbers of a k tile are divided by its unit ``2^t`` and rounded to e4m3.
 The largest scale of the k tile is ``2^(t + 6)``. The rounded numbers are multiples of ``2^(t - 9)``, which is ``2^t``
 times e4m3's smallest subnormal number. In multiples of ``2^(t - 9)``, a block with the scale ``2^(t + 6 - d)`` consists
-of the numbers ``code · 2^(15 - d)``. For ``d`` up to 14, these are integers, and nothing is rounded. From ``d = 15``
-on, the numbers are rounded to 0, 1, 2, 3, 4 or 6, which e2m1 codes with the scale ``2^(t - 9)`` represent.
+of the numbers ``code · 2^(15 - d)``. For ``d`` up to 14, these are integers, and nothing is rounded. For ``d`` of 15
+and above, the numbers are rounded to 0, 1, 2, 3, 4 or 6, which e2m1 codes with the scale ``2^(t - 9)`` represent.
 """
 
 import functools

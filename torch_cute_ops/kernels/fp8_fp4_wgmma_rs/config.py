@@ -57,7 +57,7 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index of the first word, in a k tile's words of scales, that holds factors for changes of units.
+        """Index, in a k tile's words of scales, of the first word with factors for changes of units.
 
         These words follow the scales of ``a`` and the records of the weight rows.
         """

@@ -30,7 +30,7 @@ TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (LEAST, WGMMA_M) for split_k in SPLITS),
     # With random routing and a mean of 32 or 64 rows per expert, the rows of most experts fit into one of these tiles.
     *((tile_m, WIDE, 1) for tile_m in (48, 80, 96, MANY, PAIR)),
-    # Split-K: two CTAs divide K. Each adds up and stores the rows of one consumer warpgroup.
+    # Split-K: two CTAs divide K. Each CTA adds up and stores the rows of one consumer warpgroup.
     *((MANY, tile_n, 2) for tile_n in (WGMMA_M, WIDE)),
     *((tile_m, WGMMA_M, split_k) for tile_m in (LEAST, 48, WGMMA_M, 80, 96) for split_k in NARROW_SPLITS),
 )
@@ -97,7 +97,7 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index of the first word, in a k tile's words of scales, that holds factors for changes of units.
+        """Index, in a k tile's words of scales, of the first word with factors for changes of units.
 
         These words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
         """
@@ -112,6 +112,7 @@ class Config(FP8GemmConfig):
 
 
 def plan(*, tile_m: int, **given: Any) -> Config | None:
-    """Return the configuration for one of ``TILES`` with the most stages that fit into the shared memory, or None."""
+    """Return the configuration for one of ``TILES`` with the most stages that fit into shared memory, or None if none
+    fits."""
     cluster_m = 2 if tile_m == PAIR else 1
     return with_most_stages(Config, tile_m=tile_m // cluster_m, cluster_m=cluster_m, **given)

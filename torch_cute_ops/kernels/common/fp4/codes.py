@@ -62,7 +62,7 @@ _HALF_STEP = 0x01010101  # half a step between codes, in the high byte of each f
 
 
 def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
-    """Return the factor that converts accumulators of decoded numbers to true sums.
+    """Return the factor that undoes the scaling of decoded numbers (``DECODED_SCALE``) in accumulators.
 
     ``decodes_both`` is True if the activations are decoded too.
     """

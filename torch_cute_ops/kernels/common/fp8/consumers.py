@@ -425,7 +425,8 @@ class Consumers:
                 stage, parity = self.loop.run(multiply, acc, partials, pending, stage, parity, consumer, work, smem)
                 if const_expr(not c.is_swapped):
                     if const_expr(c.split_k > 1):
-                        # Each of the two CTAs stores the rows of one warpgroup, and the other CTA stores the rest.
+                        # Two CTAs share the tile, and CTA i stores the rows of warpgroup i. So the other warpgroup of
+                        # this CTA stores no rows.
                         rows = ptx.select(work.rank == group, rows, Int32(0))
                     pending = Pending(row, rows, column, expert)
                 elif const_expr(c.split_k > 1):
@@ -569,8 +570,8 @@ class Results:
         """Add up a swapped tile's partial sums over the CTAs of the cluster, in the order of K, apply the epilogue, and
         store the results.
 
-        The CTAs send each other the partial sums of existing rows and columns. When a CTA has received all its partial
-        sums of its last tile, it may end: no other CTA will access its shared memory.
+        The CTAs send each other the partial sums of existing rows and columns. A CTA may end when it has received all
+        partial sums of its last tile, because no other CTA accesses its shared memory after that.
 
         Args:
             turn: number of tiles that this CTA has computed before, modulo 2.

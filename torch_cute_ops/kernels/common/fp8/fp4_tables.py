@@ -52,8 +52,8 @@ class SharedUnit(NamedTuple):
 
 
 def own_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return the exponent ``t`` of a k tile's own unit from the scale bytes of a row, or any exponent if all scales are
-    zero or NaN."""
+    """Return the exponent ``t`` of a k tile's own unit from the scale bytes of a row in this k tile, or any exponent if
+    all scales are zero or NaN."""
     if fmt == MXFP4:
         bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
@@ -78,7 +78,7 @@ def shared_exponent(words: list, fmt: FP4Format) -> Int32:
 
 
 def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
-    """Divide a row's scales of a k tile by the unit ``2^exponent``."""
+    """Divide a row's scales in a k tile by the unit ``2^exponent``."""
     if fmt == MXFP4:
         # Each byte holds one exponent. Subtract modulo 256 in each byte, without borrows between bytes.
         word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
@@ -99,8 +99,8 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
 
 
 def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
-    """Return the decoding tables of half a k tile of a row whose scales fit the row's shared unit. A table is two
-    words, smaller magnitudes first."""
+    """Return the decoding tables for half a k tile of one row. The scales must fit the row's shared unit. A table is
+    two words, smaller magnitudes first."""
     return [table_of_bytes(ones, one_and_halves, i) for i in range(64 // fmt.block_size)]
 
 
@@ -115,7 +115,7 @@ def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
-    """Return the decoding tables of half a k tile of a row, for the k tile's own unit ``2^exponent``. ``word`` holds
+    """Return the decoding tables for half a k tile of one row, for the k tile's own unit ``2^exponent``. ``word`` holds
     the scale bytes."""
     if fmt == MXFP4:
         numbers = []
@@ -190,7 +190,7 @@ def _inverse(exponent: Int32) -> Uint32:
 
 
 def _signs(of: Uint32, but: Uint32) -> Uint32:
-    """Return the highest bit of each byte of ``of``, but zero where the byte's highest bit in ``but`` is set."""
+    """Return a word that holds the highest bit of each byte of ``of``, cleared if the same bit of ``but`` is set."""
     return of & (but ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS)
 
 

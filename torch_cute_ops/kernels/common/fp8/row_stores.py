@@ -1,4 +1,4 @@
-"""Store accumulators through the epilogue, so that a warp writes whole lines of a row.
+"""Apply the epilogue to accumulators, and store the results so that each warp writes whole cache lines of a row.
 
 A lane holds two adjacent columns of every eight columns, in row r and in row r + 8. To store contiguous data, each warp
 first assembles lines of 128 bytes in its own part of shared memory.

@@ -6,8 +6,8 @@ fit in some k tile, all rows of its group of 32 are decoded with the k tile's ow
 the MMA results of the k tile by powers of two that the scale loaders store in the stage. After the last k tile of an
 output tile, ``Units`` multiplies all accumulators by their units, so that the epilogue needs no units.
 
-From word ``units_at`` on, a slot stores two factors per weight row (one for the accumulators, one for the k tile's MMA
-results), and a word of flags.
+Starting at word ``units_at``, a slot stores two factors per weight row (one for the accumulators, one for the k tile's
+MMA results), and a word of flags.
 """
 
 from typing import Any, Final
@@ -114,7 +114,7 @@ class UnitScales:
 
     def begin(self, tile: Tile, lane, work) -> tuple:
         """Return the exponents of the units of this lane's weight rows, and the number of weight rows from the lane's
-        first row on.
+        first row to the end of the weight.
 
         The lane's rows are every 32nd row of the tile. Each exponent takes one byte of a word.
         """
