@@ -139,7 +139,7 @@ class FP8MmaKernel:
     # read at the same time avoid bank conflicts.
 
     def _place(self, row, piece):
-        """Return the offset in a stage of 16-byte piece ``piece`` of a row."""
+        """Return the offset, in a stage, of the ``piece``-th 16-byte piece of a row."""
         return row * K_TILE + (piece ^ (row % 2 * (PIECES // 2))) * PIECE
 
     @cute.jit

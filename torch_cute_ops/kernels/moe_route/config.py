@@ -61,7 +61,7 @@ class Arguments(
         counts: (E,) int32, written: number of rows of each expert.
         workspace: (``Config.workspace_words(M, R, sms)``,) int32. If this is 0 words, pass any int32 tensor: the
             kernels do not access it.
-        scaling_factor: fp32, by which all weights are multiplied.
+        scaling_factor: fp32 factor that multiplies all weights.
         row_multiple: int32. With ``Config.is_masked``, the number of rows of each expert. Otherwise, the alignment of
             each expert's first row.
         sms: int32, number of SMs of the device.

@@ -37,7 +37,7 @@ class Arguments(namedtuple("Arguments", "logits bias expert_factor out scaling_f
         bias: (E,) fp32, or None without ``Config.has_bias``.
         expert_factor: (E,) fp32, or None without ``Config.has_expert_factor``.
         out: (M, E) fp32, written.
-        scaling_factor: fp32, by which all weights are multiplied.
+        scaling_factor: fp32 factor that multiplies all weights.
     """
 
 

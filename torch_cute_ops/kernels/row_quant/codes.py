@@ -61,7 +61,7 @@ class SharedBlocks:
         return lane % self.lanes // self.lanes_per_block
 
     def leads(self, lane):
-        """Return True if this lane is the first of the lanes whose block is ``mine``."""
+        """Return True if this lane is the first of the lanes that own the same block (see ``mine``)."""
         return lane % self.lanes_per_block == 0
 
     def broadcast(self, value, index: int, lane):

@@ -168,9 +168,9 @@ class RowQuantSpec:
 
     @property
     def folds(self) -> bool:
-        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. It is False for fp32: an
-        fp32 norm would show that ``v · w`` lost bits in the subnormal range, and all ops must give the same codes for a
-        dtype."""
+        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. It is False for fp32,
+        because an fp32 output of the norm would show that ``v · w`` lost bits in the subnormal range. (All ops must
+        give the same codes for a dtype.)"""
         return self.normalises and self.dtype != torch.float32
 
     @property
@@ -388,7 +388,7 @@ class Config:
         """Configuration of a kernel that adds a residual before the same norm, with the fewest possible buffers.
 
         ``splits`` and ``threads_per_row`` determine the order in which the squares of a row are summed. For every norm,
-        ``plan`` chooses values with which this configuration fits too. So ops with and without a residual give the same
+        ``plan`` chooses values for which this configuration fits too. So ops with and without a residual give the same
         bits.
         """
         if not self.spec.normalises:

@@ -377,9 +377,9 @@ class RowQuantKernel:
         """Load the thread's blocks of a row, multiply them by the weight, and compute their amaxes.
 
         Returns:
-            A tuple of three: per block, the products v · w and their amax; the amax of the FP8 block whose scale this
-                thread computes, or None unless scales are per 128 elements; and this thread's partial results of the
-                row's ``RowQuantSpec.reductions``.
+            A tuple of three entries. The first holds, per block, the products v · w and their amax. The second is the
+                amax of the FP8 block whose scale this thread computes, or None unless scales are per 128 elements. The
+                third holds this thread's partial results of the row's ``RowQuantSpec.reductions``.
         """
         c = self.config
         spec = c.spec
@@ -477,7 +477,7 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Return True if ``amax`` is finite and at least 2^-80. It is the amax of a block of products v · w."""
+        """Return True if ``amax``, the largest magnitude of a block's products v · w, is finite and at least 2^-80."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit

@@ -86,8 +86,8 @@ class Rows:
         return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
-        """Start the copies of the first rows, one iteration per stage. The rows are ``memory_row`` and, with two
-        stages, ``second_row``."""
+        """Start the copies of the rows of the first iterations, one iteration per stage. The rows are ``memory_row``
+        and, with two stages, ``second_row``."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 

@@ -65,8 +65,8 @@ class Thread:
 
 
 class Smem(NamedTuple):
-    """Pointers into shared memory, as ``Config.smem_offsets`` divides it. A field is None if the configuration does not
-    need it.
+    """Pointers into shared memory. ``Config.smem_offsets`` defines the offsets of the buffers. A field is None if the
+    configuration does not need it.
 
     Attributes:
         buffers: row buffers of the group.
