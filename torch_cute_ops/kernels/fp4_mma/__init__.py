@@ -15,8 +15,8 @@ Roles and data path. A CTA consists of 8 warps. It computes 128 rows of ``b`` by
    contiguous elements, 16 bytes of codes. Each of eight MMAs with K = 16 uses four of a lane's elements. This changes
    the order of k, which does not matter as long as it is the same in both operands. ``decode`` converts codes to 16-bit
    numbers and multiplies them by the scales.
-3. One k tile before activations are multiplied, the thread that copied them rearranges them in place into the same
-   order.
+3. The thread that copied activations rearranges them in place into the same order, one k tile before they are
+   multiplied.
 4. Each CTA stores its partial sums in shared memory. The CTAs of the cluster divide the rows of ``a`` among them, add
    up the partial sums in the order of k, and apply the epilogue. A row of the result thus depends only on ``split_k``,
    not on M or on other rows.

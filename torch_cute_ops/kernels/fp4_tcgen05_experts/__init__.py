@@ -16,8 +16,8 @@ Roles:
    tile of an expert ends at the end of the expert's k.
 2. If scales are linear, four scale-loader warps rewrite them as 128x4 tiles. Each warp handles every fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
-   ``fp4_tcgen05``. For each expert, it starts one of two accumulators from zero. The expert's last commit signals that
-   the accumulator is complete.
+   ``fp4_tcgen05``. For each expert, this thread starts one of two accumulators from zero. The expert's last commit
+   signals that the accumulator is complete.
 4. Four epilogue warps load an expert's accumulator while the next expert is multiplied. A thread adds the expert's
    bias, multiplies by the token's factor, and adds the products to sums in registers, all in fp32. If the factor is
    zero, nothing is added, even if the accumulator holds NaN. A warp without a routed token does not load the

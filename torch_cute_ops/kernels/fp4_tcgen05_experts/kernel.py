@@ -403,7 +403,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             number += work.pitch
 
     def _load_bias(self, expert, work_tile, tid, work) -> list:
-        """Load an expert's bias for every 32nd column of a work tile, while the MMAs compute the accumulator."""
+        """Load an expert's bias for this lane's columns of a work tile (every 32nd column) while the MMAs compute the
+        accumulator."""
         column = work_tile.n_tile * self.config.tile_n + tid % WARP
         return [
             load_terms(work.bias, expert, column, i, 1, column + i < work.n)[0]

@@ -28,15 +28,15 @@ A thread recodes 16 elements of a k tile at a time: it loads 8 bytes of codes an
 bytes, looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row. A *team* of 256
 threads recodes a work tile: 32 rows of 16 k tiles. No shared memory is used. The weight is recoded in one of two ways:
 
-- One launch, of CTAs with one team each, recodes the whole weight, and the GEMM waits for the end of that kernel.
+- One launch recodes the whole weight. Each of its CTAs consists of one team. The GEMM waits for the end of this launch.
 - Two launches: the first recodes only the rows that the GEMM's first tiles need. The second overlaps the GEMM and
   recodes the other rows. The second launch consists of a few CTAs on separate SMs. The teams process work tiles in the
   order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the counts of their
   rows (``Notes.done``), not for the kernel. All CTAs of the second launch run before the GEMM starts, since a kernel
   releases its dependents only when each of its CTAs has begun.
 
-Bytes moved: The GEMM moves the same bytes as ``fp8_wgmma``, and 4 more bytes per weight row and row tile. The recoding
-kernel reads 1/2 + 1/block_size bytes per element, and writes 1 + 1/64.
+Bytes moved: The GEMM moves the same bytes as ``fp8_wgmma``, and 4 more bytes per weight row and row tile. Per element
+of the weight, the recoding kernel reads 1/2 + 1/block_size bytes and writes 1 + 1/64 bytes.
 """
 
 from typing import TYPE_CHECKING

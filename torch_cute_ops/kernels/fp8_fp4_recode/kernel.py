@@ -107,8 +107,9 @@ class NoteScales:
 
     @cute.jit
     def begin(self, tile: Tile, lane, work) -> tuple:
-        """Return the offset of an output tile's notes, True if this lane's ``WARP_ROWS`` weight rows exist, and True if
-        some row of the tile uses a k tile's own exponent instead of its unit."""
+        """Return the offset of an output tile's notes, and two flags. The first is True if this lane's ``WARP_ROWS``
+        weight rows exist. The second is True if some row of the tile uses a k tile's own exponent instead of the row's
+        unit."""
         exists = tile.column + WARP_ROWS * lane < work.n
         notes = notes_of(tile.expert, tile.column, work)
         found = Uint32(0)

@@ -26,7 +26,7 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
    block's factors and added to the tile's accumulators.
 4. By definition, the numbers of a k tile are rounded to e4m3 after division by the k tile's unit ``2^t``. The rounding
    changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders replace
-   the codes of these blocks by rounded codes with a larger scale.
+   the codes of such a block by rounded codes with a larger scale.
 
 With few rows of ``a``, a block has few accumulators, and scaling them takes less time than computing look-up tables of
 scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: almost every code of 1.5, 3 or 6

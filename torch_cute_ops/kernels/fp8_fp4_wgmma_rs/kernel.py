@@ -196,8 +196,8 @@ class DecodingLoop:
     def _bytes(self, slot, row, which: int, consumer, smem) -> Uint32:
         """Load the scale bytes of a lane's two blocks from a row's record.
 
-        A record has two words per half of a k tile. ``which`` selects the first or the second word of the half that
-        contains the lane's quarter.
+        A record holds two words for each half of a k tile. From the half that contains the lane's quarter, ``which`` (0
+        or 1) selects a word.
         """
         record = cute.recast_ptr(record_words(self.config, self.stages, slot, row, smem).iterator, dtype=Uint8)
         at = consumer.quad // 2 * 8 + which * 4 + consumer.quad % 2 * BLOCKS

@@ -10,7 +10,7 @@ of a k tile are multiplied by both scales and added to accumulators in fp32. The
 accumulators. The results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
 mbarriers.
 
-A lane reads 16 bytes of a row at once, and uses the four words in four MMAs of 32 elements of K each. The order in
+A lane reads 16 bytes (four words) of a row at once, and uses each word in a different MMA with K = 32. The order in
 which the elements of a k tile are multiplied thus differs from their order in memory. It is the same for both operands.
 
 Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,

@@ -28,7 +28,7 @@ TILES: Final = (
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of a kernel for FP8 operands with block scales."""
+    """Static properties of the FP8 GEMM with block scales by wgmma."""
 
     tiles: ClassVar = TILES
     stage_counts: ClassVar = range(12, 1, -1)

@@ -13,9 +13,8 @@ scales take a thirtieth of the codes' bytes, but a quarter of the codes' number 
 of launches depends on the number of tokens:
 
 - Few tokens: one kernel stores codes and scales.
-- More tokens: the first kernel stores each token's scales once, in a workspace. A second kernel runs one thread per row
-  of the buffer, which copies the scales of the row's token. A warp then stores the scales of 32 rows, a column at a
-  time.
+- More tokens: the first kernel stores each token's scales once, in a workspace. In a second kernel, one thread per row
+  of the buffer copies the scales of the row's token. A warp then stores the scales of 32 rows, a column at a time.
 
 Bytes moved: tokens and indices are read once, and codes and scales are written per row. With the second kernel, the
 tokens' scales are written once more, and read once per row together with the indices, mostly from L2.

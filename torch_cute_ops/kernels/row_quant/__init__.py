@@ -2,13 +2,14 @@
 
 ``RowQuantSpec`` combines:
 
-- source: a row of the input; the sum of a row of the input and a row of the residual, which overwrites the residual; or
-  the second half of a row of the input, gated by the first half (``silu(gate) * up``, or the general SwiGLU);
-- RMSNorm, or none;
-- format: FP4 blocks; FP8 with a scale that the caller passes, a scale per row, or a scale per 128 elements (the last
-  block of a row may have 64); or none;
-- outputs: codes and scales in a layout; optionally the same scales in the linear layout; optionally the values before
-  quantisation. Without a format, these values are the only output;
+- source of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and a row of the
+  residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by the first
+  half (``silu(gate) * up``, or the general SwiGLU).
+- RMSNorm, or none.
+- format: FP4, FP8, or none. An FP8 scale belongs to the whole tensor (the caller passes it), to a row, or to 128
+  elements (64 elements in the last block of some rows).
+- outputs: codes and scales. Optional outputs are the same scales in the linear layout, and the values before
+  quantisation. Without a format, these values are the only output.
 - rows: all rows of the input, or the experts' rows in a buffer with padding. Padding is neither read nor written: a
   table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, the buffer
   contains no padding between experts, and the rows are the range from the first offset to the last offset.

@@ -38,7 +38,7 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
     token, quarter = lane // 4, lane % 4
     place = token * pitch + quarter * 16 + word * K_GROUP_BYTES
     if pitch // K_GROUP_BYTES % 2 == 0:
-        # K group ``word`` is stored at place ``word xor token % 2``.
+        # To avoid bank conflicts, k group ``word`` is stored at place ``word xor token % 2``.
         place = place + (1 - word % 2 * 2) * (token % 2) * K_GROUP_BYTES
     for group in range(m // ATOM_M):
         at = a_at + cute.assume(place + group * (ATOM_M * pitch), divby=16)

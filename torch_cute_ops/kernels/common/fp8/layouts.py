@@ -57,7 +57,8 @@ class ExpertLayout:
 
     @property
     def is_masked(self) -> bool:
-        """Return True if all experts own the same number of rows of the buffer. Tensors are then three-dimensional."""
+        """Return True if all experts own the same number of rows of the buffer. ``a``, ``a_scale`` and ``out`` are then
+        three-dimensional."""
         return self.has_counts and not self.has_offsets
 
     @property

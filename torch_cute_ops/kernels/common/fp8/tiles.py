@@ -26,8 +26,8 @@ class Tile(NamedTuple):
     Attributes:
         expert: index of the expert.
         row, column: first row and column of the tile.
-        rows: number of rows that the expert owns from ``row`` to its last row. It is zero or negative if the tile lies
-            after the expert's last row, which can happen to a CTA of a cluster.
+        rows: number of rows that the expert owns from ``row`` to its last row. It is zero or negative if the tile
+            begins after the expert's last row. (If the CTAs of a cluster share a tile, later CTAs may own no rows.)
     """
 
     expert: Int32
