@@ -1,8 +1,8 @@
-"""GEMMs of FP8 matrices by ``tcgen05.mma`` of ``kind::f8f6f4``, plain or grouped by expert, for data-center Blackwell.
+"""FP8 GEMMs for data-center Blackwell, by ``tcgen05.mma`` of ``kind::f8f6f4``, plain or grouped by expert.
 
-With block scales, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] ·
-b[n, k]))``; with per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k] · b[n, k])``, and ``alpha`` of the
-epilogue contains the weight's scales. The weight is on the M side of the MMAs: its 128 rows in a tile are the lanes of
+With block scales, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n,
+k]))``. With per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k] · b[n, k])``, and the epilogue's
+``alpha`` contains the weight's scales. The weight is on the M side of the MMAs: its 128 rows in a tile are the lanes of
 tensor memory. The tokens are on the N side, which takes as few as 16 rows, so that few tokens do not waste the tensor
 cores. A k tile spans 128 elements: 128 bytes per row, and four MMAs. The 128 rows of the weight in a CTA share a block
 scale.
@@ -10,18 +10,19 @@ scale.
 A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, in the order of ``common.fp8.tiles``. CTAs are
 persistent. Roles:
 
-1. The producer warp fills stages: both operands by tensor map with the 128-byte swizzle. If the last k tile has 64
-   elements, the rest of both operands is filled with zeros.
+1. The producer warp fills stages. It copies both operands by TMA with the 128-byte swizzle. If the last k tile has 64
+   elements, TMA fills the rest of the stage with zeros.
 2. One thread of the MMA warp issues a k tile's MMAs. A commit releases the stage. With per-token scales, tensor memory
    adds up all of K in fp32, and the last commit of a tile signals that its accumulator is complete. With block scales,
-   each k tile is multiplied into another accumulator, which a second commit completes.
-3. With block scales, two scale-loader warps load the scales of every second k tile each, and write the products of the
-   tokens' scales and the weight's scale to a slot of shared memory.
+   each k tile uses a different accumulator than the previous k tile, and a second commit signals that this accumulator
+   is complete.
+3. With block scales, two scale-loader warps take turns at the k tiles. A warp loads a k tile's scales, and writes the
+   products of the tokens' scales and the weight's scale to a slot of shared memory.
 4. Four epilogue warps, each with 32 lanes of tensor memory, load accumulators. A thread handles a row of the weight,
    which is a column of the result. With block scales, the warps multiply the accumulator of each k tile by the products
    of scales and add it to sums in fp32 registers (promotion), while the next k tile is multiplied. With per-token
    scales, the warps multiply by the tokens' scales, which they have loaded in advance. Then they apply the epilogue and
-   store the results, only of rows that the expert owns, while the next tile is multiplied.
+   store the results while the next tile is multiplied. Only rows that the expert owns are stored.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -35,13 +36,13 @@ half of both operands. When a stage of the second CTA is full, the second CTA si
 issues all MMAs, and its commits arrive at barriers of both CTAs.
 
 Split-K, without experts: a cluster of ``split_k`` CTAs computes one tile, and each CTA multiplies a part of the tile's
-k tiles. The CTAs store their partial sums, already scaled, in shared memory and add them up in the order of k. A row of
-the result depends on the tactic, not on M.
+k tiles. The CTAs multiply their partial sums by the scales, store them in shared memory, and add them up in the order
+of k. A row of the result depends on the tactic, not on M.
 
-Rows past an expert's end are multiplied but never stored. Their scales are replaced by zeros.
+Rows after an expert's last row are multiplied but never stored. Their scales are replaced by zeros.
 
-Bytes moved: ``b`` of experts that own rows, once per row tile (from L2 for tiles that run together); ``a`` once per
-column tile, from L2; the result once.
+Bytes moved: The weight of each expert that owns rows is read once per row tile (from L2 for tiles that run at the same
+time). ``a`` is read from L2 once per column tile. The result is written once.
 """
 
 from typing import TYPE_CHECKING

@@ -26,24 +26,25 @@ TILES_M: Final = {
 """Supported ``tile_m``, keyed by whether operands have block scales, and by the number of CTAs of an MMA. With block
 scales, a thread keeps ``tile_m`` accumulators in registers."""
 SPLIT_K: Final = (1, 2, 4, 8)
-"""Supported numbers of CTAs of a cluster that share the k of a tile."""
+"""Supported ``split_k``, the number of CTAs of a cluster that divide the k of a tile."""
 SCALE_LOADERS: Final = 2
 """Number of scale-loader warps. With more than eight warps in a CTA, a thread has 168 registers, and the sums of 128
 tokens spill."""
 SCALES_AHEAD: Final = 2
 """Number of k tiles whose scales a scale loader loads at once."""
 FACTOR_SLOTS: Final = 2 * SCALES_AHEAD * SCALE_LOADERS
-"""Number of k tiles whose products of scales are in shared memory: a multiple of the scale loaders, so that a slot
-always belongs to the same warp."""
+"""Number of k tiles whose products of scales fit into shared memory. It is a multiple of the number of scale loaders,
+so that a slot always belongs to the same warp."""
 FEW_COLUMNS: Final = 64
-"""Columns of an accumulator up to which tensor memory holds four accumulators instead of two: MMAs of few columns take
-less time than the way from a commit to the next MMA."""
+"""Largest number of columns of an accumulator for which tensor memory holds four accumulators instead of two. MMAs of
+few columns take less time than a commit takes to allow the next MMA."""
 
 
 def splits(rows: ExpertLayout, has_blocks: bool, tile_m: int, cta_group: int) -> tuple[int, ...]:
-    """Return the numbers of CTAs that may share the k of a tile.
+    """Return the supported values of ``split_k``.
 
-    With block scales and more than 64 tokens, kernels that store partial sums spill.
+    Only 1 is supported with experts, with CTA pairs, and for many tokens. With block scales, more than 64 tokens are
+    too many, because kernels that store partial sums would spill.
     """
     widest = FEW_COLUMNS if has_blocks else MMA_M
     return SPLIT_K if rows.is_plain and cta_group == 1 and tile_m <= widest else (1,)
@@ -51,7 +52,7 @@ def splits(rows: ExpertLayout, has_blocks: bool, tile_m: int, cta_group: int) ->
 
 @dataclass(frozen=True)
 class FP8Stage(OperandStage):
-    """K tile of both operands in shared memory, 128 elements of K.
+    """Layout of a stage in shared memory: one k tile (128 elements along K) of both operands.
 
     Attributes:
         mma_n, cta_group: as in ``OperandStage``.
@@ -65,28 +66,29 @@ class FP8Stage(OperandStage):
 
     @property
     def has_scale_loaders(self) -> bool:
-        """True if warps of the CTA load the scales and multiply them."""
+        """True if scale-loader warps load block scales and multiply the two operands' scales."""
         return self.has_blocks
 
     @property
     def scale_loaders_fill(self) -> bool:
-        """False: scales have their own pipeline."""
+        """False, because scales are passed through a separate pipeline."""
         return False
 
 
 @dataclass(frozen=True)
 class Config(Tcgen05Config):
-    """Static properties of a kernel. N, K, R and the number of experts are run-time values.
+    """Static properties of the FP8 GEMM by tcgen05. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.
-        epilogue: operations on the accumulator.
-        has_blocks: True for block scales, False for per-token scales; ``alpha`` then contains the weight's scales.
-        tile_m: rows of ``a`` of a tile.
-        cta_group: number of CTAs that share an MMA, 1 or 2. Each CTA computes 128 rows of the weight.
-        split_k: number of CTAs of a cluster that share the k of a tile.
+        epilogue: operations on the finished accumulators.
+        has_blocks: True for block scales, False for per-token scales. With per-token scales, ``alpha`` contains the
+            weight's scales.
+        tile_m: number of rows of ``a`` of a tile.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
+        split_k: number of CTAs of a cluster that divide the k of a tile.
         stages: number of stages.
-        pdl: True for programmatic dependent launches.
+        pdl: True to launch with programmatic dependent launch.
         prefetches: as in ``FP8GemmConfig``.
     """
 
@@ -107,22 +109,22 @@ class Config(Tcgen05Config):
 
     @property
     def tile_n(self) -> int:
-        """Rows of the weight of a tile."""
+        """Number of weight rows of a tile."""
         return MMA_M * self.cta_group
 
     @property
     def stage(self) -> FP8Stage:
-        """Layout of a stage. The weight is on the M side."""
+        """Layout of a pipeline stage. The weight is on the M side of the MMAs."""
         return FP8Stage(self.tile_m, self.cta_group, self.has_blocks)
 
     @property
     def waits_first(self) -> bool:
-        """True if experts own the rows: all threads read offsets and counts."""
+        """True if experts own the rows, because all threads then read offsets and counts."""
         return self.pdl and not self.rows.is_plain
 
     @property
     def sum_tile(self) -> PartialSums:
-        """Partial sums of a CTA in a cluster that splits k. In shared memory, the partial sums replace the stages."""
+        """Layout of a CTA's partial sums under split-K. In shared memory, they overwrite the stages."""
         return PartialSums(self.tile_m, MMA_M)
 
     @property
@@ -141,18 +143,19 @@ class Config(Tcgen05Config):
 
     @property
     def columns_per_load(self) -> int:
-        """Columns of tensor memory that a thread loads at once: fewer if it keeps 128 sums in registers."""
+        """Number of columns of tensor memory that a thread loads at once. It is smaller if the thread holds 128 sums in
+        registers."""
         return min(self.tile_m, 16 if self.has_blocks and self.tile_m > FEW_COLUMNS else 32)
 
     @property
     def factor_slots(self) -> int:
-        """Number of k tiles whose products of scales are in shared memory."""
+        """Number of k tiles whose products of scales fit into shared memory at the same time."""
         return FACTOR_SLOTS if self.has_blocks else 0
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of shared memory for scales: products of both operands' scales, or each epilogue warp's copy of a
-        tile's per-token scales."""
+        """Bytes of shared memory for scales: products of both operands' block scales, or one copy of a tile's per-token
+        scales per epilogue warp."""
         return 4 * self.tile_m * (FACTOR_SLOTS if self.has_blocks else EPILOGUE_WARPS)
 
     @property
@@ -195,7 +198,8 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """Return the configuration with the largest number of stages that fits into an SM of ``arch``, or None."""
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
+    fits."""
     return with_most_stages(
         lambda stages: Config(rows, epilogue, has_blocks, tile_m, cta_group, split_k, stages, pdl),
         arch,

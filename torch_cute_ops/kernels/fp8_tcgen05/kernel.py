@@ -1,4 +1,4 @@
-"""Device code; the package's docstring describes the roles and the data path."""
+"""Device code of the FP8 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
 
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -26,24 +26,24 @@ from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP8Weight
 from torch_cute_ops.kernels.fp8_tcgen05.config import FACTOR_SLOTS, SCALE_LOADERS, SCALES_AHEAD, Config
 
-MMA_K_BYTES = 32  # bytes of a row in an MMA
+MMA_K_BYTES = 32  # bytes of an operand's row that one MMA multiplies
 MMAS_PER_K_TILE = K_TILE_BYTES // MMA_K_BYTES
-ALL_TILES = 1 << 30  # more CTAs than tiles exist
+ALL_TILES = 1 << 30  # larger than any number of CTAs that a launch needs
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the operands.
+    """Work of a CTA, and the tensors of the call.
 
     Attributes:
-        m, n: rows and columns of the result, of all experts together.
+        m, n: numbers of rows and columns of the result. The rows of all experts are counted.
         num_mmas: number of MMAs of a tile, over all of K.
         begin, end: range of k tiles that the CTA multiplies in each tile. The last k tile may have 64 elements.
         first, pitch: index of the CTA's first tile, and distance to its next tile.
         num_tiles: number of all tiles.
         rank: rank of the CTA in its cluster.
         experts, space: number of experts, and ``Views.space``.
-        offsets, counts: rows of experts, or None.
-        a_scale, b_scale: scales of all experts; ``b_scale`` is None with per-token scales.
+        offsets, counts: first rows and numbers of rows of the experts, or None.
+        a_scale, b_scale: scales of ``a`` and of the weight, for all experts. ``b_scale`` is None with per-token scales.
         alpha, bias: operands of the epilogue, or None.
         out: result.
     """
@@ -70,11 +70,12 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class FP8Smem(Smem):
-    """Shared memory.
+    """Shared memory of a CTA.
 
     Attributes:
-        factors: scales: slots of a k tile's products, or per-token scales of each epilogue warp.
-        factor_pipeline: pipeline of these slots.
+        factors: slots with the products of a k tile's block scales, or a copy of the per-token scales for each epilogue
+            warp.
+        factor_pipeline: pipeline whose stages are the slots of ``factors``.
         table: table of experts.
     """
 
@@ -84,7 +85,7 @@ class FP8Smem(Smem):
 
 
 class FP8Tcgen05Kernel(Tcgen05Kernel):
-    """The kernel of one ``Config``."""
+    """GEMM kernel, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -103,7 +104,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
         given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
         view = self.tiles.views(given)
         if const_expr(c.split_k > 1):
-            # A cluster computes one tile, so that its partial sums may replace the stages.
+            # Launch one cluster per tile, so that partial sums may overwrite the stages.
             given = given._replace(max_ctas=Int32(ALL_TILES))
         maps = self.copies.map(_bytes_of(view.a), self.stage.cta_mma_n), self.copies.map(_bytes_of(view.b), MMA_M)
         scales, rows, terms = (view.a_scale, view.b_scale), (offsets, counts), (alpha, bias)
@@ -186,7 +187,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
         return work._replace(num_tiles=self.tiles.count(work.m, work.n, smem.table))
 
     def _find(self, number, lane, work, smem) -> Tile:
-        """Return a tile. In a pair, its columns begin with this CTA's columns."""
+        """Return the fields of tile ``number``. In a CTA pair, its first column is the first column of this CTA."""
         tile = Tile(*self.tiles.find(number, work.m, work.n, smem.table, lane))
         if self.stage.cta_group == 2:
             tile = tile._replace(column=tile.column + work.rank * MMA_M)
@@ -196,16 +197,17 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp: fill the stages."""
+        """Run the producer warp, which fills the stages."""
         tid, _, _ = cute.arch.thread_idx()
         rows = self.stage.cta_mma_n
         half = work.rank if const_expr(self.stage.cta_group == 2) else Int32(0)
         b_boxes = self.copies.boxes(b_map, MMA_M)
-        # Producers start with parity 1, so that unused stages count as empty.
+        # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, tid % WARP, work, smem)
-            # An expert's rows may begin at any row.
+            # An expert's first row need not be a multiple of the box's rows, so shift the origin of the matrix to this
+            # row.
             of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
             a_boxes = self.copies.boxes(of_tile, rows)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
@@ -221,7 +223,8 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _load_scales(self, loader, work, smem):
-        """Run a scale-loader warp: write the products of both operands' scales of every second k tile to a slot."""
+        """Run a scale-loader warp. For every second k tile, it writes the products of both operands' scales to a
+        slot."""
         own, lane = loader // WARP, loader % WARP
         before = Int32(0)  # number of k tiles of earlier tiles
         for number in range(work.first, work.num_tiles, work.pitch):
@@ -248,7 +251,8 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
             before += work.end - work.begin
 
     def _factors(self, slot, smem) -> cute.Tensor:
-        """Return the scales of a slot, or the per-token scales of an epilogue warp: one per token of the tile."""
+        """Return a slot's products of block scales, or an epilogue warp's per-token scales: one element per token of
+        the tile."""
         at = smem.factors + cute.assume(slot * (4 * self.config.tile_m), divby=16)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(self.config.tile_m))
 
@@ -256,7 +260,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _issue_mmas(self, tmem, work, smem):
-        """Run the MMA thread. In a pair, the first CTA's thread issues all MMAs."""
+        """Run the MMA thread. In a CTA pair, the first CTA's MMA thread issues all MMAs."""
         if const_expr(self.stage.cta_group == 1):
             self._issue_all_mmas(tmem, work, smem)
         elif work.rank == LEADER:
@@ -268,7 +272,8 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _issue_all_mmas(self, tmem, work, smem):
-        """Issue the MMAs of all tiles. With block scales, each k tile begins another accumulator."""
+        """Issue the MMAs of all tiles. With block scales, each k tile uses a different accumulator than the previous k
+        tile."""
         c, pair = self.config, self.stage.cta_group == 2
         stage, parity = Int32(0), Int32(0)
         accumulator, acc_parity = Int32(0), Int32(1)
@@ -296,7 +301,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _multiply(self, acc, stage, num_mmas, adds, smem):
-        """Issue the MMAs of a k tile, up to ``num_mmas``. (ptxas of CUDA 12 crashes if the number is a constant.)"""
+        """Issue the first ``num_mmas`` MMAs of a k tile. (ptxas of CUDA 12 crashes if this number is a constant.)"""
         c = self.config
         at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
         instruction = tcgen05.fp8_instruction_descriptor(MMA_M * c.cta_group, c.tile_m)
@@ -310,8 +315,8 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Run an epilogue warp: apply scales and epilogue, and store the results of all tiles; with ``split_k``, store
-        partial sums."""
+        """Run an epilogue warp: apply scales and epilogue to all tiles, and store the results. Under split-K, store
+        partial sums instead."""
         c, lane = self.config, tid % WARP
         lanes = tmem + Uint32(tid // WARP * WARP << 16)
         accumulator, parity = Int32(0), Int32(0)
@@ -355,7 +360,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
 
     @cute.jit
     def _promote(self, acc, lanes, accumulator, parity, slot, smem):
-        """Multiply an accumulator of a k tile by the products of scales, and add it to ``acc``."""
+        """Multiply a k tile's accumulator by the products of its scales, and add the results to ``acc``."""
         c = self.config
         factors = self._factors(slot, smem)
         smem.acc_pipeline.wait_full(accumulator, parity)
@@ -374,14 +379,15 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
         for place in range(0, self.config.tile_m, WARP):
             row = work.a_scale.iterator + Int64(tile.row + lane + place) * work.a_scale.stride[0]
             of_rows += [ptx.float_of(word) for word in ptx.load_if(row, lane + place < tile.rows, 1)]
-        # All lanes have read the previous tile's scales.
+        # Wait until all lanes have read the previous tile's scales.
         cute.arch.sync_warp()
         store_token_scales(self.config.tile_m, scales, of_rows, lane)
         cute.arch.sync_warp()
 
     @cute.jit
     def _store(self, values: list, first, finish, tile, column, tid, work, smem):
-        """Store columns of the accumulator, scaled, from ``first`` on: results, or with split-K partial sums."""
+        """Store scaled columns of the accumulator, starting at column ``first``, as results or, under split-K, as
+        partial sums."""
         c = self.config
         if const_expr(c.split_k == 1):
             results = [finish(value, 0) for value in values]
@@ -421,7 +427,7 @@ def _bytes_of(matrix: cute.Tensor) -> cute.Tensor:
 
 
 def _load_floats(values: cute.Tensor, first, count: int) -> list:
-    """Load ``count`` fp32 values from element ``first`` of shared memory on, four at a time."""
+    """Load ``count`` fp32 values from shared memory, starting at element ``first``, four at a time."""
     loaded = []
     for i in range(0, count, 4):
         at = values.iterator + cute.assume(first + i, divby=4)

@@ -1,9 +1,9 @@
-"""Kernels with block-scaled ``tcgen05.mma``: copies of scales, and MMAs of a stage.
+"""Base classes of kernels with block-scaled ``tcgen05.mma``: the copies of scales, and the MMAs of a stage.
 
 ``BlockScaledMma`` issues the copies and MMAs. Rows of the operand on the M side become lanes of tensor memory, and rows
 of the operand on the N side become columns. ``BlockScaledStage`` defines the layout of a stage.
 
-``BlockScaledKernel``: base class of kernels, with the roles of ``roles.Tcgen05Kernel``.
+``BlockScaledKernel`` is the base class of the kernels. It inherits the roles of ``roles.Tcgen05Kernel``.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,8 @@ MMAS_PER_K_TILE = K_TILE // MMA_K
 
 
 class BlockScaledMma(OperandCopies):
-    """Copies and MMAs of one ``BlockScaledStage``."""
+    """Device code that copies scales to a stage and multiplies the stage's operands. A ``BlockScaledStage`` describes
+    the stage."""
 
     def __init__(self, stage: BlockScaledStage):
         self.stage = stage
@@ -198,7 +199,7 @@ class MmaState(NamedTuple):
 
 
 class BlockScaledKernel(Tcgen05Kernel):
-    """Base of the kernels of one ``BlockScaledConfig``."""
+    """Base class of the block-scaled kernels. ``config`` is a ``BlockScaledConfig``."""
 
     def __init__(self, config: BlockScaledConfig):
         super().__init__(config)

@@ -31,14 +31,14 @@ ALIGNMENT: Final = 1024
 
 
 class OperandStage:
-    """Base of frozen dataclasses that describe a k tile of both operands in shared memory: M side, then N side, each
-    with rows of ``K_TILE_BYTES`` bytes.
+    """Layout of a stage in shared memory: one k tile of both operands, M side first, in rows of ``K_TILE_BYTES`` bytes.
+    Subclasses are frozen dataclasses.
 
     Attributes:
-        mma_n: rows of the operand on the N side: columns of the accumulator.
-        cta_group: number of CTAs that compute an MMA together. Each of them copies the codes of an equal number of rows
+        mma_n: number of rows of the operand on the N side, which are columns of the accumulator.
+        cta_group: number of CTAs that compute an MMA together. Each CTA copies the codes of ``mma_n / cta_group`` rows
             of the N side.
-        scale_loader_warps: number of scale-loader warps, if there are scale loaders.
+        scale_loader_warps: number of scale-loader warps if ``has_scale_loaders`` is True.
     """
 
     mma_n: int
@@ -47,32 +47,32 @@ class OperandStage:
 
     @property
     def has_scale_loaders(self) -> bool:
-        """True if warps of the CTA load scales."""
+        """True if the CTA contains scale-loader warps."""
         raise NotImplementedError
 
     @property
     def scale_loaders_fill(self) -> bool:
-        """True if a stage is full only after a scale loader has arrived."""
+        """True if a stage becomes full only after a scale loader has arrived at its full barrier."""
         return self.has_scale_loaders
 
     @property
     def cta_mma_n(self) -> int:
-        """Rows of the operand on the N side whose codes one CTA copies."""
+        """Number of rows of the operand on the N side whose codes one CTA copies."""
         return self.mma_n // self.cta_group
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of codes of both sides."""
+        """Number of bytes of a stage's codes, for the M side and the N side together."""
         return (MMA_M + self.cta_mma_n) * K_TILE_BYTES
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the stage."""
+        """Size of the stage in bytes."""
         return -(-self.code_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory for the scales of a k tile."""
+        """Number of columns of tensor memory for a k tile's scales."""
         return 0
 
     @property
@@ -87,8 +87,8 @@ class OperandStage:
 
 @dataclass(frozen=True)
 class BlockScaledStage(OperandStage):
-    """K tile of both operands in shared memory: codes of the M side, codes of the N side, scales of the N side, scales
-    of the M side.
+    """Layout of a stage in shared memory. It holds one k tile: codes of the M side, codes of the N side, scales of the
+    N side, scales of the M side.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
@@ -154,10 +154,11 @@ latency of memory at 54 bytes/ns (data sheet)."""
 
 
 class Tcgen05Config:
-    """Base of frozen dataclasses with a field ``stages``, the number of stages.
+    """Base class of the configurations of kernels with ``tcgen05.mma``. Subclasses are frozen dataclasses with a field
+    ``stages``, the number of stages.
 
     Attributes:
-        scale_stages: number of k tiles whose scales are in tensor memory.
+        scale_stages: number of k tiles whose scales fit into tensor memory at the same time.
         waits_first: True if all threads wait for the previous kernel before they take their roles.
     """
 
@@ -167,7 +168,7 @@ class Tcgen05Config:
 
     @property
     def stage(self) -> Any:
-        """Layout of a stage, an ``OperandStage``."""
+        """Layout of a pipeline stage, which holds one k tile."""
         raise NotImplementedError
 
     @property
@@ -226,7 +227,7 @@ class Tcgen05Config:
 
 
 class BlockScaledConfig(Tcgen05Config):
-    """Base of configurations with block-scaled MMAs."""
+    """Base class of the configurations of block-scaled kernels."""
 
     scale_stages: ClassVar[int] = SCALE_STAGES
 

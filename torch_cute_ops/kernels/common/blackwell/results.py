@@ -1,6 +1,7 @@
-"""Store accumulators of tensor memory as results, or as partial sums.
+"""Store accumulators, which were loaded from tensor memory, as results or as partial sums.
 
-The weight is on the M side: a thread has a row of the weight, which is a column of the result, and consecutive tokens.
+The weight is on the M side of the MMAs. A thread handles one row of the weight, which is a column of the result, for
+consecutive tokens.
 """
 
 import cutlass.cute as cute
@@ -13,15 +14,16 @@ from torch_cute_ops.kernels.common.core.memory import pack
 
 @cute.jit
 def store_results(values: list, dtype, out: cute.Tensor, token, end, column, n, odd):
-    """Store a column of results for consecutive tokens from ``token`` on, up to the token before ``end``.
+    """Store one column of results for consecutive tokens, starting with ``token``. Tokens ``end`` and above are not
+    stored.
 
-    All lanes of a warp call this. They have consecutive columns.
+    All lanes of a warp call this function, for consecutive columns.
 
     Args:
         values: finished results, fp32.
         dtype: DSL type of the result.
         out: (tokens, n), contiguous.
-        column: the thread's column of ``out``. Nothing is stored from column ``n`` on.
+        column: the thread's column of ``out``. Columns ``n`` and above are not stored.
         odd: 1 in odd lanes, 0 in even lanes.
     """
     if const_expr(dtype is Float32):
@@ -29,7 +31,7 @@ def store_results(values: list, dtype, out: cute.Tensor, token, end, column, n, 
             if (token + i < end) & (column < n):
                 _store_word(out, token + i, column, n, ptx.bits_of(value))
     else:
-        # Lanes swap halves of words, so that each lane holds a token's results of two columns.
+        # Pairs of lanes exchange halves of words, so that each lane then holds two neighbouring columns of one token.
         for i in range_constexpr(0, len(values), 2):
             word = pack(values[i : i + 2], dtype)[0]
             other = cute.arch.shuffle_sync_bfly(word, offset=1)
@@ -45,8 +47,8 @@ def _store_word(out: cute.Tensor, token, column, n, word) -> None:
 
 
 def store_acc(tile: PartialSums, acc: list, token, column, to: cute.Pointer) -> None:
-    """Store words of the thread's accumulator, of consecutive tokens from ``token`` on, as partial sums in this CTA's
-    shared memory."""
+    """Store the thread's accumulators as partial sums in this CTA's shared memory. They belong to consecutive tokens,
+    starting with ``token``."""
     at = to + cute.assume((token * tile.pitch + column) * 4, divby=4)
     for i, word in enumerate(acc):
         ptx.store_shared_if(at + i * tile.pitch * 4, word, True)

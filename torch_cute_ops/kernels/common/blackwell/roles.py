@@ -1,7 +1,7 @@
-"""Kernels with ``tcgen05.mma``: copies of operands, and the roles of warps with their pipelines.
+"""Base class of kernels with ``tcgen05.mma``: the copies of operands, and the roles of the warps with their pipelines.
 
-``Tcgen05Kernel``: base class of kernels, which define ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and, with scale
-loaders, ``_load_scales``. All four methods visit the CTA's tiles, and the k tiles of a tile, in the same order.
+A subclass of ``Tcgen05Kernel`` defines the methods ``_produce``, ``_issue_mmas``, ``_run_epilogue`` and, with scale
+loaders, ``_load_scales``. All four methods loop over the same tiles and k tiles in the same order.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from torch_cute_ops.kernels.common.core.pipeline import Pipeline
 
 WARP = 32
 PRODUCER_WARP, MMA_WARP = EPILOGUE_WARPS, EPILOGUE_WARPS + 1
-LEADER = 0  # CTA of a pair that issues the MMAs
+LEADER = 0  # rank of the CTA that issues the MMAs of a CTA pair
 
 
 class OperandCopies:
-    """Copies of operands to stages by tensor maps."""
+    """Device code that copies operands to stages by TMA."""
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
         """Return the TMA descriptor of a matrix of bytes, as a CuTe copy atom and tensor. A box is ``rows`` rows of
@@ -89,7 +89,7 @@ class Smem:
 
 
 class Tcgen05Kernel:
-    """Base of the kernels of one ``Tcgen05Config``."""
+    """Base class of the kernels with ``tcgen05.mma``. ``config`` is a ``Tcgen05Config``."""
 
     def __init__(self, config: Tcgen05Config):
         self.config: Any = config
@@ -155,8 +155,8 @@ class Tcgen05Kernel:
     def _run_roles(self, tid, maps, work) -> tuple[Smem, Uint32]:
         """Set up the CTA, and run the code of this warp's role.
 
-        All warps except the MMA warp first wait for the previous kernels. The MMA warp reads only data that the other
-        warps copied.
+        All warps except the MMA warp first wait for the previous kernels. The MMA warp need not wait, because it reads
+        only data that the other warps copied.
 
         Returns:
             Shared memory, and the address of the allocated tensor memory.
@@ -189,7 +189,7 @@ class Tcgen05Kernel:
         return smem, tmem
 
     def _begin(self, tid, work, smem):
-        """Return the work, after the preparations that all threads of the CTA make together."""
+        """Make the preparations that need all threads of the CTA, and return the CTA's work."""
         return work
 
     @cute.jit
@@ -202,11 +202,11 @@ class Tcgen05Kernel:
 
     @cute.jit
     def _relay_tile(self, stage, parity, work, smem) -> tuple:
-        """Signal the pair's first CTA when each stage of a tile in the second CTA is full. One thread of the second CTA
-        runs this.
+        """For each stage of a tile, signal the first CTA of a pair when the second CTA's stage is full. One thread of
+        the second CTA calls this method.
 
         Returns:
-            Next stage and parity.
+            The stage and parity for the next tile.
         """
         for _k_tile in cutlass.range(work.begin, work.end, unroll=1):
             smem.pipeline.wait_full(stage, parity)
@@ -218,8 +218,8 @@ class Tcgen05Kernel:
         return smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
 
     def _signal_acc_loaded(self, barrier, tid) -> None:
-        """Signal that this epilogue warp has loaded the accumulator. MMAs may overwrite the accumulator after all
-        signals."""
+        """Signal that this epilogue warp has loaded the accumulator. When all epilogue warps have signalled, MMAs may
+        overwrite the accumulator."""
         tcgen05.fence_before()
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)

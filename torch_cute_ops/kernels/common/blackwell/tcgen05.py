@@ -1,9 +1,8 @@
 """``tcgen05`` instructions, as PTX. They use the tensor memory and the tensor cores of data-center Blackwell.
 
 One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``multiply_fp8``, ``commit``). The operations
-are asynchronous. Copies of scales and MMAs of this thread execute in order. ``commit`` makes an mbarrier signal when
-they have ended.
-(PTX ISA, "TensorCore 5th generation".)
+are asynchronous. The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an
+mbarrier complete when all of these operations have ended. (PTX ISA, "TensorCore 5th generation".)
 """
 
 from typing import Final
@@ -51,8 +50,8 @@ def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) 
 
 
 def fp8_instruction_descriptor(rows: int, columns: int) -> int:
-    """Return the descriptor of an MMA with e4m3 operands and fp32 accumulators whose M, N and K are ``rows``,
-    ``columns`` and 32."""
+    """Return the instruction descriptor of an MMA with e4m3 operands and fp32 accumulators: M is ``rows``, N is
+    ``columns``, and K is 32."""
     fp32 = 1 << 4
     return fp32 | columns // 8 << 17 | rows // 16 << 24
 
@@ -116,7 +115,7 @@ def multiply(
 
 @dsl_user_op
 def multiply_fp8(acc, a, b, instruction: int, adds, cta_group: int, *, loc=None, ip=None) -> None:
-    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, of FP8 operands without scales."""
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true. The operands are FP8 without scales."""
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), Uint32(adds))]
