@@ -47,7 +47,7 @@ class Work(NamedTuple):
         num_work_tiles: number of work tiles of all CTAs.
         first, pitch: index of the CTA's first work tile, and distance to its next work tile.
         a_scale, b_scale: block scales as bytes.
-        alpha: factors (M, E).
+        alpha: (M, E) factors of the pairs of tokens and experts.
         bias: biases (E, N), or None.
         out: result.
         touched: words of bits, one bit per m tile and expert, set if a token of the m tile is routed to the expert.

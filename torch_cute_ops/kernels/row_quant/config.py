@@ -117,7 +117,7 @@ class RowQuantSpec:
         """Return the specification that gates experts' rows and quantises them to FP8 blocks with column-major
         scales."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
-        # Without counts there is no table. Use the same value for all calls, so that they share a kernel.
+        # Without counts there is no table. Use the same ``max_experts`` for all calls, so that they share a kernel.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room)
 
@@ -268,7 +268,7 @@ class Config:
         return self.blocks_per_thread - (self.busy_warps > 0)
 
     def first_column(self, group):
-        """Return the column of a group's first thread.
+        """Return the ``Thread.column`` of a group's first thread: the index of its first block in the slice.
 
         The column rotates from group to group, so that the warps with an extra block are spread evenly over the
         schedulers. ``group`` may be a device integer.

@@ -247,8 +247,8 @@ class BlockScaledKernel(Tcgen05Kernel):
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
             self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
-            # Also wait if another warp writes this k tile: after a skipped phase, the parity of a later phase is
-            # ambiguous.
+            # Wait even if another warp writes this k tile. A warp that skips a phase of the barrier cannot tell later
+            # phases apart by their parity.
             smem.pipeline.wait_empty(stage, parity)
         return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 

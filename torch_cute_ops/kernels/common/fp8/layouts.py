@@ -162,7 +162,8 @@ class FP8GemmConfig:
         prefetches: True if the producer prefetches memory into L2 after its last copy.
         tiles: supported (tile_m, tile_n, split_k).
         stage_counts: supported numbers of stages, the largest first.
-        registers: registers per thread: consumers, the producer's warpgroup, and decoders if the kernel has decoders.
+        registers: numbers of registers per thread: for consumers, for the producer's warpgroup, and for decoders if the
+            kernel has decoders.
         in_flight: number of k tiles whose MMAs a consumer starts before it waits for the first k tile's MMAs.
         slot_words: number of fp32 words of a slot's scales, a multiple of 4.
         line: bytes of a weight row in a stage.
