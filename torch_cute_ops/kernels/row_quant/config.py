@@ -268,10 +268,10 @@ class Config:
         return self.blocks_per_thread - (self.busy_warps > 0)
 
     def first_column(self, group):
-        """Return the ``Thread.column`` of a group's first thread: the index of its first block in the slice.
+        """Return the rotation of a group, which is added to the indices of its threads before they choose blocks.
 
-        The column rotates from group to group, so that the warps with an extra block are spread evenly over the
-        schedulers. ``group`` may be a device integer.
+        Rotations differ between groups, so that the warps with an extra block are spread evenly over the schedulers.
+        ``group`` may be a device integer.
         """
         turn = group // max(1, SCHEDULERS // self.group_warps)
         return turn * self.busy_warps % self.group_warps * WARP
