@@ -1,7 +1,7 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
-measures whole models as they are served, and `tactics` measures every tactic of a GEMM, and prints the time that the
-cost model predicts.
+measures whole models as they are served. `tactics` measures every tactic of a GEMM, and prints the measured time next
+to the time that the cost model predicts.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def progress(case: Case, row: Row | None, error: str) -> str:
-    """Return the line to print after measuring a case."""
+    """Return the progress line to print after a case: its times, or the error."""
     if row is None:
         return f"  {case}: {error}"
     times = ", ".join(f"{report.label(name)} {report.number(v['us'])}" for name, v in row["variants"].items())
@@ -91,7 +91,7 @@ def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.devi
     """Measure an op, and print and write its report.
 
     Returns:
-        True if every case ran and every checked output was right.
+        True if every case ran and every checked output was correct.
     """
     settings, started = Settings(), time.perf_counter()
     result: dict[str, Any] = {

@@ -49,15 +49,16 @@ MODES = (None, DENSE, ROUTED)
 token is routed to."""
 
 ABOUT = """\
-A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs and {pflops:.1f} PFLOP/s in FP4, by data sheets, and {tbps:.1f} TB/s,
-the share of the data sheets' that a copy reaches on an H200.
-{fmt}, 128x4 scales, bfloat16 results. "alpha" has one element; or one for each token and each of {experts} experts, all
-computed ("dense"), or those alone that some of 128 tokens are routed to, 8 each ("routed"). A tile is rows of the
-weight × rows of activations, by a pair of CTAs where it has 256 rows of the weight; "of k": CTAs that share a tile's
-sum, or parts of the experts, of which each is a unit of work. Clocks are an SM's for {chunk} elements of k of its tile:
-of its MMAs, and of its bytes at its share of the bandwidth, as if L2 held none of them. "floor": the longer of the
-bytes at full bandwidth and the MMAs at full rate. "TensorRT-LLM": published; by default it folds the factors of experts
-into the activations' scales, and has a plain GEMM."""
+A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs. The rate of {pflops:.1f} PFLOP/s in FP4 comes from data sheets. The
+bandwidth of {tbps:.1f} TB/s is the data sheets' bandwidth times the fraction that a copy reaches on an H200. Operands
+are {fmt} with 128x4 scales, and results are bfloat16. "alpha" has either one element, or one element for each token and
+each of {experts} experts. "dense" computes all experts. "routed" computes only the experts that some of the tokens are
+routed to, with 8 experts per token. A tile is given as weight rows × activation rows. A pair of CTAs computes a tile
+with 256 weight rows. "of k" is the number of CTAs that divide K of a tile; with experts, it is the number of classes of
+experts, each of which is a work tile. The clocks are an SM's clock cycles for {chunk} elements of K of its tile: for
+the MMAs, and for copying the bytes at the SM's share of the bandwidth if L2 contains none of them. "floor" is the
+longer of two times: for the bytes at full bandwidth, and for the MMAs at full rate. "TensorRT-LLM" is a published time;
+by default TensorRT-LLM folds the experts' factors into the activations' scales, and runs a plain GEMM."""
 
 HEADER = (
     *("N × K", "alpha", "M", "tile", "of k", "stages", "KB in flight", "shared KB", "TMEM columns", "registers"),
@@ -70,10 +71,10 @@ class Line(NamedTuple):
 
     Attributes:
         mode: Entry of ``MODES``.
-        tactic, config: Chosen tactic and kernel configuration.
+        tactic, config: Tactic that the cost model chose, and the kernel's configuration.
         registers: Registers of a thread; 0 if the kernel was not compiled.
-        mma_clocks, byte_clocks: Clocks of an SM for the MMAs, and for the copies, of one k tile.
-        us, floor_us: Time of the chosen tactic, and lower bound for any kernel, in µs.
+        mma_clocks, byte_clocks: Clock cycles that one SM needs for the MMAs of one k tile, and for its copies.
+        us, floor_us: Estimated time of the chosen tactic, and a lower bound for the time of any kernel, in µs.
     """
 
     n: int
@@ -90,7 +91,7 @@ class Line(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return the rows of the weight and of the activations in a tile."""
+        """Return how many weight rows and how many activation rows one tile covers."""
         config = self.config
         return (config.tile_n, config.tile_m) if self.mode is None else (config.tile_n, MMA_M)
 
@@ -104,7 +105,7 @@ def line(
     registers: dict[Any, int] | None,
     mode: str | None = None,
 ) -> Line:
-    """Return the estimates for the tactic that the cost model chooses.
+    """Estimate the GEMM with the tactic that the cost model chooses.
 
     `registers` caches register counts by configuration. If it is None, nothing is compiled.
     """

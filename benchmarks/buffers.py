@@ -20,7 +20,7 @@ def poisoned_outputs(op: str, call: Callable[[Callable[..., Any]], Any]) -> dict
     """Return poisoned outputs of an op by name, with the shapes and dtypes of its fake implementation.
 
     Args:
-        call: function that takes a function and calls it with the arguments of the op.
+        call: function that receives a function `f`, and calls `f` with the arguments of the op.
     """
     spec = OPS[op]
     return {name: poisoned(output) for name, output in zip(spec.outputs, as_tuple(call(spec.fake)), strict=True)}

@@ -11,7 +11,7 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 Row = dict[str, Any]
-"""One measured case of the JSON file (built by `runner.run_case`)."""
+"""The results of one case, as in the JSON file. `runner.run_case` creates it."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Variant:
 class Mark:
     """A target and the measured value.
 
-    `value` is None if the run did not measure it. `notes` names the file in docs/notes that explains the value, if it
-    is not the benchmark's file.
+    `value` is None if the run did not measure the quantity. `notes` names the file in docs/notes that explains the
+    value. If `notes` is empty, the file is the one that the benchmark names.
     """
 
     name: str
@@ -89,19 +89,20 @@ class Benchmark(ABC):
 
     op: str
     family: ClassVar[str]
-    """Kernel family; its notes, `docs/notes/<family>.md`, explain the limits of the op."""
+    """Kernel family of the op. The file `docs/notes/<family>.md` explains the op's limits."""
     settings: ClassVar[Mapping[str, str]]
     """Properties common to all cases (dtype, format, layout), for the report."""
     peers: ClassVar[Sequence[str]] = ("quack", "inductor")
     """Peers of this op, in the order of the table's columns."""
     of_copy: ClassVar[float | None] = None
-    """Target for the bandwidth at large sizes as a fraction of a copy's bandwidth; drawn in the picture."""
+    """Target for our bandwidth at large sizes, as a fraction of a copy's bandwidth. The picture shows the target as a
+    line."""
     tolerance: float = 0.0
     """Largest fraction of output elements that may differ from `expected` (docs/numerics.md)."""
     checked_elements: int = 2**27
     """Largest number of elements (product of the first two sizes) of a case that is checked before it is timed."""
     about: str = ""
-    """Text of the report that describes the variants; follows the description of the method."""
+    """Text of the report that describes the variants. The report prints it after the description of the method."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -110,8 +111,8 @@ class Benchmark(ABC):
 
     @property
     def ways(self) -> Sequence[str]:
-        """Return the names of our further implementations, such as backends. `peer` creates their variants, also in
-        runs without peers."""
+        """Return the names of our implementations other than the default, such as backends. `peer` creates a variant
+        for each name, even in runs without peers."""
         return ()
 
     @abstractmethod
@@ -121,7 +122,8 @@ class Benchmark(ABC):
 
     @abstractmethod
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes that the op must move: each input read once, each output written once, without padding."""
+        """Return the number of bytes that the op must move, if it reads each input once and writes each output once.
+        Padding is not counted."""
 
     def flops(self, case: Case) -> int:
         """Return the number of multiplications and additions of the op, or 0 if memory bandwidth always limits it."""
@@ -129,7 +131,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def smallest(self, case: Case) -> Case:
-        """Return the smallest case that runs the same compiled kernels as `case`."""
+        """Return the smallest case that uses the same compiled kernels as `case`, for the warm-up."""
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:  # noqa: B027  most peers need nothing
         """Prepare the peers once for all cases, for example by compiling in parallel. Exceptions are ignored."""
@@ -164,10 +166,11 @@ class Benchmark(ABC):
 
 
 def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """Return the fraction of elements that differ, in the worst output.
+    """Compare each output in `got` with the expected output, and return the largest fraction of differing elements.
 
-    Elements are e2m1 codes for packed `uint8`, and bytes for FP8. A bfloat16 number differs if its error exceeds one
-    ulp, a float32 number (a scale) if its error exceeds the rounding of a row sum.
+    Elements are e2m1 codes for packed `uint8`, and bytes for FP8. A bfloat16 number counts as different if its error
+    exceeds one ulp. A float32 number (a scale) counts as different if its error exceeds the rounding error of a row
+    sum.
     """
     worst = 0.0
     for a, b in zip(got, expected, strict=True):

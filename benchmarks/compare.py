@@ -15,7 +15,7 @@ from . import host, layer, ops, report
 from .case import Row
 
 TOLERANCE = 0.02
-"""Largest relative slowdown for which a case is not marked."""
+"""A case is reported as slower if its time increases by more than this fraction."""
 NOTHING_TO_COMPARE = 2
 
 ABOUT = """\
@@ -26,7 +26,7 @@ shows how much the machine changed."""
 
 @dataclass(frozen=True)
 class Times:
-    """Measured times of one case."""
+    """Measured times of one case, in one of the two result folders."""
 
     ours: float
     others: Mapping[str, float]
@@ -48,12 +48,13 @@ class Line:
 
     @property
     def others(self) -> float | None:
-        """Return the median over all peers in both results of the new time divided by the old time."""
+        """Return the median, over the peers that both results contain, of the peer's new time divided by its old
+        time."""
         both = self.before.others.keys() & self.after.others.keys()
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
     def verdict(self, tolerance: float) -> str:
-        """Return the reason that a person should look at the case, or an empty string."""
+        """Return the reason why a person should check the case, for example a longer time, or an empty string."""
         if not self.after.is_right:
             return "WRONG"
         return "SLOWER" if self.ratio > 1 + tolerance else ""
@@ -71,7 +72,8 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """Return one case for each precision or implementation that runs our code. Peers such as bf16 are left out."""
+    """Return the times of whole layers and models: one case for each precision or implementation that runs our code.
+    Peers such as bf16 are left out."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"
@@ -88,19 +90,19 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
 
 def times_of(row: Row, ways: Sequence[str]) -> Times:
-    """Return the times of a row. `ways` names variants, in addition to "ours", that run our code."""
+    """Return the times in one row of results. `ways` names the variants, in addition to "ours", that run our code."""
     variants = row["variants"]
     others = {name: variants[name]["us"] for name in variants if name not in ("ours", *ways)}
     return Times(variants["ours"]["us"], others, row["correct"] is not False)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the result files of a folder by name."""
+    """Read the JSON result files of a folder, and return their contents by file name."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def compared(name: str, old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> tuple[str, int]:
-    """Return the report of one op, and the number of its cases that a person should look at."""
+    """Compare two results of one op. Return the report, and the number of cases that a person should check."""
     before, after = cases_of(old), cases_of(new)
     lines = [Line(case, before[case], after[case]) for case in before if case in after]
     body = [

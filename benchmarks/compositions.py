@@ -1,7 +1,7 @@
 """The ops as compositions of plain torch operations, as a user would write them for `torch.compile`.
 
-The benchmarks time these functions, eagerly or compiled by Inductor, as baselines, and compare the results of kernels
-with theirs. docs/numerics.md defines the results.
+The benchmarks time these functions as baselines, eagerly or compiled by Inductor. They also check the kernels' results
+against the results of these functions. docs/numerics.md defines the results.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def add_rmsnorm_fp4quant_with_norm(
 def add_rmsnorm_fp4quant_both_layouts(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `add_rmsnorm_fp4quant`, with scales also in the linear layout."""
+    """Return the results of `add_rmsnorm_fp4quant`, and the scales once more in the linear layout."""
     y, scale = nvfp4_quantize(rmsnorm_fp32(residual.add_(x), weight, eps))
     return y, to_128x4(scale), scale
 
@@ -135,14 +135,14 @@ def add_rmsnorm_fp4quant_both_layouts(
 def add_rmsnorm_fp4quant_with_norm_both_layouts(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return `add_rmsnorm_fp4quant_with_norm`, with scales also in the linear layout."""
+    """Return the results of `add_rmsnorm_fp4quant_with_norm`, and the scales once more in the linear layout."""
     norm = rmsnorm_fp32(residual.add_(x), weight, eps)
     y, scale = nvfp4_quantize(norm)
     return y, to_128x4(scale), scale, norm.to(x.dtype)
 
 
 def silu_mul_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Return `silu` of each row's first half times its second half, in fp32."""
+    """Multiply the SiLU of each row's first half by the second half, in fp32."""
     gate, up = x.to(torch.float32).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
@@ -153,7 +153,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `silu_mul_fp32` to NVFP4 with 128x4 scales."""
+    """Quantise the result of `silu_mul_fp32` to NVFP4 with 128x4 scales."""
     y, scale = nvfp4_quantize(silu_mul_fp32(x))
     return y, to_128x4(scale)
 
@@ -163,8 +163,8 @@ def e4m3_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise (M, K) fp32 to e4m3 with fp32 scales.
 
-    The scale is `scale` if given (granularity "tensor"), else amax / 448 of each row, (M, 1), or of each 128 elements,
-    (M, K/128), column-major in the column layout.
+    With granularity "tensor", the scale is the argument `scale`. Otherwise a scale is amax / 448: of each row, (M, 1),
+    or of each 128 elements, (M, K/128). In the column layout the matrix of scales is column-major.
     """
     if scale is not None:
         return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale.clone()
@@ -180,7 +180,7 @@ def e4m3_quantize(
 def fp8_quantize(
     x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to FP8."""
+    """Quantise rows to e4m3, and return the codes and scales."""
     return e4m3_quantize(x.to(torch.float32), scale, granularity, scale_layout)
 
 
@@ -192,7 +192,7 @@ def rmsnorm_fp8quant(
     granularity: str = "token",
     scale_layout: str = "row",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply RMSNorm, then quantise to FP8."""
+    """Apply RMSNorm, quantise the normalised rows to e4m3, and return the codes and scales."""
     return e4m3_quantize(rmsnorm_fp32(x, weight, eps), scale, granularity, scale_layout)
 
 
@@ -206,7 +206,7 @@ def add_rmsnorm_fp8quant(
 def silu_mul_fp8quant(
     x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise `silu_mul_fp32` to FP8."""
+    """Quantise the result of `silu_mul_fp32` to e4m3, and return the codes and scales."""
     return e4m3_quantize(silu_mul_fp32(x), scale, granularity, scale_layout)
 
 
@@ -216,8 +216,8 @@ def silu_mul_fp8quant(
 def choose_experts(
     logits: torch.Tensor, topk: int, num_groups: int, topk_groups: int, scaling_factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights (M, topk) float32 and experts (M, topk) int64 of each token. Experts with equal scores are in any
-    order."""
+    """Choose the experts of each token. Return their routing weights (M, topk) float32 and their numbers (M, topk)
+    int64. Experts with equal scores are in any order."""
     scores = logits.to(torch.float32).sigmoid()
     groups = scores.unflatten(1, (num_groups, -1))
     best = groups.topk(2, dim=2).values.sum(2).topk(topk_groups, dim=1).indices

@@ -30,26 +30,27 @@ OPERANDS: Final = {
     "fp8": (Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128)),
     "nvfp4": (Operand(NVFP4, SCALE_LAYOUTS["128x4"]),) * 2,
 }
-"""Activations and weight by format. bf16 is missing because its GEMMs are not ours."""
+"""Activations and weight by format. bf16 has no weight format, because bf16 GEMMs are not ours."""
 
 SUMS: Final = {"float32": 4, "bf16": 2}
-"""Bytes of a partial sum in the reduce-scatter, by dtype."""
+"""Size in bytes of one partial sum in the reduce-scatter, by dtype."""
 CASES: Final = (("bf16", "bf16"), *((fmt, sums) for fmt in ("fp8", "nvfp4") for sums in SUMS))
-"""Formats, and dtypes of the partial sums."""
+"""Pairs of a format of the operands and a dtype of the partial sums, one pair for each line of the table."""
 
 ABOUT = """\
-A MODEL, NOT A MEASUREMENT: {ranks} H200s, NVLink at {nvlink:.0f} GB/s into each and as much out of it, by data sheet;
-collectives have no latency, and nothing overlaps. GEMMs by the cost model that ranks backends, bf16 ones by bytes and
-operations."""
+A MODEL, NOT A MEASUREMENT: {ranks} H200s, with NVLink at {nvlink:.0f} GB/s in each direction, according to the data
+sheet. The model assumes that collectives have no latency and that nothing overlaps. The times of GEMMs are estimates of
+the cost model that ranks backends. The times of bf16 GEMMs are computed from bytes and operations."""
 
 DECODER = """\
-Llama 3 70B, tensor parallel, tokens divided between the layers: a layer gathers its tokens twice, in the format, and
-scatters sums twice, in bf16 (RowParallel's default) or float32 (sums=torch.float32). MB that a GPU receives; µs of a
-layer."""
+Llama 3 70B with tensor parallelism. Between the layers, the tokens are divided among the ranks. A layer gathers its
+tokens twice, in the format of the activations. It scatters partial sums twice, in bf16 (RowParallel's default) or in
+float32 (sums=torch.float32). MB count the bytes that one GPU receives, and µs are times of one layer."""
 
 EXPERTS = """\
-DeepSeek-V3's routed experts, {experts} of them on {ranks} GPUs, {topk} a token: rows that go to experts, which are
-chosen evenly, and results that come back in bf16. MB that a GPU receives; µs of a layer."""
+DeepSeek-V3's {experts} routed experts on {ranks} GPUs, with {topk} experts per token, all equally likely. Rows are sent
+to the experts, and results come back in bf16. MB count the bytes that one GPU receives, and µs are times of one
+layer."""
 
 
 class Sizes(NamedTuple):
@@ -96,7 +97,7 @@ class Layer(NamedTuple):
 
 
 def row_bytes(fmt: str, width: int) -> int:
-    """Return the bytes of a row of activations with its scales."""
+    """Return the number of bytes of one row of activations, scales included."""
     return OPERANDS[fmt][0].row_bytes(width)
 
 
@@ -117,7 +118,7 @@ def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
 
 
 def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLAMA_70B, ranks: int = RANKS) -> Layer:
-    """Return the estimates for a dense decoder layer with `tokens` tokens on all ranks together."""
+    """Estimate a dense decoder layer. `tokens` is the number of tokens of all ranks together."""
     others = (ranks - 1) / ranks
     gathered = 2 * tokens * row_bytes(fmt, sizes.hidden) * others
     scattered = 2 * tokens * sizes.hidden * SUMS[sums] * others
@@ -126,8 +127,8 @@ def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLA
 
 
 def experts(fmt: str, own_tokens: int, ranks: int = RANKS) -> tuple[float, float, float]:
-    """Return the bytes of rows that a GPU receives for its experts, the bytes of results that it receives, and the time
-    of both in µs."""
+    """Estimate the all-to-all transfers of an expert layer. Return the bytes of the rows that a GPU receives for its
+    experts, the bytes of the results that the GPU receives for its tokens, and the time of both transfers in µs."""
     pairs = own_tokens * TOPK * (ranks - 1) / ranks
     sent, back = pairs * row_bytes(fmt, HIDDEN), pairs * 2 * HIDDEN
     return sent, back, (sent + back) / NVLINK * 1e6

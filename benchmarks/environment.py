@@ -1,4 +1,5 @@
-"""Hardware and software of a run, for comparing two runs. No host names, no paths."""
+"""Collect the hardware and the software versions of a run, so that two runs can be compared. Host names and paths are
+left out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "humming-ke
 
 
 def package_version(name: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -47,7 +48,7 @@ def gpu_properties(device: torch.device) -> dict[str, Any]:
 
 
 def collect(device: torch.device) -> dict[str, Any]:
-    """Return the environment for the JSON file."""
+    """Return the GPU's properties and the software versions, as stored in the JSON result file."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         **(gpu_properties(device) if device.type == "cuda" else {"gpu": None}),

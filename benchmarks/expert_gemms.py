@@ -34,15 +34,16 @@ MARLIN_FIGURES = ", ".join(f"{us:g} (M = {m})" for m, us in MARLIN_US.items())
 MARLIN_NOTE = f"Marlin's expert kernel, from notes and not from this run, top-8, µs: {MARLIN_FIGURES}"
 
 ABOUT = """\
-A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r
-("Zipf"), or all experts ("dense"). Bytes and operations are those of the pairs whose alpha is not 0: the weight of each
-expert that some token has, the activations of each pair. Ours chooses its backend ("auto"); the columns named after a
-backend are ours with that one. The peers compute dense GEMMs: the weights of all experts, and activations that were
-multiplied by alpha outside of the timing."""
+With "top-8" routing, a token uses 8 experts, all equally likely. With "Zipf" routing, a token uses 8 experts, and the
+r-th likeliest expert has a probability proportional to 1/r. With "dense" routing, a token uses all experts. Bytes and
+operations are counted for the pairs whose alpha is not 0: the weight of each expert that some token uses, and the
+activations of each pair. Our op chooses its backend ("auto"). A column named after a backend gives the time of our op
+with that backend. The peers compute dense GEMMs with the weights of all experts. The peers' activations are multiplied
+by alpha before the timing starts."""
 
 
 def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tensor:
-    """Return keys (M, E): a token is routed to the experts with the largest keys.
+    """Draw random keys (M, E). Each token is routed to the experts with its largest keys.
 
     Keys are log-probabilities with Gumbel noise, so that experts are drawn without replacement with probabilities
     proportional to 1 / `ranks` (E,).
@@ -52,8 +53,8 @@ def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tenso
 
 @cache
 def routing(name: str, m: int, experts: int) -> torch.Tensor:
-    """Return the routing weights `alpha` (M, E), float32 on the CPU, equal for equal arguments. `name` is "top-8",
-    "Zipf" or "dense".
+    """Return random routing weights `alpha` (M, E), float32 on the CPU. Equal arguments give equal weights. `name` is
+    "top-8", "Zipf" or "dense".
 
     The weights are powers of two, so that products with bfloat16 activations are exact.
     """
@@ -96,7 +97,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"{super().panel(case)}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas: exact for the case's routing, while `GemmProblem` only estimates the routing ---
+    # --- formulas, which count the case's actual routing; `GemmProblem` only estimates it ---
 
     def bytes_moved(self, case: Case) -> int:
         """Return the bytes of the weights of all experts that a token is routed to, of the activations of routed pairs,
@@ -124,7 +125,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
         return weight | {name: tensors[name] for name in ("a", "a_scale", "alpha") if name in tensors}
 
     def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
-        """Return a buffer set for peers. Peers compute a dense GEMM with the weights of all experts."""
+        """Return the operands of the peers, which compute one dense GEMM with the weights of all experts."""
         width = case["K"] // case["E"]
         a = self.decoded_a(tensors, DTYPE) * tensors["alpha"].to(DTYPE).repeat_interleave(width, 1)
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)

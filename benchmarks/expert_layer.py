@@ -4,8 +4,8 @@ few       `nn.ExpertLayer.forward_few`: `moe_route_dense`, `fp4_quantize`, `moe_
 few-bf16  `few` with activations in 16 bits: `moe_fc1_fp4_weight_only`, `moe_fc2_fp4_weight_only`
 many      `nn.ExpertLayer.forward_many`, with activations in FP8: `moe_route`, `moe_permute_fp8quant`,
           `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, `grouped_mm_fp8_fp4`, `moe_finalize`
-many-fp8  `many` with weights in FP8, by `grouped_mm_fp8`: a peer
-bf16      the decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order: a peer
+many-fp8  peer: `many` with weights in FP8, which `grouped_mm_fp8` multiplies
+bf16      peer: `torch._grouped_mm` with the decoded weights in bf16, on rows sorted by expert
 
 The calls in a captured graph use several sets of tokens with different experts, and two sets of weights, in turn. So L2
 contains almost none of the weights that a call reads. The router's GEMM and shared experts are not measured, because
@@ -55,7 +55,8 @@ from .runner import ASSUMED_TFLOPS, describe
 
 NOTES = "fp4_gated_experts"
 BUDGET_MS = 80.0
-"""GPU time in ms for the replays of one table row. With this time, about 60 rows take less than two minutes."""
+"""GPU time in ms that the replays for one table row may take. With this limit, about 60 rows take less than two
+minutes."""
 WEIGHT_SETS = 2
 """Number of sets of weights. Each set is many times larger than L2."""
 COSINE_ROWS = (8, 64)
@@ -70,8 +71,9 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, FEW_ROWS, LARGE)
 
 
 def blank(model: Model, routing: str, m: int) -> dict[str, Any]:
-    """Return a row of the result file without times. `experts` is the number of experts that tokens are routed to, and
-    `bytes` is the size of their weights; both are means over the calls."""
+    """Return a row of the result file in which the times are still missing. The entry `experts` is the number of
+    experts that tokens are routed to, and `bytes` is the size of these experts' weights. Both are means over the
+    calls."""
     return {
         "rows": m,
         "routing": routing,
@@ -93,8 +95,11 @@ def run(
     settings: Settings,
     copy_tbps: float,
 ) -> None:
-    """Measure a layer and write the results to `row`: the time of each implementation in µs, the time to read the
-    weights of the experts in use at the bandwidth of a copy as a lower bound, and reasons for missing times."""
+    """Measure the implementations of a layer and write the results to `row`.
+
+    The results are the time of each implementation in µs, a lower bound, and the reason for each missing time. The
+    lower bound is the time to read the weights of the experts in use at the bandwidth of a copy.
+    """
     model, device, m, routing = prepared.model, prepared.device, row["rows"], row["routing"]
     absent, size = row["absent"], {name: WAYS[name].expert_bytes(model) for name in names}
     flops = 6 * m * model.topk * model.intermediate * model.hidden
@@ -136,13 +141,12 @@ def faster(row: Mapping[str, Any]) -> float | None:
 
 
 def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: float) -> float:
-    """Return the longest acceptable time, in µs, for `m` tokens that read `moved` bytes of expert weights, from times
-    measured with uniform routing.
+    """Return the longest acceptable time, in µs, for `m` tokens that read `moved` bytes of expert weights, computed
+    from times that were measured with uniform routing.
 
     The result is the longer of two estimates. The first estimate interpolates linearly over bytes between two measured
     numbers of tokens up to `m`. The second estimate scales the time of `m` tokens by bytes. The second estimate is
-    needed
-    if many tokens use nearly all experts: with more tokens, the time then increases and the bytes do not.
+    needed if nearly all experts are in use: with more tokens, the time then increases and the bytes do not.
 
     Args:
         uniform: Bytes of the experts' weights and time in µs, by number of tokens; contains `m`.
@@ -159,8 +163,8 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
 
 
 def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None, str]:
-    """Return the mean number of tokens per expert above which `many` is faster than `few`, interpolated
-    logarithmically, and a sentence that states this number. The number is None if the lines do not cross."""
+    """Return the mean number of tokens per expert above which `many` is faster than `few`, and a sentence that states
+    it. The number is interpolated logarithmically. It is None if neither implementation overtakes the other."""
     points = [
         (row["rows_of_expert"], math.log(row["variants"][few]["us"] / row["variants"]["many"]["us"]))
         for row in sorted(rows, key=lambda row: row["rows"])
@@ -179,7 +183,7 @@ def crossing(rows: Sequence[Mapping[str, Any]], few: str) -> tuple[float | None,
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
-    """Return the targets of `targets.py` with the measured values."""
+    """Return the targets for expert layers with the measured values."""
     by_case = {(row["model"], row["routing"], row["rows"]): row for row in rows}
     found = []
     for m, most in targets.EXPERT_LAYER_US.items():
@@ -221,7 +225,8 @@ def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def least_cosine(rows: Sequence[Mapping[str, Any]], model: str, way: str) -> float | None:
-    """Return the smallest measured cosine of an implementation, or None."""
+    """Return the smallest measured cosine similarity between an implementation's result and the expected result, or
+    None if none was measured."""
     return min((row["cosine"][way] for row in rows if row["model"] == model and way in row["cosine"]), default=None)
 
 
@@ -265,7 +270,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the picture: a panel per routing of a model."""
+    """Plot the times against the number of tokens, with one panel per model and routing."""
     layers.plot(report.grouped(rows, lambda row: f"{row['model']}, {row['routing']}"), list(WAYS), "tokens", path)
 
 
@@ -279,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
-    """Measure, print and write `expert_layer.json`, `.md` and `.png`. Return 1 if something failed."""
+    """Measure the layers, print the tables, and write `expert_layer.json`, `.md` and `.png`. Return 1 if a measurement
+    failed, else 0."""
     options.output.mkdir(parents=True, exist_ok=True)
     peaks, settings = ceilings(backend, device), Settings(budget_ms=BUDGET_MS)
     result: dict[str, Any] = {

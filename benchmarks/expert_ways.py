@@ -1,4 +1,5 @@
-"""Models, random weights and tokens, and implementations of a layer, for `python -m benchmarks expert_layer`."""
+"""Models, random weights, random tokens, and the layer implementations that `python -m benchmarks expert_layer`
+compares."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ ROUTINGS = ("uniform", "zipf", "hot")
 
 @torch.no_grad()
 def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -> QuantExperts:
-    """Return experts with random codes. Biases, if the model has any, are a few tenths."""
+    """Return experts with random codes. If the model has biases, their magnitudes are a few tenths."""
     generator = torch.Generator(device).manual_seed(seed)
     experts, hidden, width = model.experts, model.hidden, model.intermediate
     bias = torch.empty(0, dtype=DTYPE) if model.has_bias else None
@@ -84,7 +85,7 @@ def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -
 
 @cache
 def expert_bytes(model: Model, scheme: str) -> int:
-    """Return the bytes of one expert's weights with their scales."""
+    """Return the number of bytes of one expert's weights, scales included."""
     cls: Any = FORMATS[scheme]
     sizes = (2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)
     layouts = (cls(k, n, device="meta").layout() for n, k in sizes)
@@ -114,8 +115,8 @@ class Inputs(NamedTuple):
 
 
 def draw(model: Model, routing: str, m: int, seed: int, device: torch.device) -> Inputs:
-    """Return random tokens and router logits for a routing. Equal arguments give equal experts, which are drawn on the
-    CPU."""
+    """Return random tokens and router logits for a routing. Equal arguments give the same experts, because these are
+    drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(model.experts, generator=generator)
     logits = keys(order + 1.0 if routing == "zipf" else torch.ones(model.experts), m, generator)
@@ -149,7 +150,7 @@ class Way:
 
     @classmethod
     def expert_bytes(cls, model: Model) -> int:
-        """Return the bytes of the weights that this implementation reads per expert."""
+        """Return the number of bytes of weights that this implementation reads for one expert."""
         return expert_bytes(model, cls.scheme(model))
 
 
@@ -160,8 +161,8 @@ class Few(Way):
     activations: FewActivations = "fp4"
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
-        # Share the tensors of the first layers with the other implementations. `route_few_` adds a copy of the second
-        # layers in the side-by-side layout.
+        # The weights of the first GEMM are shared with the other implementations. `route_few_` copies the weights of
+        # the second GEMM into the side-by-side layout.
         own = QuantExperts(
             *(experts.gate_up_proj, experts.down_proj, experts.experts), swiglu=experts.swiglu, topk=experts.topk
         )
@@ -205,8 +206,8 @@ class ManyFP8(Many):
 
 
 class Bf16(Way):
-    """PyTorch's implementation: `torch._grouped_mm` with decoded bf16 weights. Our ops order the rows by expert and add
-    up the results."""
+    """Multiplies decoded bf16 weights with PyTorch's `torch._grouped_mm`. Our ops sort the rows by expert before, and
+    add up the results after."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         super().__init__(model, experts)
@@ -222,8 +223,8 @@ class Bf16(Way):
         return ops.moe_finalize(h, expanded, weights)
 
     def _multiplied(self, rows: Tensor, weight: Tensor, ends: Tensor, layer: int, owners: Tensor | None) -> Tensor:
-        """Multiply each expert's rows by the expert's weight and add the expert's bias. `owners` contains the expert of
-        each row, or is None without biases."""
+        """Multiply each expert's rows by the expert's weight, and add the expert's bias. `owners` gives the expert of
+        each row. It is None if the model has no biases."""
         product, bias = torch._grouped_mm(rows, weight, offs=ends), self.biases[layer]
         return product if bias is None or owners is None else product + bias[owners]
 
@@ -242,13 +243,13 @@ def layer_of(model: Model, experts: QuantExperts) -> ExpertLayer:
 
 
 def stacked_biases(model: Model, experts: QuantExperts) -> list[Tensor | None]:
-    """Return the biases of both layers, (E, 2I) and (E, H) bf16."""
+    """Return the biases of the experts' two GEMMs, (E, 2I) and (E, H) bf16."""
     stacks = (experts.gate_up_proj, experts.down_proj)
     return [None if each.bias is None else each.bias.unflatten(0, (model.experts, -1)) for each in stacks]
 
 
 def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
-    """Return SwiGLU of the two halves of each row."""
+    """Apply SwiGLU to the two halves of each row."""
     gate, up = both.chunk(2, -1)
     if swiglu.limit is not None:
         gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
@@ -256,8 +257,8 @@ def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
 
 
 def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
-    """Return the requested implementations that are measured with `m` tokens: all of them up to `FEW_ROWS` tokens, and
-    above only implementations that permute rows."""
+    """Return the names of the requested implementations that are measured with `m` tokens. Above `FEW_ROWS` tokens,
+    only implementations that permute rows are measured."""
     names = [name for name in asked if name != "many-fp8" or model.has_fp8]
     if m <= FEW_ROWS:
         return names
@@ -299,8 +300,8 @@ class Prepared:
         self._ways: dict[tuple[str, int], Way] = {}
 
     def way(self, name: str, which: int) -> Way:
-        """Return the named implementation of the layer with weight set `which`. Implementations with the same weight
-        format share the weights."""
+        """Return the implementation `name` of the layer, with the weights of set number `which`. Implementations with
+        the same weight format share the weights."""
         if (name, which) not in self._ways:
             scheme = WAYS[name].scheme(self.model)
             if (scheme, which) not in self._experts:

@@ -1,8 +1,8 @@
 """Print the time of a process's first call as a line of JSON: `python -m benchmarks.first_call`.
 
-Imports, CUDA initialisation and the first call are timed separately. The time of the first call ends when its kernel
-has ended. It includes compiling the kernel (or reading it from the disk cache, if the environment names a filled
-cache), loading the module, and the launch.
+Imports, CUDA initialisation and the first call are timed separately. The time of the first call includes compiling the
+kernel, loading the module, and the launch, and ends when the kernel has ended. If the environment names a filled disk
+cache, the kernel is read from the cache instead of being compiled.
 """
 
 from __future__ import annotations

@@ -43,12 +43,13 @@ weight. "full" adds the powers of two from M = 1 to 8,192 for each weight."""
 ALPHA = 2.0**-6
 """Value of `alpha`: a power of two, so that its product with a bfloat16 weight is exact."""
 SCALE_BYTES = (0x30, 0x41)
-"""Range of the random scales' e4m3 bytes: 0.5 to 2."""
+"""Range of the e4m3 bytes that encode random scales. The scales are 0.5 to 2."""
 
 ABOUT = """\
-Ours chooses its backend ("auto"); the columns named after a backend are ours with that one. Peers' weights are packed
-outside of the timing; their results are checked as ours is, against sums in float64."""
-FP4_ACTIVATIONS_NOTE = "The peers have no FP4 activations on this GPU: theirs are the same numbers in bfloat16."
+Our op chooses its backend ("auto"). A column named after a backend gives the time of our op with that backend. The
+peers' weights are converted to the peers' layouts before the timing starts. The results of our op and of the peers are
+compared with sums in float64."""
+FP4_ACTIVATIONS_NOTE = "The peers support no FP4 activations on this GPU, so they take the same numbers in bfloat16."
 
 
 def best_fp4_peer(row: Row) -> float | None:
@@ -63,8 +64,10 @@ def cublas_bf16(row: Row) -> float | None:
 
 
 def slowest_case(rows: Sequence[Row], other: Callable[[Row], float | None]) -> float | None:
-    """Return our smallest speedup over `other`: the minimum, over rows that contain `other`, of its time divided by
-    ours."""
+    """Return our smallest speedup over another implementation, over all rows for which `other` returns a time.
+
+    The speedup in a row is the time that `other` returns, divided by our time.
+    """
     pairs = [(other(row), row["variants"]["ours"]["us"]) for row in rows]
     return min((us / ours for us, ours in pairs if us is not None), default=None)
 
@@ -119,7 +122,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         return torch.full((1,), ALPHA, device=device)
 
     def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
-        """Return random activations `a` (M, K), with their scales if they are quantised."""
+        """Return random activations `a` (M, K), and their scales if `a` is quantised."""
         return {"a": torch.randn(m, k, dtype=DTYPE, device=device)}
 
     def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +156,8 @@ class FP4GemmBenchmark(GemmBenchmark):
         return Operands(self.decoded_a(tensors, DTYPE), tensors["b"], scale, tensors["alpha"], tensors["out"])
 
     def peer_bytes(self, name: str, case: Case) -> int:
-        """Return the bytes that a peer must move: bfloat16 activations and result, and the weight of all experts."""
+        """Return the number of bytes that a peer must move: the bfloat16 activations and result, and the weights of all
+        experts."""
         problem, sixteen_bit = self.problem(case), Operand(DTYPE)
         weight = problem.b if name in FP4_PEERS else sixteen_bit
         return replace(problem, a=sixteen_bit, b=weight, grouping=Grouping()).bytes_moved(case["M"])
@@ -200,7 +204,8 @@ class FP4GemmBenchmark(GemmBenchmark):
         ]
 
     def choice_marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """Return the targets for the choice of "auto": its time divided by the time of our fastest backend."""
+        """Return the targets for the backend that "auto" chooses: its time divided by the time of our fastest
+        backend."""
         ways, over = self.ways, []
         for row in rows:
             times = [row["variants"][name]["us"] for name in ways if name in row["variants"]]

@@ -1,9 +1,9 @@
 """The peers of GEMMs with an FP4 weight, and cuBLAS with the same weight in bfloat16.
 
-A peer is a function that takes a list of `Operands`, one per buffer set. It packs the weights in the peer's layout
-before anything is timed. It returns a function `call(i)` that writes `out` of buffer set i, or a `str` with the reason
-that the peer is missing. If a peer raises an exception, the exception is the reason (`runner.collect_variants`). A
-peer's library is imported only when the peer runs.
+A peer is a function that takes a list of `Operands`, one per buffer set. Before anything is timed, the function
+converts the weights to the peer's layout. The function returns `call(i)`, which writes `out` of buffer set i, or a
+`str` with the reason why the peer is missing. If the function raises an exception, the exception is reported as the
+reason (`runner.collect_variants`). A peer's library is imported only when the peer runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Size = tuple[int, int, int]
 
 
 class Operands(NamedTuple):
-    """One buffer set: operands and result of `out = alpha · a @ dequantised(codes, scale).T`."""
+    """Operands and result of one buffer set: `out = alpha · a @ dequantised(codes, scale).T`."""
 
     a: torch.Tensor
     """(M, K) bfloat16."""
@@ -80,16 +80,16 @@ def humming_layers(
     grouping: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> tuple[list[Any], Any] | str:
-    """Return a repacked humming layer per weight, and humming's tuning for M.
+    """Return one humming layer for each weight, repacked, and humming's tuning for M.
 
-    humming compiles one kernel per N, K and range of M; its heuristic selects the kernel for M.
+    humming compiles one kernel for each N, K and range of M. humming's heuristic selects the kernel for M.
 
     Args:
         m, n, k: Sizes of the GEMM. With experts, M counts the rows of all experts.
         weight_config: Checkpoint configuration of the weights.
         weights: Tensors by humming's names, in checkpoint layout.
         grouping: Grouping of the experts' rows for humming's heuristic.
-        more: Arguments of the layers.
+        more: Further arguments of humming's layers.
     """
     try:
         from humming.layer import HummingLayer
@@ -149,15 +149,15 @@ def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
 
 
 def marlin(sets: Sequence[Operands]) -> str:
-    """Return the reason that Marlin is missing. torch does not contain Marlin, and this benchmark does not call
-    vLLM's."""
+    """Return the reason why Marlin is not measured: torch does not contain Marlin, and this benchmark does not use
+    vLLM, which does."""
     if importlib.util.find_spec("vllm") is None:
         return f"torch {torch.__version__} has no such GEMM, and vLLM, which has Marlin, is not installed"
     return "vLLM is installed, and this benchmark does not know how to call its Marlin"
 
 
 def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
-    """Return a function that multiplies by the weight in bfloat16, decoded and multiplied by alpha, with `torch.mm`.
+    """Decode the weight to bfloat16, multiply it by alpha, and return a function that multiplies by it with `torch.mm`.
 
     The bfloat16 weight is exact, because alpha is a power of two.
     """

@@ -1,4 +1,4 @@
-"""Row-wise ops whose output is NVFP4, with scales in the 128x4 layout."""
+"""Base class of the benchmarks of row-wise ops that write NVFP4 with scales in the 128x4 layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from .rows import RowBenchmark
 
 
 class Fp4Rows(RowBenchmark):
-    """Benchmark of a row-wise op that writes codes and scales in the default format and layout."""
+    """Benchmark of a row-wise op that writes NVFP4 codes, and scales in the 128x4 layout."""
 
     settings: ClassVar = {"dtype": "bfloat16", "format": "NVFP4", "scale layout": "128x4", "global scale": "none"}

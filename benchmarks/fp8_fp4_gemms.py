@@ -1,5 +1,5 @@
-"""Functions for the benchmarks of FP8 × FP4 GEMMs: random weights, and three peers: our FP8 GEMMs, DeepGEMM's FP8
-GEMMs, and humming's GEMMs with MXFP4 weights."""
+"""Functions for the benchmarks of FP8 × FP4 GEMMs. They create random weights and three peers: our FP8 GEMMs,
+DeepGEMM's FP8 GEMMs, and humming's GEMMs with MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 FP8_WEIGHT = "fp8_weight"
 """Name of our GEMM with an FP8 weight of the same shape, twice as large in bytes."""
 SCALE_BYTES = {"e4m3": (0x30, 0x41), "ue8m0": (126, 129)}
-"""Ranges of the bytes of random scales, by scale format. The scales are 1/2 to 2."""
+"""Ranges of the bytes that encode random scales, by scale format. The scales are 1/2 to 2."""
 LAYOUT = SCALE_LAYOUTS["128x4"]
 ABOUT = """\
-The weight is re-encoded to FP8 while it is multiplied. "fp8_weight" is our GEMM with an FP8 weight of the same shape,
-DeepGEMM's has such a weight too: it takes twice the bytes, its numbers are others, and results are not compared.
-humming's layers have the same MXFP4 weight: "humming W4A8" takes the same activations, "humming W4A16" takes these in
-bfloat16, which rounds them, so that its results are not compared."""
+Our op decodes the FP4 weight to FP8 during the GEMM. "fp8_weight" is our GEMM with an FP8 weight of the same shape.
+DeepGEMM also multiplies an FP8 weight. An FP8 weight takes twice the bytes and contains other numbers, so these results
+are not compared. humming's layers multiply the same MXFP4 weight as our op. "humming W4A8" takes the same activations.
+"humming W4A16" takes the activations rounded to bfloat16, so its results are not compared."""
 
 HUMMING: dict[str, dict[str, Any]] = {
     "humming_w4a8": {"input_config": {"quant_method": "humming", "dtype": "float8e4m3", "group_size": BLOCK}},
     "humming_w4a16": {},
 }
-"""Settings of the activations of humming's layers, by name of the variant."""
+"""Settings that choose the activations' format in humming's layers, by name of the variant."""
 PEERS = (FP8_WEIGHT, DEEP_GEMM, *HUMMING)
 
 
@@ -45,7 +45,7 @@ def format_of(tensors: Tensors) -> FP4Format:
 
 
 def random_weight(fmt: FP4Format, *shape: int, device: torch.device) -> Tensors:
-    """Return a weight (..., N, K) with random codes, and random scales of 1/2 to 2."""
+    """Return the tensors of a weight (..., N, K) with random codes and with random scales between 1/2 and 2."""
     codes, scale = fp4_shapes(shape, fmt, LAYOUT)
     low, high = SCALE_BYTES[fmt.scale_format]
     return {
@@ -78,9 +78,9 @@ def humming(
     Args:
         name: Key of `HUMMING`.
         problem: GEMM problem of our op.
-        rows: M for the formulas of `problem`.
-        sets: Buffer sets. The activations are one matrix, and their scales are (M, K/128).
-        experts: Names of the buffers that describe the experts' rows; None without experts.
+        rows: Value of M in the formulas of `problem`.
+        sets: Buffer sets, whose activations are a single matrix with scales (M, K/128).
+        experts: Names of the buffers that describe the experts' rows, or None if the GEMM has no experts.
     """
     if format_of(sets[0]) is not MXFP4:
         return "is measured with MXFP4 weights: those with scales for 16 elements are no W4A8 of humming's"
@@ -121,7 +121,7 @@ def in_bf16(a: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def with_fp8_weight(variant: Variant | str) -> Variant | str:
-    """Mark a peer's results as not to be checked, because its FP8 weight differs from the op's FP4 weight."""
+    """Exclude a peer's results from the check, because the peer's FP8 weight differs from the op's FP4 weight."""
     return variant if isinstance(variant, str) else replace(variant, note="an FP8 weight", checked=False)
 
 
@@ -135,12 +135,12 @@ def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[flo
 
 
 def few_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a target for the largest of these ratios of our time to the time with an FP8 weight."""
+    """Return a target for the largest of ``ratios``: each is our time divided by the time with an FP8 weight."""
     return at_most(f"{name}: time over that with FP8 weights", max(ratios, default=None), goal, " ×")
 
 
 def many_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a target for our smallest rate relative to the rate with an FP8 weight.
+    """Return a target for the smallest of our rates, each divided by the rate with an FP8 weight.
 
     Each of `ratios` is our time divided by the time with an FP8 weight.
     """

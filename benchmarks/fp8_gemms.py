@@ -1,7 +1,7 @@
 """Base class of the benchmarks of FP8 GEMMs: tensors, checks, and the peers (GEMMs of torch and DeepGEMM).
 
-The distribution `sgl-deep-gemm` contains DeepGEMM. A wheel works only with the torch that it was built for (0.1.4 with
-torch 2.11); with another torch its assertion `dim == 2 or dim == 3` fails.
+The distribution `sgl-deep-gemm` contains DeepGEMM. A wheel works only with the torch version that it was built for
+(version 0.1.4 with torch 2.11). With another version of torch, the assertion `dim == 2 or dim == 3` in DeepGEMM fails.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from .gemms import DTYPE, GemmBenchmark
 FP8 = torch.float8_e4m3fn
 BLOCK = FP8_BLOCK128.block_size
 NOISE = 2.0**-9
-"""Largest accepted error, relative to the root mean square of the results. It is a few times the error that tensor
-cores make in a k tile, because they keep only 14 bits of a sum."""
+"""Largest accepted error, relative to the root mean square of the results. Tensor cores keep only 14 bits of a sum. The
+limit is a few times the resulting error in one k tile."""
 
 ABOUT = """\
-torch's GEMMs with one scale for each row of `a` and each column of the result ("rowwise"), which cuBLAS computes, have
-less to do: no partial sums leave the tensor cores every 128 elements of K. Their results are not those of the op, and
-are not compared. "blockwise" has the op's scales, where torch and cuBLAS support them. DeepGEMM computes the same as
-the op; its scales are laid out as it takes them, and it compiles its kernels on their first call."""
+"rowwise" is torch's GEMM with one scale for each row of `a` and each column of the result, which cuBLAS computes. It
+does less work than our op, because the tensor cores sum over all of K. Its results differ from the op's results, and
+are not compared. "blockwise" is torch's GEMM with the op's scales, if torch and cuBLAS support them. DeepGEMM computes
+the same result as the op. Its scales are converted to its layout before the timing, and it compiles its kernels on
+their first call."""
 DEEP_GEMM = "deep_gemm"
 Prepared = tuple[Callable[[], None], torch.Tensor]
 """Function that runs a peer's GEMM, and the tensor that it writes."""
@@ -65,8 +66,8 @@ class FP8GemmBenchmark(GemmBenchmark):
     def torch_gemm(
         self, make: Callable[[Tensors], Callable[[], torch.Tensor]], case: Case, sets: Sequence[Tensors], note: str = ""
     ) -> Variant | str:
-        """Return the variant of one of torch's GEMMs, or the reason that it does not run. ``make`` returns the call for
-        a buffer set."""
+        """Return the variant of one of torch's GEMMs, or the reason why the GEMM does not run. ``make`` takes a buffer
+        set and returns the call to time."""
         try:
             functions = [make(tensors) for tensors in sets]
             functions[0]()
@@ -77,8 +78,8 @@ class FP8GemmBenchmark(GemmBenchmark):
     def deep_gemm(
         self, make: Callable[[ModuleType, Tensors], Prepared], case: Case, sets: Sequence[Tensors]
     ) -> Variant | str:
-        """Return the variant of one of DeepGEMM's GEMMs, or the reason that it does not run. ``make`` prepares the call
-        for a buffer set."""
+        """Return the variant of one of DeepGEMM's GEMMs, or the reason why the GEMM does not run. ``make`` takes a
+        buffer set and prepares the call to time."""
 
         def prepared(tensors: Tensors) -> Callable[[], torch.Tensor]:
             import deep_gemm
@@ -96,8 +97,8 @@ class FP8GemmBenchmark(GemmBenchmark):
     # --- the check ---
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """Return the fraction of elements whose error exceeds one rounding plus `noise`, the error of the tensor
-        cores."""
+        """Return the fraction of elements whose error exceeds one rounding of the result plus `noise`, the error of
+        sums in the tensor cores."""
         ((a,), (b,)) = got, expected
         if not b.numel():
             return 0.0
@@ -107,7 +108,8 @@ class FP8GemmBenchmark(GemmBenchmark):
 
 
 def aligned_columns(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales (..., M, K/128) as DeepGEMM takes them: each column is contiguous and aligned to 16 bytes."""
+    """Copy scales (..., M, K/128) to the layout that DeepGEMM requires: each column is contiguous and aligned to 16
+    bytes."""
     m = scale.shape[-2]
     return torch.nn.functional.pad(scale.mT, (0, -m % 4))[..., :m].mT
 
@@ -140,7 +142,7 @@ def rate(row: Row, name: str = "ours") -> float | None:
 
 
 def found(rows: Sequence[Row], **labels: Any) -> Row | None:
-    """Return the row with these sizes and choices, or None if it was not measured."""
+    """Return the row of results with these sizes and choices, or None if the case was not measured."""
     for row in rows:
         if {**row["sizes"], **row["choices"]} == labels:
             return row
@@ -148,8 +150,8 @@ def found(rows: Sequence[Row], **labels: Any) -> Row | None:
 
 
 def peer_mark(name: str, rows: Sequence[Row], peers: Sequence[str], least: float = targets.FP8_OVER_PEER) -> Mark:
-    """Return a target for our rate divided by the rate of the fastest of these peers. The smallest ratio over all rows
-    must be at least ``least``."""
+    """Return a target for our rate divided by the rate of the fastest peer in ``peers``. The smallest ratio over all
+    rows must be at least ``least``."""
     ratios = []
     for row in rows:
         best = max((value for peer in peers if (value := rate(row, peer)) is not None), default=None)

@@ -1,5 +1,5 @@
-"""Benchmarks of row-wise ops whose output is FP8: all sizes with one scale per token, and some sizes with block scales
-or one scale per tensor."""
+"""Base class of the benchmarks of row-wise ops that write FP8. All sizes are measured with one scale per token, and
+some sizes also with block scales or with one scale per tensor."""
 
 from __future__ import annotations
 

@@ -22,25 +22,27 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "quick": {"top-8": ROWS, "Zipf": ROWS},
     "full": {"top-8": ROWS, "Zipf": ROWS, "dense": ROWS},
 }
-"""M by routing, for each set of sizes."""
+"""Values of M (numbers of tokens) by routing, for each set of sizes."""
 ALPHA = 2.0**-9
 """Value of `alpha`, chosen so that gates have magnitudes of a few units."""
 
 ABOUT = """\
-A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r
-("Zipf"), or all experts ("dense"). Bytes and operations are those of the routed pairs: the weight of each expert that
-some token has, each token's activations once, the columns of each pair. Ours chooses its backend ("auto"); the columns
-named after a backend are ours with that one. cuBLAS computes a dense bfloat16 GEMM of all experts without the gate."""
+With "top-8" routing, a token uses 8 experts, all equally likely. With "Zipf" routing, a token uses 8 experts, and the
+r-th likeliest expert has a probability proportional to 1/r. With "dense" routing, a token uses all experts. Bytes and
+operations are counted for routed pairs: the weight of each expert that some token uses, each token's activations once,
+and the result columns of each pair. Our op chooses its backend ("auto"). A column named after a backend gives the time
+of our op with that backend. cuBLAS computes a dense bfloat16 GEMM of all experts without the gate."""
 
 
 class GatedExpertBenchmark(FP4GemmBenchmark):
-    """Benchmark of `swiglu(alpha[e] · a @ w[e].T)` of the routed pairs, in bfloat16. Subclasses define `a`."""
+    """Benchmark of `swiglu(alpha[e] · a @ w[e].T)` for each routed pair of a token and an expert e, with results in
+    bfloat16. Subclasses define the format of `a`."""
 
     peers = ("cublas_bf16",)
     family = "fp4_gated_experts"
     about = ABOUT
     goals: ClassVar[Mapping[str, Mapping[int, float]]] = {}
-    """Largest time in µs by routing and tokens."""
+    """Targets: the largest time in µs, by routing and number of tokens."""
     settings: ClassVar = {
         "weight": "NVFP4",
         "scale layout": "128x4",
@@ -67,7 +69,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"I = {case['I']:,}, H = {case['H']:,}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas: exact for the case's routing, while `GemmProblem` only estimates the routing ---
+    # --- formulas, which count the case's actual routing; `GemmProblem` only estimates it ---
 
     def bytes_moved(self, case: Case) -> int:
         """Return the bytes of the weights of all experts that a token is routed to, of the activations, of the results
@@ -78,7 +80,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         return read + routed.nbytes + 4 * case["E"] + pairs * self.column_bytes(case)
 
     def column_bytes(self, case: Case) -> int:
-        """Return the bytes of the result of one pair of a token and an expert."""
+        """Return the number of bytes that the op writes for one pair of a token and an expert."""
         return case["I"] * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
@@ -123,7 +125,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         return from_128x4(tensors["w_scale"], experts * lines, held // 8)
 
     def gated(self, tensors: Tensors) -> torch.Tensor:
-        """Return the gated columns (M, E·I) in float32, with zeros for pairs that are not routed."""
+        """Compute the expected result (M, E·I) after the gate, in float32. Pairs that are not routed are zero."""
         w, a = tensors["w"], self.decoded_a(tensors, torch.float64)
         scales = self.weight_scales(tensors).view(*w.shape[:2], -1)
         value = torch.zeros(len(a), len(w), w.shape[1] // 2, dtype=torch.float32, device=w.device)
@@ -157,7 +159,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
 
 
 class QuantisedGates(GatedExpertBenchmark):
-    """Benchmark with `a` and the result in NVFP4."""
+    """Benchmark of `moe_fc1_` ops that take `a` in NVFP4 and quantise the result to NVFP4."""
 
     goals = targets.GATED_EXPERTS_US
     tolerance = 1e-3

@@ -1,5 +1,5 @@
-"""Base class of the benchmarks of all GEMMs: the GEMM problem of a case, its bytes and operations, and the call of our
-op."""
+"""Base class of the benchmarks of all GEMMs. It defines the GEMM problem of a case, counts the bytes and operations,
+and calls our op."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPE = torch.bfloat16
 
 @cache
 def problem_of(op: str, **properties: Any) -> GemmProblem:
-    """Return the `GemmProblem` of calls of an op with these static properties."""
+    """Return the `GemmProblem` that describes calls of an op with these static properties."""
     spec = OPS[op]
     assert isinstance(spec.path, BackendPath)
     kwargs = spec.path.example(**properties, device="meta")
@@ -38,7 +38,7 @@ class GemmBenchmark(Benchmark):
     checked_elements = 2**28
 
     def properties(self, case: Case) -> dict[str, Any]:
-        """Return the static properties of the case's calls, as `warmup` takes them."""
+        """Return the static properties of a case's calls, with the names that `warmup` uses."""
         return {"n": case["N"], "k": case["K"], "m": case["M"]}
 
     def problem(self, case: Case) -> GemmProblem:

@@ -1,10 +1,12 @@
-"""Host cost of one call in µs: CPU time of Python, the dispatcher and the launch, at a size for which the GPU idles.
+"""Measure the host time of one call in µs: the CPU time that Python, the dispatcher and the launch take. Tensors are so
+small that the GPU is mostly idle.
 
 Method: tensors are small (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of
 calls is timed with the host clock. Between chunks the GPU is synchronised, outside of the timing, so the launch queue
 never fills. Variants are timed in turns. The reported time of a variant is the minimum over rounds of the median over
 the chunks of a round, because larger medians are caused by other work on the machine. Garbage collection is off. Every
-time includes the loop and the call of a lambda; "empty lambda" measures these two alone.
+time includes the loop and the call of a lambda. The entry "empty lambda" gives the time of the loop and of a lambda
+that does nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ GEMMS: dict[str, dict[str, Any]] = {
     "grouped_mm_fp8": {"experts": EXPERTS, "counts": False},
     "moe_fc1_fp4": {"experts": EXPERTS},
 }
-"""Timed GEMMs, with the static properties of their calls."""
+"""GEMM ops to time, with the static properties of their calls."""
 OP = "op, functional"
 FUNCTION = "function"
 FUNCTION_OUT = "function, out="
@@ -63,7 +65,8 @@ DSL and of the driver."""
 
 @dataclass(frozen=True)
 class HostTime:
-    """Time of a call in µs: the minimum and the maximum, over rounds, of the median over a round's chunks."""
+    """Time of a call in µs. The median over the chunks of a round is taken first, then the minimum and the maximum over
+    the rounds."""
 
     us: float
     worst_round: float
@@ -76,7 +79,7 @@ def measure_host(
     chunks: int = 20,
     chunk: int = 100,
 ) -> dict[str, HostTime]:
-    """Time the zero-argument callables on the host: `rounds` × `chunks` × `chunk` calls each."""
+    """Time callables without arguments on the host. Each one is called `rounds` × `chunks` × `chunk` times."""
     for call in calls.values():
         for _ in range(chunk):
             call()
@@ -153,7 +156,8 @@ def gemm_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def calls_of_gemm(name: str, properties: Mapping[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return the calls of a GEMM op and of its Python function with `out`. Operands are zeros; experts have no rows."""
+    """Return two calls of a GEMM by name: the op, and the Python function with `out`. All operands are zero, and no
+    expert owns any row."""
     spec = OPS[name]
     arguments = spec.path.example(**properties, device=device)
     given = (arguments.get(parameter) for parameter in spec.signature.names)
@@ -167,8 +171,8 @@ def calls_of_gemm(name: str, properties: Mapping[str, Any], device: torch.device
 
 
 def first_calls() -> list[dict[str, float]]:
-    """Return the seconds of import, CUDA start and first call in a fresh process, with empty caches and then with a
-    warm disk cache. See `first_call.py`."""
+    """Measure in fresh processes how many seconds the import, the start of CUDA and the first call take. The first
+    process starts with empty caches, the second with a filled disk cache. See `first_call.py`."""
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, **{name: os.path.join(folder, name.lower()) for name in CACHES}}
         command, results = [sys.executable, "-m", "benchmarks.first_call"], []
@@ -197,7 +201,7 @@ def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[
 
 
 def markdown(result: dict[str, Any], judged: list[Mark]) -> str:
-    """Return the Markdown report of host times, with the targets in `judged`."""
+    """Return the Markdown report of host times. `judged` contains the targets with the measured values."""
     body = [[name, report.number(t["us"]), report.number(t["worst_round"])] for name, t in result["times"].items()]
     seconds = ("import_s", "cuda_start_s", "first_call_s")
     first = [
@@ -220,7 +224,7 @@ def markdown(result: dict[str, Any], judged: list[Mark]) -> str:
 
 
 def main(output: Path, device: torch.device, with_peers: bool = True) -> None:
-    """Measure, print, write `host.json` and `host.md`."""
+    """Measure the host times, print the report, and write `host.json` and `host.md`."""
     timed, absent = calls(device, with_peers)
     times = measure_host(timed, torch.cuda.synchronize)
     try:

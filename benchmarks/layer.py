@@ -6,13 +6,14 @@ layers with distinct weights, one after the other; each op depends on the previo
 the first elements of the result of qkv. The ops are measured together because consecutive kernels overlap, so the sum
 of the times of separate ops would be wrong.
 
-"gate apart" is W4A16 with a separate kernel for the gate at any number of rows. It is measured only if `--precisions`
-names it. The peer humming uses the weights of W4A16. humming and bf16 run with Inductor's norms and gates. (QuACK is
-compared only with `mm_fp4` and `mm_fp4_weight_only`, because it changes the DSL that compiles our kernels.)
+"gate apart" is W4A16 in which a separate kernel computes the gate for any number of rows. This precision is measured
+only if `--precisions` names it. The peer humming multiplies the same weights as W4A16. With humming and with bf16,
+Inductor compiles the norms and gates. (QuACK is compared only with `mm_fp4` and `mm_fp4_weight_only`, because it
+changes the DSL that compiles our kernels.)
 
-`--join` merges results of several models, measured at the same time on several GPUs of one machine.
+`--join` merges result files of several models, which were measured at the same time on several GPUs of one machine.
 
-`--timeline` prints the start and end of each kernel of a layer, and the idle time before it.
+`--timeline` prints when each kernel of a layer starts and ends, and how long the GPU is idle before the kernel.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ NOTES_OF = {"W4A8": "fp8_fp4_wgmma_ss", "FP8": "fp8_wgmma"}
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of a layer: of the residual stream, of q, k and v together, of the input of o, and of the gate (equal to
-    up)."""
+    """Widths of a decoder layer: the width of the residual stream, of q, k and v together, of the input of o, and of
+    the gate. The up projection is as wide as the gate."""
 
     hidden: int
     qkv: int
@@ -87,7 +88,7 @@ INDUCTOR = {"triton.enable_pdl": True} if hasattr(inductor_config.triton, "enabl
 do."""
 
 
-# The norm and the gate of precisions that have no fused op; Inductor compiles these functions
+# The norm and the gate for precisions without a fused op. Inductor compiles these functions
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ class Layer:
     """Decoder layer in bf16; base class of the layers in other precisions.
 
     Attributes:
-        label: name of the precision in tables.
+        label: name of the layer's precision in tables.
         scheme: scheme of the weights in `torch_cute_ops.nn`, or None for bf16.
         element_bytes: bytes per weight element, scales included.
     """
@@ -143,22 +144,23 @@ class Layer:
         x = self.multiply("o", self.quantised(rows))
         return self.down(self.multiply("gate_up", self.normed(x, residual, 1)))
 
-    # Steps that the subclasses override. The input of a GEMM is a tensor, or codes and scales
+    # Steps that the subclasses override. The input of a GEMM is either a tensor or a pair of codes and scales
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
-        """Add `x` to the residual, normalise the sum, and return it in the format of the following GEMM's input."""
+        """Add `x` to the residual in place, and return the normalised sum in the format that the following GEMM
+        takes."""
         return self.add_norm(x, residual, self.norms[which])
 
     def gated(self, rows: Tensor) -> Any:
-        """Apply the gate, and return the result in the format of the following GEMM's input."""
+        """Apply the gate, and return the result in the format that the following GEMM takes."""
         return self.gate(rows)
 
     def down(self, rows: Tensor) -> Tensor:
-        """Apply the gate and the `down` GEMM to rows of gate and up."""
+        """Apply the gate to `rows`, the outputs of the gate and up projections, and multiply by the `down` weight."""
         return self.multiply("down", self.gated(rows))
 
     def quantised(self, rows: Tensor) -> Any:
-        """Return rows in the format of the following GEMM's input."""
+        """Convert rows to the format that the following GEMM takes."""
         return rows
 
     def multiply(self, name: str, rows: Any) -> Tensor:
@@ -172,7 +174,7 @@ class Layer:
         return op(**weight, **given, out_dtype=DTYPE, static_weight=True, prefetch=self.next_weight(name))
 
     def next_weight(self, name: str) -> Tensor | None:
-        """Return the weight of the GEMM that follows the GEMM `name` in the captured graph, or None for the last
+        """Return the weight of the GEMM after the GEMM `name` in the captured graph, or None if `name` is the last
         GEMM."""
         names = list(self.linears)
         at = names.index(name) + 1
@@ -189,7 +191,7 @@ class Layer:
 
 
 class NVFP4Weights(Layer):
-    """Layer with NVFP4 weights. `alpha` of each GEMM divides out the weight's global scale."""
+    """Layer with NVFP4 weights. The argument `alpha` of each GEMM undoes the weight's global scale."""
 
     scheme, element_bytes = "nvfp4", 0.5625
 
@@ -198,8 +200,8 @@ class NVFP4Weights(Layer):
 
 
 class W4A16(NVFP4Weights):
-    """NVFP4 weights and bf16 activations. With one row, the `down` GEMM applies the gate; with more rows, a kernel of
-    Inductor does."""
+    """NVFP4 weights and bf16 activations. With one row, the `down` GEMM also applies the gate. With more rows, a kernel
+    that Inductor generates applies it."""
 
     label = "W4A16"
 
@@ -216,7 +218,7 @@ class W4A16(NVFP4Weights):
 
 
 class GateApart(W4A16):
-    """W4A16 in which a kernel of Inductor applies the gate, even if there is only one row."""
+    """W4A16 in which a kernel that Inductor generates applies the gate, even with only one row."""
 
     label = "gate apart"
 
@@ -225,7 +227,7 @@ class GateApart(W4A16):
 
 
 class W4A4(NVFP4Weights):
-    """NVFP4 weights and activations. With few rows, a GEMM that follows no norm quantises its input. With one row, the
+    """NVFP4 weights and activations. With few rows, the `o` and `down` GEMMs quantise their inputs. With one row, the
     `down` GEMM also applies the gate."""
 
     label = "W4A4"
@@ -240,7 +242,7 @@ class W4A4(NVFP4Weights):
         return rows if self.quantises_with_gemm(rows) else ops.fp4_quantize(rows)
 
     def quantises_with_gemm(self, rows: Tensor, *, gated: bool = False) -> bool:
-        """Check whether the GEMM quantises its input, in the same launch."""
+        """Check whether a GEMM quantises `rows` in its own launch, instead of a separate launch."""
         return quantises_with_gemm(len(rows), rows.device, NVFP4.block_size, gated=gated)
 
     def down(self, rows: Tensor) -> Tensor:
@@ -255,7 +257,7 @@ class W4A4(NVFP4Weights):
 
 
 class QuantisedApart(W4A4):
-    """W4A4 with a separate launch per quantisation, for any number of rows."""
+    """W4A4 in which each quantisation is a separate launch, for any number of rows."""
 
     label = "quantised apart"
 
@@ -294,7 +296,7 @@ class W4A8(FP8):
 
 
 class Humming(Layer):
-    """W4A16 computed by humming's layers."""
+    """W4A16 in which humming's layers compute the GEMMs."""
 
     label, scheme, element_bytes = "humming", W4A16.scheme, W4A16.element_bytes
 
@@ -310,7 +312,7 @@ class Humming(Layer):
         return layer(rows, outputs=out, tuning_config=tuning)
 
     def _repacked(self, name: str, m: int) -> tuple[Any, Any]:
-        """Return humming's layer and its tuning for M."""
+        """Return humming's layer for the weight `name`, and humming's tuning for `m` rows."""
         each: Any = self.linears[name]
         n, k = self.widths.shapes[name]
         scale = from_128x4(each.weight_scale, n, k // each.format.block_size)
@@ -329,7 +331,7 @@ NOT_OURS = (Layer.label, Humming.label)
 
 
 def cosine(layer: Layer, m: int, device: torch.device) -> float:
-    """Return the cosine between the results of a layer and of a bf16 layer with its decoded weights."""
+    """Return the cosine similarity between a layer's result and the result of a bf16 layer with the decoded weights."""
     x, residual = (torch.randn(m, layer.widths.hidden, dtype=DTYPE, device=device) for _ in range(2))
     return layers.cosine(layer(x, residual.clone()), layer.decoded()(x, residual.clone()))
 
@@ -348,11 +350,11 @@ def run(
     """Measure a layer with `m` rows in each precision.
 
     Args:
-        record: function that returns the kernels of a replay, or None to record no timelines.
+        record: function that replays a graph and returns the kernels that ran, or None to record no timelines.
 
     Returns:
-        A row of the result file: times in µs; "floor", the time to read the weights at `read_tbps`; cosines; the reason
-        for each missing precision; timelines.
+        A row of the result file. It contains times in µs, cosine similarities, the reason for each missing precision,
+        and timelines. The entry "floor" is the time to read the weights at `read_tbps`.
     """
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
@@ -389,7 +391,7 @@ def run(
 
 
 def floor_us(widths: Widths, label: str, read_tbps: float | None) -> float | None:
-    """Return the time to read a layer's weights in µs, or None if the rate is unknown."""
+    """Return the time in µs to read a layer's weights at `read_tbps`, or None if `read_tbps` is unknown."""
     return None if read_tbps is None else widths.weights * LAYERS[label].element_bytes / read_tbps * 1e-6
 
 
@@ -426,7 +428,7 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the tables, one per model."""
+    """Return the report in Markdown, with one table of layer times per model."""
     parts = [f"# A decoder layer as one chain\n\n{environment.headline(result['environment'])}"]
     parts.append(
         f"µs a layer, medians; floor: bytes of the weights at {report.number(result['peak_read_tbps'])} TB/s, the rate "
@@ -448,7 +450,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the picture of the results, with one panel per model."""
+    """Plot the layer times against the number of rows, with one panel per model."""
     layers.plot(report.grouped(rows, lambda row: row["model"]), list(LAYERS), "rows", path)
 
 
@@ -468,7 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Any]:
-    """Merge result files of different models. All floors are computed with the read bandwidth of the first file.
+    """Merge result files of different models. All floors are recomputed with the read bandwidth in the first file.
 
     Raises:
         ValueError: if the files were measured in different environments, or two contain the same model.

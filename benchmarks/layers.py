@@ -44,12 +44,12 @@ def on_gpu(
 
 
 def cosine(got: Tensor, want: Tensor) -> float:
-    """Return the cosine of two tensors, each read as one vector."""
+    """Return the cosine similarity of two tensors, each flattened to a vector."""
     return F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0).item()
 
 
 def progress(where: str, variants: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the line to print after measuring a row."""
+    """Return the progress line with the times of one row of results."""
     times = ", ".join(f"{label} {report.number(each['us'])}" for label, each in variants.items())
     return f"  {where}: {f'{times} µs a layer' if times else 'no time'}"
 
@@ -61,7 +61,7 @@ def finish(
     rows: Sequence[Mapping[str, Any]],
     draw: Callable[[Sequence[Mapping[str, Any]], Path], None],
 ) -> None:
-    """Write and print the tables. Draw the rows, unless `--no-plot` is given or nothing was measured."""
+    """Write and print the tables. Plot the rows, unless the option `--no-plot` is set or nothing was measured."""
     (options.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(f"\n{text}", flush=True)
     if rows and not options.no_plot:
@@ -69,7 +69,7 @@ def finish(
 
 
 def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], labels: Sequence[str], size: str, path: Path) -> None:
-    """Plot time against the number of rows. Each entry of `panels` is a panel; in a panel, each label is a solid line
+    """Plot time against the number of rows. Each entry of `panels` is a panel. In a panel, each label gets a solid line
     for the time and a dashed line for the floor."""
     from matplotlib import pyplot
 

@@ -1,7 +1,7 @@
-"""Build and call the Llamas that `python -m benchmarks model` measures, by size and precision.
+"""Build and call the Llama models that `python -m benchmarks model` measures, in several sizes and precisions.
 
 The models use transformers' modelling code with random weights. The bf16 models are unchanged. In our models, linear
-layers are quantised, and linear layers with the same input are merged; `lm_head` stays in bf16.
+layers are quantised, and linear layers with the same input are merged. The last layer, `lm_head`, stays in bf16.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ DTYPE = layer.DTYPE
 HEAD = 128
 """Width of an attention head."""
 BATCHES, CONTEXT, TOKENS = (1, 16, 64), 1024, 2048
-"""Batch sizes of decode steps; number of tokens in the cache; number of tokens of a prefill."""
+"""Default batch sizes of decode steps, default number of tokens in the cache, and default length of a prefill's
+prompt."""
 MANY = 64
 """Smallest batch size for which FP8 activations are measured too."""
 ROUNDS = 11
 """Rounds of timing; each round times a decode step, prefill or generation of each model once."""
 PROMPT, NEW, LONGEST, GENERATIONS = 16, 128, 256, 3
-"""For `generate()`: number of tokens of the prompt; number of new tokens when timing, and when counting recompilations;
-number of repetitions."""
+"""Arguments of the measurement of `generate()`: the length of the prompt, the number of new tokens in timed
+generations, the number of new tokens when recompilations are counted, and the number of timed generations."""
 BF16 = "bf16"
 UNMASKED = "sdpa_unmasked"
 
@@ -43,8 +44,8 @@ class Size:
         layers: number of layers.
         vocabulary: number of tokens in the vocabulary.
         parts: measurements that run by default.
-        bf16_layers: numbers of layers of smaller bf16 models. If the whole bf16 model does not fit into the GPU's
-            memory, these models are timed instead. Empty if it fits.
+        bf16_layers: numbers of layers of the smaller bf16 models that are timed if the whole bf16 model does not fit
+            into the GPU's memory. Empty if the whole model fits.
     """
 
     widths: layer.Widths
@@ -54,7 +55,8 @@ class Size:
     bf16_layers: tuple[int, ...] = ()
 
     def config(self, layers: int | None = None, attention: str = "sdpa") -> Any:
-        """Return transformers' configuration of the model, with `layers` layers, or with all layers if it is None."""
+        """Return transformers' configuration of the model with `layers` layers, or with all layers if `layers` is
+        None."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -128,7 +130,7 @@ def decoded(model: nn.Module) -> nn.Module:
 
 
 def bytes_of(model: nn.Module) -> int:
-    """Return the bytes of all parameters and buffers of a model. Shared tensors count once."""
+    """Return the size in bytes of all parameters and buffers of a model. Shared tensors count once."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -136,7 +138,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 class Context:
-    """A static cache with random keys and values in all positions except the last.
+    """Static KV cache that is full except for the last position. Keys and values are random.
 
     The token counts of all layers are views of one tensor, so that filling this tensor resets all counts.
     """
@@ -162,8 +164,8 @@ class Context:
 
 
 class DecodeStep:
-    """Decode step for the token at the last position of each sequence's context. Each call chooses the next tokens
-    greedily, and the next call puts them at the same position."""
+    """Decode step at the last position of each sequence's context. Each call chooses the next tokens greedily. The next
+    call processes these tokens at the same position, so that all calls take equally long."""
 
     def __init__(self, model: Any, context: Context, batch: int) -> None:
         self.model, self.context = model, context
@@ -179,7 +181,7 @@ class DecodeStep:
 
 
 def forward(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Tensor:
-    """Return the logits after the last token of `ids`, with the given cache or a new one."""
+    """Return the logits after the last token of `ids`. The model uses `cache`, or if that is None, a new KV cache."""
     if cache is not None:
         # The cache argument is called `past_key_values` in transformers 5.17.
         parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
@@ -188,7 +190,8 @@ def forward(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Tensor:
 
 
 def generated(model: Any, prompt: Tensor, new: int, compile_config: Any = None) -> Tensor:
-    """Return the result of `generate()` with `new` tokens, chosen greedily, with a static cache."""
+    """Call `generate()` with a static cache, and return the prompt followed by `new` tokens that are chosen
+    greedily."""
     from transformers import GenerationConfig
 
     how = GenerationConfig(

@@ -1,5 +1,5 @@
-"""Functions that time calls (with ``torch_cute_ops.runtime.timing``), and that measure the GPU's largest bandwidth and
-rate, the ceilings that results are compared with."""
+"""Functions that time calls with ``torch_cute_ops.runtime.timing``, and functions that measure the ceilings: the
+largest bandwidth and the largest rate of the GPU, which results are compared with."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class AsTheyAre:
-    """Timing backend that calls functions as they are and captures no graph. The functions already replay a graph, or
-    are to be timed eagerly."""
+    """Timing backend that calls functions without capturing a graph, because the functions replay a graph themselves,
+    or are to be timed eagerly."""
 
     backend: Backend
 
@@ -85,8 +85,8 @@ def measure_what_captures(
     backend: Backend,
     lost: Callable[[str, Exception], None],
 ) -> dict[str, Timing]:
-    """Measure the variants that can be captured. For every other variant, call `lost` with its name and the exception;
-    `lost` may raise."""
+    """Measure the variants that a CUDA graph can capture. For every other variant, call `lost` with the variant's name
+    and the exception. `lost` may raise."""
     replays: dict[str, Any] = {}
     for name, call in variants.items():
         try:
@@ -97,7 +97,8 @@ def measure_what_captures(
 
 
 def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return (source, destination) pairs whose copy reads and writes `bytes_moved` bytes, with random source values."""
+    """Return pairs (source, destination) of tensors. Copying a pair reads and writes `bytes_moved` bytes in total.
+    Source values are random."""
     words = max(1, bytes_moved // 8)
     return [
         (
@@ -118,14 +119,15 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def peak_copy_tbps(backend: Backend, device: torch.device, gib: int = 2, rounds: int = 11) -> float:
-    """Return the bandwidth of an elementwise copy of `gib` GiB, in TB/s (read + write)."""
+    """Measure an elementwise copy of `gib` GiB, and return its bandwidth in TB/s. Reads and writes both count."""
     [(source, target)] = copy_sets(gib * 2**31, 1, device)
     timing = measure({"copy": lambda _: copy(source, target)}, 1, 5, rounds, backend)["copy"]
     return 2 * source.nbytes / timing.us * 1e-6
 
 
 def peak_read_tbps(backend: Backend, device: torch.device, mib: int = 4096, rounds: int = 11) -> float:
-    """Return the bandwidth of large reads in TB/s: the faster of a sum and a matrix-vector product."""
+    """Measure the read bandwidth in TB/s with a sum and with a matrix-vector product, and return the larger of the
+    two."""
     words = torch.ones(mib * 2**18, dtype=torch.float32, device=device)
     matrix = words.view(torch.bfloat16).view(-1, 2**15)
     vector = torch.ones(2**15, dtype=torch.bfloat16, device=device)
@@ -135,7 +137,7 @@ def peak_read_tbps(backend: Backend, device: torch.device, mib: int = 4096, roun
 
 
 def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, rounds: int = 11) -> float:
-    """Return the rate of cuBLAS with square random bfloat16 matrices, in TFLOP/s."""
+    """Measure a GEMM of square random bfloat16 matrices by cuBLAS, and return its rate in TFLOP/s."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in "ab")
     out = torch.empty_like(a)
     timing = measure({"mm": lambda _: torch.mm(a, b.t(), out=out)}, 1, 5, rounds, backend)["mm"]
@@ -143,7 +145,7 @@ def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, r
 
 
 def ceilings(backend: Backend, device: torch.device) -> Ceilings:
-    """Measure all ceilings. The ceilings that only GEMMs need are None if their measurement fails."""
+    """Measure all ceilings. If a measurement that only GEMMs need fails, its ceiling is None."""
     copy_tbps = peak_copy_tbps(backend, device)
     others: list[float | None] = []
     for peak in (peak_read_tbps, peak_bf16_tflops):

@@ -1,4 +1,5 @@
-"""`python -m benchmarks model`: decode, prefill, generation and memory of whole models, quantised and in bf16.
+"""`python -m benchmarks model`: times of decode steps, prefill and generation, and memory, of whole models that are
+quantised or in bf16.
 
 If a bf16 model exceeds the GPU's memory, it is timed with few layers, and its time is extrapolated linearly.
 """
@@ -40,12 +41,13 @@ not requested."""
 
 
 def cosines(got: Tensor, want: Tensor) -> Tensor:
-    """Return, for each token, the cosine between its logits `got` (…, vocabulary) and the expected logits `want`."""
+    """Return the cosine similarity between the logits `got` (…, vocabulary) and the expected logits `want`, for each
+    token."""
     return F.cosine_similarity(got.double(), want.double(), -1)
 
 
 def extrapolated(times: Mapping[int, float], layers: int) -> float:
-    """Return the time with `layers` layers, extrapolated linearly from times with few layers."""
+    """Extrapolate linearly from times of models with few layers to the time of a model with `layers` layers."""
     (first, start), *_, (last, end) = sorted(times.items())
     return start + (end - start) / (last - first) * (layers - first)
 
@@ -59,11 +61,11 @@ class Bench:
         size: Widths and number of layers.
         parts: Entries of `llama.PARTS`, names of methods of this class.
         labels: Our precisions as "scheme/activations".
-        batches: Numbers of sequences of a decode step.
-        context: Position of the token of a decode step.
-        tokens: Number of tokens of a prefill.
+        batches: Batch sizes (numbers of sequences) of the decode steps.
+        context: Position at which the decode step computes the next token.
+        tokens: Number of tokens of the prompt in a prefill.
         attention: transformers' name of the attention implementation, for decode steps and prefill.
-        save: Function that writes the results; called after each result, so that an aborted run loses none.
+        save: Function that writes the results. It is called after each result, so that an aborted run loses no results.
         compile_config: Compile configuration of `generate()`, or None for transformers' default.
         is_compiled: True if `torch.compile` compiles the models of decode steps and prefill.
     """
@@ -103,14 +105,14 @@ class Bench:
         return torch.compile(model, dynamic=False) if self.is_compiled else model
 
     def rows_of(self, label: str) -> list[int]:
-        """Return the numbers of rows for which the kernels of a model are compiled before it is measured."""
+        """Return the numbers of rows for which a model's kernels are compiled before the model is measured."""
         rows = {"decode": self.batches_of(label), "prefill": [self.tokens]}
         if label in self.labels:
             rows["generate"] = [1, llama.PROMPT]
         return sorted({each for part in self.parts for each in rows.get(part, ())})
 
     def with_w4a8(self) -> list[str]:
-        """Return the requested precisions, and `W4A8` if it was not requested."""
+        """Return the requested precisions, with `W4A8` added if it was not requested."""
         return list(dict.fromkeys([*self.labels, W4A8]))
 
     def batches_of(self, label: str) -> list[int]:
@@ -120,7 +122,7 @@ class Bench:
 
     @contextmanager
     def noting(self, what: str, failed: dict[str, str]) -> Iterator[None]:
-        """Context manager that catches an exception of its block and records it in `failed`."""
+        """Catch an exception of the `with` block, and record it in `failed` under the name `what`."""
         try:
             yield
         except Exception as error:
@@ -130,7 +132,7 @@ class Bench:
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:
-        """Context manager that counts the kernels compiled or loaded in its block: kernels that the warm-up missed."""
+        """Count the kernels that are compiled or loaded in the `with` block, because the warm-up missed them."""
         before = len(compiler._compiled)
         try:
             yield
@@ -145,8 +147,8 @@ class Bench:
             torch.cuda.empty_cache()
 
     def made(self, label: str, layers: int | None = None) -> Any:
-        """Return a model whose kernels are compiled, with `layers` layers, or with all layers if it is None. The first
-        call for a label builds the model and records its memory."""
+        """Return a model with `layers` layers, or with all layers if `layers` is None. Its kernels are compiled. The
+        first call for a label builds the model and records its memory."""
         key = (label, layers or self.size.layers)
         if key not in self.models:
             config, on_gpu = self.size.config(layers, self.attention), self.device.type == "cuda"
@@ -172,8 +174,8 @@ class Bench:
         return self.size.bf16_layers or (None,)
 
     def all_made(self, labels: Sequence[str], failed: dict[str, str]) -> dict[Any, Any]:
-        """Return the models that could be built, including bf16, keyed by label and number of layers (None for all
-        layers)."""
+        """Build the models of these precisions and of bf16. Return those that could be built, keyed by label and number
+        of layers (None for all layers)."""
         found = {}
         wanted = [(label, None) for label in labels] + [(BF16, layers) for layers in self.bf16_layers()]
         for label, layers in wanted:
@@ -182,8 +184,8 @@ class Bench:
         return found
 
     def add(self, part: str, case: str, timings: Mapping[Any, Any], failed: dict[str, str], **more: Any) -> None:
-        """Add a row of times by label to the result. If bf16 was timed with few layers, its time is extrapolated to the
-        whole model."""
+        """Add a row with the time of each precision to the result. If bf16 was timed with few layers, its time is
+        extrapolated to the whole model."""
         variants = {label: timing.as_dict() for (label, layers), timing in timings.items() if layers is None}
         few = {layers: timing.us for (_, layers), timing in timings.items() if layers is not None}
         if few and len(few) == len(self.size.bf16_layers):
@@ -198,12 +200,13 @@ class Bench:
     # Parts
 
     def memory(self) -> None:
-        """Record the memory of our models, and the additional memory while they are built."""
+        """Record how much memory our models need, and how much additional memory is in use while they are built."""
         for label in self.labels:
             self.made(label)
 
     def decode(self) -> None:
-        """Measure a captured decode step at the last position of the cache, for all models in turn."""
+        """Measure a decode step, captured in a CUDA graph, at the last position of the cache. Models are timed in
+        turn."""
         unmade: dict[str, str] = {}
         labels = [label for label in self.with_w4a8() if self.batches_of(label)]
         models = self.all_made(labels, unmade)
@@ -264,8 +267,8 @@ class Bench:
         self.save()
 
     def generation(self, model: Any, prompt: Tensor) -> dict[str, Any]:
-        """Return the time per token (median of several generations), and the number of compiled graphs minus one, which
-        counts recompilations."""
+        """Return the time per token, as the median over several generations, and the number of recompilations: the
+        number of compiled graphs minus one."""
         stats = torch._dynamo.utils.counters["stats"]
         torch._dynamo.reset()
         before = stats["unique_graphs"]
@@ -283,7 +286,8 @@ class Bench:
         return {"us": median / llama.NEW * 1e6, "tokens_per_s": llama.NEW / median, "graphs": graphs}
 
     def logits(self) -> None:
-        """Compare the logits of models with few layers: ours with bf16, and both with fp32."""
+        """Compare the logits of models with few layers: our model's with the logits of a bf16 model that uses the
+        decoded weights, and both models' with the logits of an fp32 model."""
         config = self.size.config(min(LOGIT_LAYERS, self.size.layers))
         ids = torch.randint(self.size.vocabulary, (1, LOGIT_TOKENS), device=self.device)
         for label in self.labels:
@@ -299,7 +303,7 @@ class Bench:
                 print(f"  {self.name}, logits, {label}: cosine {least[0]:.6f}", flush=True)
 
     def lose(self, key: tuple[str, int | None], error: Exception, failed: dict[str, str]) -> None:
-        """Record the reason that a decode step could not be captured."""
+        """Record the reason why a decode step could not be captured."""
         with self.noting(key[0], failed):
             raise error
 
@@ -346,7 +350,7 @@ def precisions(schemes: Sequence[str], activations: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend) -> int:
-    """Measure, print and write `model.json` and `model.md`."""
+    """Measure the models, print the report, and write `model.json` and `model.md`."""
     options.output.mkdir(parents=True, exist_ok=True)
     llama.register_unmasked()
     result: dict[str, Any] = {

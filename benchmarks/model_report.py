@@ -17,7 +17,7 @@ def is_four_bit(label: str, activations: str) -> bool:
 
 
 def goal_of(row: Mapping[str, Any], label: str) -> float | None:
-    """Return the goal for the speedup of `label` over bf16, or None."""
+    """Return the target for the speedup of the precision `label` over bf16, or None if there is no target."""
     if row["part"] == "prefill":
         if row["tokens"] != llama.TOKENS:
             return None
@@ -68,7 +68,7 @@ def ratios(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def failures(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reasons for missing measurements by name."""
+    """Return the reason for each missing measurement, by the measurement's name."""
     parts = {f"{name}, {what}": why for name, each in result["failed"].items() for what, why in each.items()}
     variants = {
         f"{row['model']}, {row['case']}, {label}": why for row in result["rows"] for label, why in row["absent"].items()
@@ -160,7 +160,8 @@ not, and fills a new cache; `generate()` has a static cache, and its decode step
 default (`torch.compile`, mode "reduce-overhead", attention with a mask). {attention} Logits: of four layers, to those
 of the same weights in bf16, the worst token; and both to those in fp32."""
 COSINES = ("cosine", "to_fp32", "bf16_to_fp32")
-"""Keys in a result file: cosines of ours to bf16, of ours to fp32, and of bf16 to fp32."""
+"""Keys in a result file for the cosine similarities of logits: our model with bf16, our model with fp32, and bf16 with
+fp32."""
 COMPILED = (
     "Both are compiled by `torch.compile` for each batch, with `triton.enable_pdl` and the pass of "
     "`torch_cute_ops.integrations.inductor`, which leaves bf16 as it is."

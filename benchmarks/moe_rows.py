@@ -1,5 +1,5 @@
-"""Base classes of the benchmarks of an expert layer's ops other than GEMMs: sizes, routings, buffer sets and
-targets."""
+"""Base classes for the benchmarks of the ops of an expert layer that are not GEMMs. The classes define sizes, routings,
+buffer sets and targets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ CHOICE: dict[str, Any] = {
 }
 """Arguments of `moe_route` for DeepSeek-V3's routing."""
 PACKED, PADDED = 1, 128
-"""Alignments of an expert's first row. `grouped_mm_fp8` accepts any alignment; other libraries need whole tiles."""
+"""Alignments of an expert's first row in the buffer. `grouped_mm_fp8` accepts any alignment. Other libraries need each
+expert to start at a whole tile."""
 DECODE_ROWS = (1, 8, 32, 64)
 LARGE_ROWS = (4096, 16384)
 SIZES = {
@@ -54,7 +55,8 @@ def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
 
 
 class MoeRowBenchmark(Benchmark):
-    """Benchmark of an op on M tokens with 8 of 256 experts each. Subclasses define bytes and arguments.
+    """Benchmark of an op on M tokens, each of which uses 8 of 256 experts. Subclasses define the bytes and the
+    arguments.
 
     A buffer set contains the arguments of the op by name, then the outputs.
     """
@@ -63,7 +65,7 @@ class MoeRowBenchmark(Benchmark):
     tolerance = 1e-3
     of_copy: ClassVar[float | None] = targets.MOE_OF_COPY
     width: ClassVar[str] = "H"
-    """Name of the row length."""
+    """Name of the row length in the sizes of a case."""
     usual_width: ClassVar[int] = 7168
     alignments: ClassVar[tuple[int, ...]] = (PACKED, PADDED)
     """Alignments with which calls with few tokens are measured. Calls with many tokens use padded rows."""
@@ -100,13 +102,13 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
     # --- formulas ---
 
     def pairs(self, case: Case) -> int:
-        """Return the number of rows that belong to a token."""
+        """Return the number of routed pairs of a token and an expert. Each pair owns a row of the experts' buffer."""
         return case["M"] * TOP
 
     # --- tensors and calls ---
 
     def routed(self, case: Case, device: torch.device, *names: str) -> dict[str, torch.Tensor]:
-        """Return the tensors `names` of the case's routing, copied to the device."""
+        """Draw the routing of a case, and return the tensors in `names`, copied to the device."""
         parts = routing(case["M"], case["E"], alignment_of(case.choices))
         return {name: parts[name].to(device, copy=True) for name in names}
 
@@ -142,7 +144,7 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
         return "there is none"
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of the reference. Elements that the op does not specify have the poison value."""
+        """Return the outputs of the op's reference. Elements that the op leaves unwritten contain the poison value."""
         op = OPS[self.op]
         given = {name: tensor for name, tensor in tensors.items() if name not in self.outputs} | self.numbers(case)
         results = as_tuple(op.reference(**given))
@@ -172,8 +174,8 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
 
 
 class RoutingBenchmark(MoeRowBenchmark):
-    """Benchmark of an op that chooses experts or orders rows. The peer is the function of the same name in
-    `compositions`, run eagerly."""
+    """Benchmark of an op that chooses experts or sorts rows by expert. The peer is the function in `compositions` with
+    the op's name, run eagerly."""
 
     family = "moe_route"
     peers = ("torch",)
@@ -199,5 +201,5 @@ class RoutingBenchmark(MoeRowBenchmark):
 
 
 def alignment_of(choices: Mapping[str, str]) -> int:
-    """Return the alignment of an expert's first row from the choices of a case or of a result row."""
+    """Return the alignment of each expert's first row, which the choices of a case or of a result row contain."""
     return int(choices.get("alignment", PADDED))

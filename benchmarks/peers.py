@@ -1,5 +1,5 @@
 """Peers: implementations of other libraries that our ops are compared with. Each function returns a callable, or a
-`str` with the reason that the peer is missing."""
+`str` with the reason why the peer is missing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _compiled: tuple[Hashable, Any] | None = None
 def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
     """Return a function `f(x, weight, eps, residual)` that calls QuACK's RMSNorm (forward only).
 
-    `f` returns the normalised rows in a new tensor. With a residual it returns the normalised rows of x + residual, and
-    the sum. QuACK does not quantise, so its time shows the cost of reading and of the row reduction alone. QuACK
-    patches classes of the CuTe DSL when it is imported, so our kernels must be compiled earlier (`runner.warm_up`).
+    `f` returns the normalised rows in a new tensor. With a residual, `f` returns the normalised rows of x + residual,
+    and the sum x + residual. QuACK does not quantise, so its time shows the cost of reading and of the row reduction
+    alone. QuACK patches classes of the CuTe DSL when it is imported, so our kernels must be compiled earlier
+    (`runner.warm_up`).
     """
     try:
         from quack.rmsnorm import rmsnorm_fwd
@@ -30,8 +31,8 @@ def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
 def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor]) -> Callable[..., Any] | str:
     """Return `function` compiled by Inductor according to `case.inductor`.
 
-    In the dynamic mode, dimension 0 of `inputs` is symbolic. Consecutive cases with equal mode, row length and choices
-    use the same compiled function.
+    In the dynamic mode, dimension 0 of `inputs` is symbolic. If consecutive cases have the same mode, row length and
+    choices, they use the same compiled function.
     """
     if not case.inductor:
         return "not compiled at this size"
@@ -40,8 +41,8 @@ def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor
     fixed = tuple((name, size) for name, size in case.sizes.items() if not (dynamic and name == "M"))
     key = (function, case.inductor, fixed, tuple(case.choices.items()))
     if _compiled is None or _compiled[0] != key:
-        # Reset Dynamo: otherwise a compiled function for another shape may match, and Dynamo makes the row length
-        # dynamic when it changes.
+        # Reset Dynamo. Otherwise Dynamo may reuse a function that was compiled for another shape, or make the row
+        # length dynamic because it changed.
         torch._dynamo.reset()
         _compiled = (key, torch.compile(function, fullgraph=True, dynamic=None if dynamic else False))
     if dynamic:

@@ -37,8 +37,8 @@ layers.
 
 
 def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
-    """Return the op, the name of its notes, the GPU and the targets of each result file. Measured values are compared
-    with the present targets, not with the targets at the time of the measurement."""
+    """Return the op, the name of the op's notes, the GPU and the targets for each result file. Measured values are
+    compared with today's targets, not with the targets at the time of the measurement."""
     found = []
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))

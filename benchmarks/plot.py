@@ -1,5 +1,5 @@
-"""Draw the picture of an op's results: the bandwidth against the number of rows, in several panels; the fraction of a
-copy's bandwidth; and the peers' times divided by ours."""
+"""Plot an op's results. Several panels show the bandwidth against the number of rows. Two more panels show our
+bandwidth as a fraction of a copy's bandwidth, and the peers' times divided by ours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _log2_axis(axis: Any, values: Sequence[float], ticks: int = 7) -> None:
 
 
 def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float) -> None:
-    """Draw one panel: TB/s of every variant against the first size."""
+    """Draw one panel: the bandwidth of every variant in TB/s, against the number of rows."""
     size = next(iter(rows[0]["sizes"]))
     axis.axhline(peak, color="#444444", linewidth=1, linestyle=(0, (2, 2)))
     for name in names:
@@ -109,7 +109,8 @@ def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | 
 
 
 def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
-    """Draw each peer's time divided by ours, against the bytes moved, or for GEMMs against M. Above 1 we are faster."""
+    """Draw each peer's time divided by our time, against the bytes moved, or for GEMMs against M. Where the ratio is
+    above 1, our op is faster."""
     every = [row for rows in panels.values() for row in rows]
     size = next(iter(every[0]["sizes"]))
     is_gemm = report.multiplies(every)
@@ -149,8 +150,8 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
 
 
 def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> None:
-    """Draw `result`, the content of a result file, as a PNG. `of_copy` is the target for the fraction of a copy's
-    bandwidth."""
+    """Draw `result`, the content of a result file, as a PNG. `of_copy` is the target for our bandwidth as a fraction of
+    a copy's bandwidth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -180,7 +181,7 @@ def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> No
     what = ", ".join(filter(None, (result["op"], result["settings"].get("dtype"))))
     title = f"{what}: {result['environment']['gpu']}, L2-cold; every variant by its own bytes; dashed: 2 GiB copy"
     upper.suptitle(title, fontsize=12, x=0.01, ha="left")
-    # Put the legend next to the title if there is space; otherwise below the panels, next to their axis label.
+    # Put the legend next to the title if it fits there. Otherwise put it below the panels, next to their axis label.
     few = len(labels) <= 4
     upper.supxlabel(f"{size} (rows)", fontsize=10, x=0.5 if few else 0.1)
     place = "upper right" if few else "outside lower right"

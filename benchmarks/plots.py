@@ -1,4 +1,4 @@
-"""`python -m benchmarks plots`: draw the pictures of result files again. The machine that measured may lack
+"""`python -m benchmarks plots`: draw the pictures of existing result files, in case the machine that measured had no
 matplotlib."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from . import ops
 from .performance import LAYERS, RESULTS
 
 WITHOUT = ("host", "model")
-"""Results without a picture."""
+"""Names of the result files for which no picture is drawn."""
 
 
 def draw(path: Path) -> Path:

@@ -1,5 +1,5 @@
-"""Base classes of the benchmarks of GEMMs with a prologue, a gate or quantisation of the activations. The column
-"apart" gives the time of two separate ops: the gate or quantisation, and the GEMM."""
+"""Base classes of the benchmarks of GEMMs with a prologue, which applies a gate to the activations or quantises them.
+The column "apart" gives the time if two separate ops compute the prologue and the GEMM."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SEPARATE = "apart"
 
 
 class PrologueGemm(FP4GemmBenchmark):
-    """Benchmark of a GEMM with a prologue. Subclasses define the prologue and the two equivalent ops."""
+    """Benchmark of a GEMM with a prologue. Subclasses define the prologue, and the two ops that compute the same
+    result."""
 
     peers = ()
     weights: ClassVar[tuple[tuple[int, int], ...]]
@@ -37,7 +38,7 @@ class PrologueGemm(FP4GemmBenchmark):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Return the names of the op's backends, and of the two equivalent ops."""
+        """Return the names of the op's backends, followed by the name of the variant with two separate ops."""
         return (*super().ways, SEPARATE)
 
     def cases(self, sizes: str) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Reports of results: Markdown tables, and JSON files."""
+"""Write the results of a benchmark as Markdown tables and as JSON files."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LABELS = {
 
 
 def label(name: str) -> str:
-    """Return the name of a variant in tables and pictures."""
+    """Return the label that tables and pictures show for a variant."""
     return LABELS.get(name, name)
 
 
 def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return an aligned Markdown table. Columns of words are left-aligned, others right-aligned."""
+    """Return a Markdown table. Columns of words are left-aligned, and columns of numbers are right-aligned."""
     columns = []
     for title, *cells in zip(header, *body, strict=True):
         width = max(map(len, (title, *cells)))
@@ -74,7 +74,7 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 def grouped(
     rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Group rows by title for the panels of a picture, in the order of their first appearance."""
+    """Group rows by panel title. Panels appear in the order of their first rows."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         panels.setdefault(title(row), []).append(row)
@@ -82,30 +82,31 @@ def grouped(
 
 
 def variant_names(rows: Sequence[Row]) -> list[str]:
-    """Return the names of all variants in the order of `LABELS`. Names that `LABELS` does not contain are our backends;
-    they follow "ours"."""
+    """Return the names of all variants in the order of `LABELS`. Names that `LABELS` does not contain are our backends.
+    They follow "ours"."""
     names = dict.fromkeys(name for row in rows for name in row["variants"])
     return sorted(names, key=lambda name: list(LABELS).index(name) if name in LABELS else 0.5)
 
 
 def multiplies(rows: Sequence[Row]) -> bool:
-    """Check whether the rows belong to a GEMM, so that they contain rates in TFLOP/s."""
+    """Check whether the rows contain rates in TFLOP/s, which only the rows of GEMMs do."""
     return any(row.get("flops") for row in rows)
 
 
 def case_name(row: Row) -> str:
-    """Return the name of a row's case, as `str(case)` would."""
+    """Return the name of the case that a row of results belongs to, in the format of `str(case)`."""
     return str(Case(row["sizes"], choices=row["choices"]))
 
 
 def choices_of(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the choices in any row."""
+    """Return the names of all choices that at least one row contains."""
     return list(dict.fromkeys(name for row in rows for name in row["choices"]))
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """Return a table with one line per case: the time of every variant in µs, with the 20th and 80th percentile of
-    ours; our bandwidth, or for a GEMM our rate, with its fraction of the ceiling; and the ratios to the peers."""
+    """Return a table with one line per case. A line gives the time of every variant in µs, the 20th and 80th
+    percentiles of our time, and each peer's time divided by ours. It also gives our bandwidth, or for a GEMM our rate,
+    and the fraction of the ceiling."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
     choices = choices_of(rows)
@@ -132,8 +133,8 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """Return a table with one line per case of a GEMM: the rate of every variant in TFLOP/s, and in brackets the rate
-    divided by cuBLAS's rate."""
+    """Return a table with one line per case of a GEMM. A line gives the rate of every variant in TFLOP/s, and in
+    brackets this rate divided by cuBLAS's rate."""
     names = [name for name in variant_names(rows) if name != "copy"]
     choices = choices_of(rows)
     body = []
@@ -167,23 +168,26 @@ def marks_table(marks: Sequence[Mark]) -> str:
 
 
 def judged(mark: Mark) -> tuple[str, str, str]:
-    """Format a target, its measured value, and whether it is reached."""
+    """Return three cells of a table: the target, the measured value, and a word that says whether the target is
+    reached."""
     words = {True: "reached", False: "MISSED", None: "not measured"}
     return mark.goal, number(mark.value) + (mark.unit if mark.value is not None else ""), words[mark.passed]
 
 
 METHOD = """\
-Times are medians of one call, replayed from CUDA graphs, L2-cold, variants interleaved (`benchmarks/measure.py`). TB/s:
-bytes by formula over time; every variant by its own formula. `of copy`: bandwidth over that of an elementwise copy
-moving as many bytes as ours, in the same rounds; `of peak`: over that of a 2 GiB copy, {peak:.2f} TB/s. {rates}`wrong`:
-the largest fraction of output elements that differ from what eager torch computes, – where the case is too large to
-check. Ours runs with its defaults, programmatic dependent launch included. {about} {star}"""
+Each time is the median time of one call. Calls are replayed from CUDA graphs with a cold L2, and variants are timed in
+turns (`benchmarks/measure.py`). TB/s is the number of bytes that a variant must move, computed by a formula for each
+variant, divided by the variant's time. `of copy` is our bandwidth divided by the bandwidth of an elementwise copy that
+moves the same number of bytes, timed in the same rounds. `of peak` is our bandwidth divided by the bandwidth of a 2 GiB
+copy, {peak:.2f} TB/s. {rates}`wrong` is the largest fraction of output elements that differ from the result of eager
+torch, or – if the case is too large to check. Our op runs with its defaults, which include programmatic dependent
+launch. {about} {star}"""
 
 RATES = """\
-`of read`: over that of reading 4 GiB, {read} TB/s. `of bf16`: TFLOP/s over those of cuBLAS with bfloat16 matrices of
-8,192 × 8,192, {bf16} TFLOP/s. """
+`of read` is our bandwidth divided by the bandwidth of reading 4 GiB, {read} TB/s. `of bf16` is our rate divided by the
+rate of cuBLAS with bfloat16 matrices of 8,192 × 8,192, {bf16} TFLOP/s. """
 
-STAR = "* the sets of this case together are smaller than 3 × L2 ({least:.1f} × at the least), so it is partly warm."
+STAR = "* the buffer sets of this case are together smaller than 3 × L2 (at least {least:.1f} ×), so L2 is partly warm."
 
 
 def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:

@@ -1,4 +1,4 @@
-"""Benchmarks of row-wise ops whose output is bfloat16, the input of GEMMs with 16-bit activations."""
+"""Base class of the benchmarks of row-wise ops whose output is bfloat16, for GEMMs with 16-bit activations."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MARK_WIDTHS = (2048, 4096, 7168, 8192, 16384, 32768)
 DECODE_WIDTH = 7168
 DECODE_ROWS = (1, 8, 32, 128)
 LARGE = 2**26
-"""Smallest number of elements M·H for which the bandwidth is compared with a copy's."""
+"""Smallest number of elements M·H for which our bandwidth is compared with a copy's bandwidth."""
 INDUCTOR_LARGE = (16384, 8192)
 INDUCTOR_DECODE = (32, DECODE_WIDTH)
 DTYPE = torch.bfloat16
@@ -39,22 +39,22 @@ STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
 """Sizes that Inductor compiles separately, in addition to the sizes for which an op has a target relative to
 Inductor."""
 DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
-"""Sizes of "full" for which Inductor compiles once per width, with a symbolic M. A further M in the same row tile would
-cause another compilation."""
+"""Sizes of "full" for which Inductor compiles once per width, with a symbolic M. Another value of M in the same row
+tile would cause another compilation."""
 
 ABOUT = """\
-QuACK writes bfloat16 and does not quantise. Inductor compiles for one shape, or for one row length with a symbolic
-number of rows (in the JSON file, for each row: "static", "dynamic")."""
+QuACK writes bfloat16 and does not quantise. Inductor compiles either for one shape ("static" in the JSON file), or for
+one row length with a symbolic number of rows ("dynamic")."""
 
 ADD_NOTES = (
-    "QuACK's rmsnorm takes the residual and stores the sum in a new tensor; ours and Inductor's update it in place.",
-    "Inductor may normalise the sum before it is rounded to bfloat16: in the JSON file, `mismatch` of its codes.",
-    "Repeated calls update the same residual, which therefore grows, to 256 to 512 times the input at most.",
+    "QuACK's rmsnorm stores the new residual in a new tensor; our op and Inductor update the residual in place.",
+    "Inductor may normalise the sum before it rounds it to bfloat16; `mismatch` in the JSON file counts differences.",
+    "Repeated calls update the same residual, which therefore grows to at most 256 to 512 times the input.",
 )
 
 
 def ratio(row: Row, over: str, under: str) -> float | None:
-    """Return the time of variant `over` divided by the time of variant `under` in one row."""
+    """Return the time of the variant `over` divided by the time of the variant `under`, in one row of results."""
     variants = row["variants"]
     return variants[over]["us"] / variants[under]["us"] if over in variants and under in variants else None
 
@@ -66,7 +66,7 @@ def rows_and_width(row: Row) -> tuple[int, int]:
 
 
 class RowBenchmark(Benchmark):
-    """Benchmark of an op on M rows. Subclasses define bytes, arguments and targets.
+    """Benchmark of an op on M rows. Subclasses define the bytes moved, the arguments and the targets.
 
     The functions `torch_cute_ops.<op>` and `compositions.<op>` are measured. Both take the row tensors, then the
     weight, then keyword arguments.
@@ -77,7 +77,7 @@ class RowBenchmark(Benchmark):
     about = ABOUT
     of_copy = targets.OF_COPY
     width = "H"
-    """Name of the row length."""
+    """Name of the row length in the sizes of a case."""
     inputs_per_row = 1
     """Length of an input row divided by the row length: 2 for gates."""
     adds = False
@@ -89,7 +89,7 @@ class RowBenchmark(Benchmark):
     most_over_quack: float | None = None
     """Target for M ≤ 128: largest ratio of our time to the time of QuACK's rmsnorm. None if there is no target."""
     least_over_inductor: ClassVar[Mapping[tuple[int, int], float]] = {}
-    """Smallest speedup over the Inductor composition, by size."""
+    """Targets for the speedup over the composition compiled by Inductor, by size (M, H)."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -98,14 +98,14 @@ class RowBenchmark(Benchmark):
     # --- cases ---
 
     def case(self, m: int, width: int, inductor: str = "", choices: Mapping[str, str] | None = None) -> Case:
-        """Return the case with these sizes. If `choices` is None, the default choices of the op are used."""
+        """Return the case with these sizes. If `choices` is None, the case uses the default choices of the op."""
         return Case({"M": m, self.width: width}, inductor, self.choices if choices is None else choices)
 
     def cases(self, sizes: str) -> list[Case]:
         static = frozenset(self.least_over_inductor) | (STATIC if sizes != "marks" else frozenset())
         compiled = dict.fromkeys(DYNAMIC if sizes == "full" else (), "dynamic") | dict.fromkeys(static, "static")
-        # For each width, run the largest M first: a compilation with a symbolic M then tunes itself at the largest M
-        # that it serves.
+        # For each width, run the largest M first. If Inductor compiles with a symbolic M, it then tunes the kernel for
+        # the largest M that the kernel serves.
         ordered = sorted(SIZES[sizes], key=lambda size: (size[1], -size[0]))
         return [self.case(m, width, compiled.get((m, width), "")) for m, width in ordered]
 
@@ -125,9 +125,10 @@ class RowBenchmark(Benchmark):
     def make_inputs(self, case: Case, device: torch.device) -> Tensors:
         """Return the op's tensor arguments by name. The argument `scale` is named "given", because "scale" is an
         output."""
-        # Repeated calls add x to the same residual. The residual grows until x is less than half an ulp of it, at 256
-        # to 512 times |x| in bfloat16, and then does not change. So after any number of replays the sums of squares are
-        # far inside 2^-80 to 2^80, and the time of a kernel does not depend on the values.
+        # Repeated calls add x to the same residual. The residual grows until x is less than half an ulp of the
+        # residual, # and then does not change. In bfloat16 this happens at 256 to 512 times |x|. So after any number of
+        # replays the # sums of squares are far inside 2^-80 to 2^80, and the time of a kernel does not depend on the
+        # values.
         m, width = case["M"], case[self.width]
         tensors = {"input": torch.randn(m, width * self.inputs_per_row, dtype=DTYPE, device=device)}
         if self.adds:
@@ -145,11 +146,12 @@ class RowBenchmark(Benchmark):
         return tuple(tensors[name] for name in OPS[self.op].outputs)
 
     def results(self, returned: Any, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """Return all tensors that the op or the composition writes: its results, and the residual if it is updated."""
+        """Return all tensors that the op or the composition writes: the returned tensors, and the residual if it is
+        updated."""
         return (*as_tuple(returned), tensors["residual"]) if self.adds else as_tuple(returned)
 
     def call(self, function: Callable[..., Any], case: Case, tensors: Tensors, **more: Any) -> Any:
-        """Call `function` (the op or the composition) on one buffer set."""
+        """Call `function`, the op or the composition, with the tensors of one buffer set."""
         if self.weighted:
             more = {"weight": tensors["weight"], "eps": EPS, **more}
         if "given" in tensors:
@@ -162,7 +164,7 @@ class RowBenchmark(Benchmark):
         self.call(getattr(torch_cute_ops, self.op), case, tensors, out=out if len(out) > 1 else out[0])
 
     def composition(self) -> Callable[..., Any]:
-        """Return the op's composition of plain torch operations."""
+        """Return the function that computes the op with plain torch operations."""
         return getattr(compositions, self.op)
 
     # --- variants ---
@@ -214,13 +216,15 @@ class RowBenchmark(Benchmark):
         return marks + [self.inductor_mark(rows, size, least) for size, least in self.least_over_inductor.items()]
 
     def copy_mark(self, rows: Sequence[Row], width: int, prefix: str = "") -> Mark:
-        """Return the target for one width: the smallest fraction of a copy's bandwidth over rows with M·H ≥ 2^26."""
+        """Return the target for one width: the smallest of our bandwidths, as fractions of a copy's bandwidth, over the
+        cases with M·H ≥ 2^26."""
         large = [row for row in rows if rows_and_width(row)[1] == width and math.prod(rows_and_width(row)) >= LARGE]
         name = f"{prefix}{self.width}={width}, M·{self.width} ≥ 2^26: of copy"
         return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), self.of_copy)
 
     def decode_mark(self, rows: Sequence[Row], most: float) -> Mark:
-        """Return the target for M ≤ 128 and H = 7168: the largest ratio of our time to the time of QuACK's rmsnorm."""
+        """Return the target for M ≤ 128 and H = 7168: our time divided by the time of QuACK's rmsnorm, for the case
+        with the largest ratio."""
         decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
         ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
         peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"
@@ -228,7 +232,7 @@ class RowBenchmark(Benchmark):
         return at_most(name, max(ratios, default=None), most, " ×")
 
     def inductor_mark(self, rows: Sequence[Row], size: tuple[int, int], least: float, prefix: str = "") -> Mark:
-        """Return the target for the speedup over the composition compiled by Inductor, at one size."""
+        """Return the target for one size: the time of the composition, compiled by Inductor, divided by our time."""
         found = [ratio(row, "inductor", "ours") for row in rows if rows_and_width(row) == size]
         name = f"{prefix}{size[0]}×{size[1]}: faster than Inductor"
         return at_least(name, found[0] if found else None, least, " ×")

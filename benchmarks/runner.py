@@ -17,10 +17,10 @@ ASSUMED_TFLOPS = 600.0
 
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
-    """Run our op with each of its implementations once for every kernel, so that no compilation is timed.
+    """Compile our kernels before anything is timed: run each implementation of our op once for every kernel.
 
-    Our kernels must be compiled before a peer is imported, because QuACK patches the DSL. Exceptions are ignored here:
-    they occur again, and are reported, when the case runs.
+    Our kernels must be compiled before a peer is imported, because QuACK patches the DSL. Exceptions are ignored here,
+    because they occur again, and are reported, when the case runs.
     """
     for smallest in {str(s): s for s in map(benchmark.smallest, cases)}.values():
         with contextlib.suppress(Exception):
@@ -39,7 +39,7 @@ def collect_variants(
 ) -> tuple[dict[str, Variant], dict[str, str]]:
     """Return the variants of this case, and the reason for each missing implementation or peer.
 
-    If a peer fails when it is created or on its first call, it is reported as missing, so that it does not end the run.
+    A peer that fails when it is created or on its first call is reported as missing, and the run continues.
     """
     variants, absent = {"ours": benchmark.ours(case, sets)}, {}
     for name in (*benchmark.ways, *(benchmark.peers if with_peers else ())):
@@ -98,8 +98,9 @@ def run_case(
     ceilings: Ceilings,
     with_peers: bool = True,
 ) -> Row:
-    """Measure one case, and return a result row: times in µs, bandwidth in TB/s and rates in TFLOP/s from the formulas
-    for bytes and operations, and fractions of the ceilings."""
+    """Measure one case, and return a row of results. The row contains times in µs, bandwidths in TB/s and rates in
+    TFLOP/s, and their fractions of the ceilings. Bandwidths and rates are computed from the formulas for bytes and
+    operations."""
     size, flops = benchmark.bytes_moved(case), benchmark.flops(case)
     n_variants = 2 + len(benchmark.ways) + (len(benchmark.peers) if with_peers else 0)
     how = plan(size, n_variants, l2_bytes, settings, call_ms=flops / ASSUMED_TFLOPS * 1e-9)
@@ -144,7 +145,7 @@ def run_case(
 
 
 def _rates(tbps: float, tflops: float, ceilings: Ceilings) -> dict[str, float | None]:
-    """Return a GEMM's rates as fractions of the ceilings."""
+    """Return a GEMM's bandwidth and rate, and the fraction of its ceiling that each of them reaches."""
     return {
         "of_read": tbps / ceilings.read_tbps if ceilings.read_tbps else None,
         "tflops": tflops,

@@ -1,8 +1,8 @@
-"""`python -m benchmarks tactics`: measured time and estimate of every tactic of a GEMM.
+"""`python -m benchmarks tactics`: measure every tactic of a GEMM, and print the time next to the cost model's estimate.
 
-The estimates of `torch_cute_ops.gemm.backends` are fitted to these times. Name calls as for `python -m torch_cute_ops
-tune`, for example `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. As in tuning, operands are random, L2 is cold, and
-calls are replayed from a CUDA graph. In the packed layout, rows belong to random experts.
+The constants of the estimates in `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for
+`python -m torch_cute_ops tune`, for example `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. As in tuning, operands are
+random, L2 is cold, and calls are replayed from a CUDA graph. In the packed layout, rows belong to random experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .measure import Backend
 
 
 class Timed(NamedTuple):
-    """A tactic with its estimate and time in seconds, or the reason for a missing time."""
+    """A tactic with its estimated and measured time in seconds, or the reason why the measured time is missing."""
 
     candidate: Candidate
     estimate: float
@@ -38,7 +38,8 @@ class Timed(NamedTuple):
 
 
 def timed(problem: GemmProblem, m: int, target: Target, within: float) -> list[Timed]:
-    """Return the tactics of a call with `m` rows, fastest first, followed by tactics with wrong results."""
+    """Time the tactics of a call with `m` rows. Return them fastest first, followed by the tactics with wrong
+    results."""
     m = bucket(m)
     estimates = tune.estimates(problem, m, target)
     least = min(estimates.values())

@@ -5,11 +5,12 @@ from __future__ import annotations
 # --- ops whose speed is limited by memory bandwidth ---
 
 OF_COPY = 0.92
-"""Smallest bandwidth divided by the bandwidth of a copy of the same number of bytes, from 2^26 elements on."""
+"""Smallest accepted bandwidth, from 2^26 elements on, divided by the bandwidth of a copy of the same number of
+bytes."""
 NORM_OVER_QUACK = 1.15
 ADD_NORM_OVER_QUACK = 1.2
-"""Largest time divided by the time of QuACK's rmsnorm, for few rows. QuACK does not quantise. Ops with a residual are
-compared with QuACK's rmsnorm with a residual."""
+"""Largest accepted time for few rows, divided by the time of QuACK's rmsnorm. QuACK does not quantise. Ops with a
+residual are compared with QuACK's rmsnorm with a residual."""
 FP4_OVER_INDUCTOR = 5.0
 FP8_OVER_INDUCTOR = 2.0
 FP8_DECODE_OVER_INDUCTOR = 1.0
@@ -32,11 +33,12 @@ FP4_FEW_ROWS_US = {(1, 4096, 14336): 11.2, (16, 4096, 4096): 7.0, (64, 4096, 409
 """Largest time in µs by M, N, K."""
 FEW_ROWS_OVER_FP4_PEER = 1.15
 OVER_FP4_PEER = 1.0
-"""Smallest speedup over the fastest FP4 peer: with up to 64 rows, and with more rows."""
+"""Smallest accepted speedups over the fastest FP4 peer: the first with up to 64 rows, the second with more rows."""
 OVER_CUBLAS_BF16 = 0.97
 """Smallest speedup over cuBLAS with bfloat16 operands, from 2,048 rows on."""
 CHOICE_MEDIAN, CHOICE_LARGEST = 1.1, 1.25
-"""Largest time of "auto" divided by the time of our fastest backend: median and maximum over all cases."""
+"""Largest accepted time of "auto" divided by the time of our fastest backend. The first number limits the median over
+all cases, the second the maximum."""
 EXPERTS_US = {
     "top-8": {1: 5, 8: 18, 16: 29, 32: 45, 64: 61, 128: 68, 256: 72, 512: 85},
     "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
@@ -63,8 +65,8 @@ EXPERT_LAYER_COSINE = {
     ("many", "nvfp4"): 0.998,
     ("many", "mxfp4"): 0.9985,
 }
-"""Smallest cosine between the results of an expert layer and of a layer with its decoded weights, by implementation and
-format."""
+"""Smallest accepted cosine similarity between the result of an expert layer and the result of a layer with the decoded
+weights, by implementation and format."""
 
 # --- decoder layers ---
 
@@ -83,8 +85,8 @@ LAYER_US: dict[str, dict[str, dict[int, float]]] = {
 """Largest time of a decoder layer in µs, by model, precision and rows."""
 W4A8_OVER_FP8 = {"8B": 1.03, "70B": 1.05}
 W4A8_ROWS = (64, 128, 256, 1024)
-"""Largest time of a layer in W4A8 divided by its time in FP8 in the same run, by model; and the numbers of rows for
-which this target applies."""
+"""Largest accepted time of a layer in W4A8 divided by the layer's time in FP8 in the same run, by model, and the
+numbers of rows to which this target applies."""
 
 # --- served models ---
 
@@ -94,7 +96,7 @@ MODEL_PREFILL = {"16bit": 0.95, "fp8": 1.4}
 """Smallest speedup over bf16: of decode steps by batch size, of `generate()`, and of prefill by format of
 activations."""
 MODEL_LOGITS = 1e-4
-"""Largest value of 1 − cosine, for the logits of our model and of the bf16 model."""
+"""Largest accepted value of 1 − c, where c is the cosine similarity between our model's logits and the bf16 model's."""
 MODEL_GIGABYTES = {"8B": 6.3, "70B": 43.5}
 MODEL_PEAK_GIGABYTES = 2.0
 """Largest additional memory in GB while a model is built."""
@@ -109,20 +111,25 @@ FP8_DECODE_OF_COPY = 0.80
 """Smallest bandwidth of a grouped FP8 GEMM with few rows per expert, divided by the bandwidth of a copy."""
 
 TOKEN_FEW_ROWS, TOKEN_MANY_ROWS = 1.3, 0.97
-"""Least rate of GEMMs with per-token scales relative to torch's: with up to 64 rows, and with more rows."""
+"""Smallest accepted rate of GEMMs with per-token scales, divided by torch's rate: first for up to 64 rows, then for
+more rows."""
 
 FP8_FP4_OVER_FP8 = 0.95
-"""Least rate of large GEMMs with FP8 activations and an FP4 weight, relative to an FP8 weight."""
+"""Smallest accepted rate of large GEMMs with FP8 activations and an FP4 weight, divided by the rate with an FP8
+weight."""
 GROUPED_FP8_FP4_OVER_FP8 = 0.93
-"""Least rate of grouped GEMMs with FP4 weights relative to FP8 weights, from 1,024 rows per expert."""
+"""Smallest accepted rate of grouped GEMMs with FP4 weights, divided by the rate with FP8 weights, from 1,024 rows per
+expert on."""
 GROUPED_FP8_FP4_DECODE = 0.60
-"""Largest time of grouped GEMMs with FP4 weights relative to FP8 weights, for 1 to 16 rows per expert."""
+"""Largest accepted time of grouped GEMMs with FP4 weights, divided by the time with FP8 weights, for 1 to 16 rows per
+expert."""
 
 # --- host ---
 
 OVER_RMS_NORM = 1.35
-"""Largest host time of a functional op relative to `F.rms_norm`."""
+"""Largest accepted host time of a functional op, divided by the host time of `F.rms_norm`."""
 OVER_RAW_CALL_US = 2.5
-"""Largest host time in µs that the Python function with `out` adds to a direct call of the compiled function."""
+"""Largest accepted difference in µs between the host time of the Python function with `out` and the host time of a
+direct call of the compiled function."""
 FIRST_CALL_S = 3.0
 """Largest time in seconds of the first call of a process, with empty caches."""

@@ -26,7 +26,7 @@ class Kernel(NamedTuple):
 
 
 def recorded(replay: Replay) -> list[Kernel]:
-    """Return the kernels and copies of a replay, ordered by start."""
+    """Replay a graph under the profiler, and return its kernels and copies in the order in which they started."""
     replay()  # the first replay uploads the graph, so it is not recorded
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -41,7 +41,8 @@ def recorded(replay: Replay) -> list[Kernel]:
 
 
 def short(name: str) -> str:
-    """Return the family of one of our kernels, or another kernel's name without its arguments."""
+    """Shorten a kernel's name: for our kernels to the kernel family, for other kernels to the name without
+    arguments."""
     ours = _OURS.search(name)
     return ours[1] if ours else re.sub(r"[<(].*", "", name.removeprefix("void "))[:NAME_LENGTH]
 
@@ -64,9 +65,11 @@ def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    """Return a table of start, end and gap of each kernel that ``one_of`` returned, except the first, which ran before.
+    """Return a table with the start, the end and the gap of each kernel in ``kernels``, the result of ``one_of``. The
+    first kernel is left out, because it belongs to the previous layer.
 
-    The gap is the time from the end of all earlier kernels to the start of the kernel. It is negative if they overlap.
+    The gap is the time from the end of all earlier kernels to the start of the kernel. The gap is negative if the
+    kernel overlaps an earlier kernel.
     """
     body, latest = [], kernels[0].end
     for kernel in kernels[1:]:

@@ -35,11 +35,12 @@ LARGE = {
     },
     "gpt-oss": {"layers": 8, "hidden": 2880, "width": 2880, "experts": 32, "heads": 64, "vocabulary": 32_000},
 }  # fmt: skip
-"""Sizes by model: SMALL for a CPU; LARGE for a GPU, with the published widths but fewer layers, experts and words."""
+"""Sizes by model. SMALL is used on a CPU. LARGE is used on a GPU: widths as published, but fewer layers, experts and
+vocabulary entries."""
 
 LEAST_COSINE = 0.995
-"""Smallest accepted cosine between a token's result and the exact result. FP8 activations reduce the cosine by 0.001 to
-0.002 in each of two GEMMs."""
+"""Smallest accepted cosine similarity between a token's result and the exact result. FP8 activations reduce the cosine
+by 0.001 to 0.002 in each of two GEMMs."""
 
 
 @torch.no_grad()
@@ -117,8 +118,8 @@ CONFIGS = {"deepseek-v3": deepseek_v3, "gpt-oss": gpt_oss}
 
 
 def cosine_of_experts(model: torch.nn.Module, device: torch.device) -> float:
-    """Return the smallest cosine, over tokens, between the result of the first layer of experts and the result of its
-    decoded weights."""
+    """Compare the first layer of experts with a float32 computation from the decoded weights. Return the smallest
+    cosine similarity between the two results of a token."""
     experts = next(each for each in model.modules() if isinstance(each, torch_cute_ops.nn.QuantExperts))
     x = torch.randn(16, experts.hidden_size, device=device, dtype=torch.bfloat16)
     factors, ids = torch.rand(16, experts.experts, device=device).topk(experts.topk)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run an expert layer of DeepSeek-V3 with FP8 activations and FP8 or FP4 weights, and compare it with bf16.
 
-    python examples/fp8_moe_layer.py                          # rows of experts one after the other
+        python examples/fp8_moe_layer.py                          # rows of experts one after the other
     python examples/fp8_moe_layer.py --layout masked          # an equal number of rows for each expert, for decoding
     python examples/fp8_moe_layer.py --weights mxfp4          # or nvfp4: half of the weights' bytes
     python examples/fp8_moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
@@ -64,7 +64,8 @@ LARGEST_ERROR = {"fp8": 0.1, "mxfp4": 0.06, "nvfp4": 0.075}
 
 
 class Weights(NamedTuple):
-    """Weights of an expert layer in bf16, with an fp32 bias. The gate rows of an expert precede its up rows."""
+    """Weights of an expert layer in bf16, and the fp32 bias of the router. In `up`, an expert's gate rows precede its
+    up rows."""
 
     router: torch.Tensor
     """(E, H)."""
@@ -173,7 +174,7 @@ class FP8Experts:
 
     Attributes:
         tensors: codes and scales.
-        represented: bf16 weights for the layer that results are compared with: the original weights.
+        represented: bf16 weights of the layer that results are compared with. For FP8 these are the original weights.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -219,10 +220,10 @@ class FP8Layer:
     """Expert layer with FP8 activations. The router computes in bf16.
 
     Args:
-        router, bias: the router's weight and bias, as in the bf16 layer.
+        router, bias: the router's weight and bias, the same tensors as in the bf16 layer.
         up, down: the experts' GEMMs.
-        routing: the choice of experts, as in the bf16 layer.
-        is_masked: True for a buffer that has room for all tokens in each expert, False for packed rows.
+        routing: parameters of the routing, the same as in the bf16 layer.
+        is_masked: True for a buffer in which each expert owns space for all tokens, False for packed rows.
     """
 
     def __init__(
@@ -269,8 +270,8 @@ class FP8Layer:
 
 
 def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (E, N, K) of a weight, and a scale per 128 x 128 elements that maps their largest magnitude to
-    448."""
+    """Quantise a weight (E, N, K) to e4m3. Return the codes, and a scale for each 128 x 128 elements. The scale maps
+    the largest magnitude of these elements to 448."""
     experts, n, k = weight.shape
     rows = -(-n // BLOCK)
     codes, scale = (

@@ -54,8 +54,8 @@ HEAD = 32  # elements of an attention head
 
 
 class Minimums(NamedTuple):
-    """Smallest accepted values over all sentences: cosines of the embeddings, Kendall's tau, and the number of
-    sentences whose nearest neighbour does not change."""
+    """Smallest accepted results of the comparison: cosine similarities of the embeddings, Kendall's tau, and the number
+    of sentences whose nearest neighbour does not change."""
 
     mean_cosine: float
     worst_cosine: float
@@ -220,8 +220,8 @@ def modules(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
 
 
 def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-    """Run the model. Return the embeddings, and for each quantised layer the relative error of its result compared with
-    ``decoded`` (ratio of Frobenius norms)."""
+    """Run the model. Return the embeddings, and for each quantised layer the relative error of its result. The error is
+    the Frobenius norm of the difference from the result of ``decoded``, divided by the norm of the latter."""
     errors = {}
 
     def watch(name: str) -> Callable[..., None]:
@@ -239,14 +239,14 @@ def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
 
 class Comparison(NamedTuple):
-    """Comparison of a sentence's embeddings from two models. For each model, the other sentences are sorted by their
+    """Comparison of the embeddings of one sentence from two models. For each model, the other sentences are sorted by
     similarity to this sentence.
 
     Attributes:
-        cosine: cosine of the two embeddings.
-        tau: Kendall's tau of the two orders: 1 for equal orders, -1 for opposite orders. (1 + tau) / 2 of all pairs of
-            sentences are in the same order.
-        nearest: True if the most similar sentence is the same.
+        cosine: cosine similarity of the sentence's two embeddings.
+        tau: Kendall's tau of the two models' orders: 1 for equal orders, -1 for opposite orders. A fraction (1 + tau) /
+            2 of all pairs of sentences is in the same order for both models.
+        nearest: True if both models find the same sentence most similar.
     """
 
     cosine: torch.Tensor

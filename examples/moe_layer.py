@@ -51,12 +51,12 @@ class Model(NamedTuple):
 
     Attributes:
         sizes: sizes on a GPU; for DeepSeek-V3 an eighth of each expert's columns, as on one of eight GPUs.
-        top: number of experts per token (topk).
+        top: number of experts that a token is routed to (topk).
         block_size: block size of the weights: 16 (NVFP4) or 32 (MXFP4).
         scoring: arguments of `moe_route` and `moe_route_dense`.
         swiglu: alpha, beta and limit of the gate.
         has_bias: True if the experts' layers use biases.
-        has_shared: True if a shared expert of equal width follows.
+        has_shared: True if the layer also contains a shared expert, as wide as a routed expert.
     """
 
     sizes: Sizes
@@ -181,7 +181,7 @@ def print_device(device: torch.device, kernels: str) -> None:
 
 
 def print_weights(in_bf16: Iterable[torch.Tensor], quantised: Iterable[torch.Tensor]) -> None:
-    """Print the bytes of the experts' weights in bf16 and quantised."""
+    """Print the size of the experts' weights in bytes, in bf16 and quantised."""
     before, after = (sum(tensor.nbytes for tensor in tensors) for tensors in (in_bf16, quantised))
     print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
 
@@ -193,8 +193,8 @@ def inputs(tokens: Iterable[int], hidden: int, device: torch.device) -> Iterator
 
 
 def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest cosine between a token's two results, and the relative error of all results. Without tokens,
-    return 1 and 0."""
+    """Return the smallest cosine similarity between the two results of a token, and the relative error of all results.
+    If there are no tokens, return 1 and 0."""
     if not len(got):
         return 1.0, 0.0
     got, want = got.double(), want.double()
@@ -272,7 +272,7 @@ class BF16Layer:
 
 
 def gated(both: torch.Tensor, alpha: float, beta: float, limit: float | None) -> torch.Tensor:
-    """Return SwiGLU of the two halves of each row."""
+    """Apply SwiGLU to the two halves of each row."""
     gate, up = both.float().chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -379,7 +379,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def captured_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, replays: int = 50) -> float:
-    """Return the median time of a graph replay of the layer. The weights may be in L2, because all replays use them."""
+    """Capture a call of the layer in a CUDA graph, and return the median time of a replay in µs. All replays use the
+    same weights, so the weights may be in L2."""
     layer(x)  # compiles and loads; a server would call torch_cute_ops.warmup
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def conclude(problems: list[str]) -> int:
-    """Print the last line, and return the exit status."""
+    """Print SUCCESS, or FAILURE with the problems, and return the exit status."""
     print(f"FAILURE: {'; '.join(problems)}" if problems else "SUCCESS: every check passed")
     return 1 if problems else 0
 
@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def multiple_of(step: int, least: int = 1) -> Callable[[str], int]:
-    """Return the type of an option: a multiple of ``step``, at least ``least``."""
+    """Return a function that parses an option's value, which must be a multiple of ``step`` and at least ``least``."""
 
     def number(text: str) -> int:
         try:
@@ -180,8 +180,8 @@ def round_to(value: torch.Tensor, mantissa_bits: int, min_exponent: int, largest
 
 
 def quantize_float64(norm: torch.Tensor, factor: float, fmt: FP4Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise a norm in float64. Return the rounded elements (M, blocks, block size) and block scales (M, blocks) as
-    numbers, not as codes."""
+    """Quantise normalised rows in float64. Return the rounded elements (M, blocks, block size) and the block scales (M,
+    blocks) as numbers, not as codes."""
     blocks = norm.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     if fmt is NVFP4:
@@ -201,7 +201,7 @@ def compare_with_float64(
     fmt: FP4Format,
     layout: str,
 ) -> list[str]:
-    """Compare the op's outputs with the float64 computation and with the unquantised norm. Print the differences, and
+    """Compare the op's outputs with the float64 computation and with the unquantised rows. Print the differences, and
     return a message for each violated limit."""
     rows, hidden = exact.shape
     want, want_scale = quantize_float64(exact, 1.0 if factor is None else factor.item(), fmt)

@@ -65,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = max(options.prompt, min(len(prompts), options.batch))
     torch_cute_ops.nn.warmup(model, rows=range(1, rows + 1))
     if not is_cuda:
-        # Without psutil, transformers warns that it cannot read the memory size of the CPU, which is not needed here.
+        # Without psutil, transformers warns that it cannot read the size of the host's memory, which is not needed
+        # here.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     # Limit the cache explicitly, because by default it would fill all free memory.
     batching = ContinuousBatchingConfig(

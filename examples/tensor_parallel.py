@@ -8,9 +8,10 @@
 
 Rank 0 writes a checkpoint with random codes, and every rank reads only its slices. Between the layers each rank stores
 some of the tokens. It adds the residual to these tokens, normalises them and quantises them in one pass. The ranks
-gather the codes and scales of all tokens. Each rank multiplies them by its rows of q, k, v, gate and up, and multiplies
-the results by its columns of o and down. The sums over the ranks are scattered to the ranks again. The expert layer
-sends each token to the ranks of its experts as FP8 rows, and these ranks send their results back.
+gather the codes and scales of all tokens. Each rank multiplies them by its rows of the weights q, k, v, gate and up. It
+multiplies the attention's and the gate's results by its columns of the weights o and down. The sums over the ranks are
+scattered to the ranks again. The expert layer sends each token to the ranks of its experts as FP8 rows, and these ranks
+send their results back.
 
 The results of both layers are compared with the results of a single rank that reads the whole checkpoint. On GPUs the
 layers are captured as CUDA graphs, compared again, and timed. Before the layers run, the ranks check that their
@@ -46,7 +47,7 @@ from torch_cute_ops.nn import QuantizedRows, random_, warmup
 STYLES = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors", "fp8_block": "compressed-tensors"}
 ACTIVATIONS: dict[str, Any] = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8_block": "fp8"}
 LEAST_SAVED = {"nvfp4": 3.5, "mxfp4": 3.7, "fp8_block": 1.9}
-"""Smallest accepted ratio of gathered bytes in bf16 to gathered bytes in the scheme."""
+"""Smallest accepted ratio, by scheme, of the bytes that ranks would gather in bf16 to the bytes that they gather."""
 MAX_ERROR = 0.02
 """Largest accepted relative error of the result. Several ranks add partial sums in another order than one rank. If a
 sum is then rounded differently, a code of the next layer may differ by one step, which is about a tenth of the value in
@@ -67,8 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
             return run(options, device, backend)
     finally:
         dist.destroy_process_group()
-        # Layers refer to their group, and gloo's threads run until nothing refers to the group any more. If the
-        # interpreter exits while a thread still uses a tensor of the last collective, the process aborts.
+        # Free the layers before the interpreter exits. They refer to the process group, and gloo's threads run as long
+        # as the group is referenced. If the interpreter exits while a thread uses a tensor, the process aborts.
         gc.collect()
 
 
@@ -117,7 +118,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def place() -> tuple[torch.device, str]:
-    """Return this rank's device, and the backend of its collectives."""
+    """Choose this rank's device. Return the device, and the name of the backend for collectives."""
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if torch.cuda.is_available() and torch.cuda.device_count() >= on_host:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))

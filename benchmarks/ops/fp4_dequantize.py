@@ -1,5 +1,5 @@
-"""fp4_dequantize: decode NVFP4 to bfloat16. The benchmark has no target, because GEMMs decode FP4 in registers and do
-not need this op."""
+"""fp4_dequantize: decode NVFP4 to bfloat16. No target is set, because our GEMMs decode FP4 in registers and do not need
+this op."""
 
 from __future__ import annotations
 

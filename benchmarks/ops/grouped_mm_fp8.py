@@ -34,15 +34,16 @@ PREFILL = {
     "quick": ((4, 8192), (8, 512), (8, 4096), (32, 128), (32, 1024)),
     "full": tuple((experts, rows // experts) for experts in (4, 8, 16, 32) for rows in (4096, 8192, 16384, 32768)),
 }
-"""(experts, rows per expert) in the contiguous layout: 4,096 to 32,768 rows."""
+"""Pairs (experts, rows per expert) in the contiguous layout, with 4,096 to 32,768 rows in total."""
 DECODE = {
     "marks": ((8, 16), (32, 1), (32, 16), (32, 64)),
     "quick": tuple((experts, rows) for experts in (8, 32) for rows in (1, 8, 16, 64)),
     "full": tuple((experts, 2**i) for experts in (8, 16, 32) for i in range(7)),
 }
-"""(experts, rows per expert) in the masked layout. The buffer has no further rows."""
+"""Pairs (experts, rows per expert) in the masked layout. Every row of the buffer belongs to a token."""
 ROUTED = {"marks": (), "quick": ((32, 4), (32, 16), (32, 64)), "full": tuple((32, 2**i) for i in range(11))}
-"""(experts, mean rows per expert) in the contiguous layout without padding: each token chooses 8 experts at random."""
+"""Pairs (experts, mean rows per expert) in the contiguous layout without padding. Each token is routed to 8 random
+experts."""
 BY_LAYOUT = {"contiguous": PREFILL, "masked": DECODE, "routed": ROUTED}
 PEER = "scaled_grouped_mm"
 DEEP_GEMM_ROWS = 128
@@ -75,13 +76,13 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- formulas ---
 
     def problem(self, case: Case) -> GemmProblem:
-        """Return the GEMM problem of a case, which counts only experts with rows."""
+        """Return the GEMM problem of a case. Experts without rows are not counted."""
         problem, used = super().problem(case), int(counts_of(case).count_nonzero())
         return replace(problem, grouping=replace(problem.grouping, experts=used))
 
     def rows_of_problem(self, case: Case) -> int:
-        """Return M for the formulas of the GEMM problem: in the masked layout the rows per expert, otherwise the rows
-        of all experts."""
+        """Return the M that the formulas of the GEMM problem take. In the masked layout, M is the number of rows per
+        expert. In other layouts, M is the number of rows of all experts."""
         return case["M"] if case.choices["layout"] == "masked" else int(counts_of(case).sum())
 
     def bytes_moved(self, case: Case) -> int:
@@ -116,8 +117,8 @@ class GroupedMmFp8(FP8GemmBenchmark):
     # --- peers ---
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Return torch's or DeepGEMM's variant. torch's GEMM needs rows without padding, and all cases of this
-        benchmark have such rows."""
+        """Return torch's or DeepGEMM's variant. torch's GEMM needs rows without padding, which all cases of this
+        benchmark provide."""
         experts, layout = experts_of(case), case.choices["layout"]
         if name == DEEP_GEMM:
             return self.deep_gemm(masked if layout == "masked" else contiguous, case, sets)
@@ -149,7 +150,7 @@ class GroupedMmFp8(FP8GemmBenchmark):
 
 
 def counts_of(case: Case) -> torch.Tensor:
-    """Return the rows of each expert: (E,) int32 on the CPU."""
+    """Return the number of rows of each expert: (E,) int32 on the CPU."""
     experts, m = experts_of(case), case["M"]
     if case.choices["layout"] != "routed":
         return torch.full((experts,), m, dtype=torch.int32)

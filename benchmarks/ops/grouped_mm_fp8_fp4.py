@@ -49,7 +49,8 @@ class GroupedMmFp8Fp4(GroupedMmFp8):
         return (torch.cat(list(parts)).view_as(tensors["out"]),)
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Return our GEMM or DeepGEMM's with FP8 weights, or humming's GEMM with the FP4 weights."""
+        """Return the peer `name`: our GEMM with FP8 weights, DeepGEMM's GEMM with FP8 weights, or humming's GEMM with
+        the FP4 weights."""
         if name in HUMMING:
             is_masked = case.choices["layout"] == "masked"
             experts = {

@@ -24,7 +24,8 @@ ROWS = {
 SUMS = {"promoted": False, "fast": True}
 """Values of `fast_accum` by name."""
 PEERS = {"rowwise": "promoted", "rowwise_fast": "fast"}
-"""torch's GEMMs with one scale for each row and column, and the `SUMS` entry with the same accumulation."""
+"""Names of torch's GEMMs with one scale for each row and column. Each maps to the entry of `SUMS` that accumulates in
+the same way."""
 ABOUT = """\
 "promoted" cases add sums of at most 512 elements of K in fp32 (`fast_accum=False`); "fast" cases accumulate all of K in
 the tensor cores. torch's GEMMs have the same scales: "rowwise" runs with `use_fast_accum=False`, "rowwise_fast" with
@@ -43,7 +44,7 @@ class MmFp8(FP8GemmBenchmark):
         return {**super().properties(case), "fast_accum": SUMS[case.choices["sums"]]}
 
     def case(self, m: int, n: int, k: int, sums: str = "promoted") -> Case:
-        """Return the case with these sizes and this accumulation (a key of `SUMS`)."""
+        """Return the case with these sizes. `sums`, a key of `SUMS`, selects how products are accumulated."""
         return Case({"M": m, "N": n, "K": k}, choices={"sums": sums})
 
     def cases(self, sizes: str) -> list[Case]:

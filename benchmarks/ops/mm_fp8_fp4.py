@@ -54,7 +54,8 @@ class MmFp8Fp4(FP8GemmBenchmark):
         return {"b": tensors["b"].t(), **given, "block_size": fp8_fp4_gemms.format_of(tensors).block_size}  # type: ignore[dict-item]
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Return our GEMM or DeepGEMM's with an FP8 weight, or humming's GEMM with the FP4 weight."""
+        """Return the peer `name`: our GEMM with an FP8 weight, DeepGEMM's GEMM with an FP8 weight, or humming's GEMM
+        with the FP4 weight."""
         if name in HUMMING:
             return fp8_fp4_gemms.humming(name, self.problem(case), case["M"], sets)
         weights = [{name: one[0] for name, one in self.weight(case, tensors["a"].device).items()} for tensors in sets]

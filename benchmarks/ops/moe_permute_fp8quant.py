@@ -19,7 +19,8 @@ class MoePermuteFp8quant(MoeRowBenchmark):
     notes = ("Fill: torch writes as many bytes as the codes, four fifths of the bytes that this op moves.",)
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes that the op reads (tokens and indices, once) and writes (codes and scales of each pair)."""
+        """Return the bytes that the op reads (tokens and indices, each once) and writes (codes and scales of each
+        routed pair)."""
         pairs, width = self.pairs(case), case["H"]
         written = fp8_bytes(pairs, width, "block128")
         return row_bytes(case["M"], width, DTYPE.itemsize) + written + row_bytes(pairs, 1, 4)

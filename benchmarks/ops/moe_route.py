@@ -1,4 +1,4 @@
-"""moe_route: choose each token's experts by grouped sigmoids, and order their rows."""
+"""moe_route: choose each token's experts by grouped sigmoid scores, and sort the routed pairs by expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""moe_route_dense: the weights of each token's experts, by grouped sigmoids, as a matrix over all experts."""
+"""moe_route_dense: choose each token's experts by grouped sigmoid scores, and write their routing weights to a matrix
+(M, E)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moe_route_ids: order the rows of experts that another op chose."""
+"""moe_route_ids: sort the routed pairs by expert, if another op has chosen the experts."""
 
 from __future__ import annotations
 
