@@ -38,7 +38,7 @@ CASES: Final = (("bf16", "bf16"), *((fmt, sums) for fmt in ("fp8", "nvfp4") for 
 """Pairs of a format of the operands and a dtype of the partial sums, one pair for each line of the table."""
 
 ABOUT = """\
-A MODEL, NOT A MEASUREMENT: {ranks} H200s, with NVLink at {nvlink:.0f} GB/s in each direction, according to the data
+A MODEL, NOT A MEASUREMENT: {ranks} H200s, NVLink at {nvlink:.0f} GB/s in each direction according to the data
 sheet. The model assumes that collectives have no latency and that nothing overlaps. The times of GEMMs are estimates of
 the cost model that ranks backends. The times of bf16 GEMMs are computed from bytes and operations."""
 
