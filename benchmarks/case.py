@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One problem size.
+    """One problem size for which an op is measured.
 
     Attributes:
         sizes: Sizes by name.
@@ -75,12 +75,12 @@ class Mark:
 
 
 def at_least(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
-    """Return a target that is reached if value >= goal."""
+    """Return a target that is reached if `value` is at least `goal`."""
     return Mark(name, f"≥ {goal:g}{unit}", value, None if value is None else value >= goal, unit, notes)
 
 
 def at_most(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
-    """Return a target that is reached if value <= goal."""
+    """Return a target that is reached if `value` is at most `goal`."""
     return Mark(name, f"≤ {goal:g}{unit}", value, None if value is None else value <= goal, unit, notes)
 
 

@@ -246,7 +246,7 @@ def moe_route_ids(
     counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
     padded = (counts + alignment - 1) // alignment * alignment
     offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32)
-    firsts = offsets[:-1] - (counts.cumsum(0) - counts)  # an expert's first row, minus the number of pairs before it
+    firsts = offsets[:-1] - (counts.cumsum(0) - counts)  # add this to the index of a sorted pair to get its row
     row = torch.arange(tokens * topk, device=ids.device) + firsts[expert]
     rows = torch.full((rows_bound(tokens, topk, experts, alignment),), -1, dtype=torch.int32, device=ids.device)
     rows.scatter_(0, row, order.to(torch.int32))

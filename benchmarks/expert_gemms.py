@@ -88,7 +88,7 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     # --- cases ---
 
     def case(self, m: int, n: int = N, k: int = K, experts: int = EXPERTS, name: str = "top-8") -> Case:
-        """Return the case with these sizes and the named routing."""
+        """Return the benchmark case with these sizes and the routing `name`."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"routing": name})
 
     def cases(self, sizes: str) -> list[Case]:

@@ -29,7 +29,7 @@ HIDDEN_AMAX = 64.0
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes and formats of an expert layer.
+    """Sizes and formats of a model's expert layer.
 
     Attributes:
         experts, hidden, intermediate, topk: E, H, I, and number of experts per token.
@@ -145,7 +145,7 @@ class Way:
 
     @classmethod
     def scheme(cls, model: Model) -> str:
-        """Return the scheme of the experts that this implementation takes."""
+        """Return the quantisation scheme of the weights that this implementation multiplies."""
         return model.scheme
 
     @classmethod

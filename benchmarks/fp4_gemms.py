@@ -95,7 +95,7 @@ class FP4GemmBenchmark(GemmBenchmark):
     # --- cases ---
 
     def case(self, m: int, n: int, k: int) -> Case:
-        """Return the case with these sizes."""
+        """Return the benchmark case of a GEMM with these sizes."""
         return Case({"M": m, "N": n, "K": k})
 
     def cases(self, sizes: str) -> list[Case]:

@@ -40,7 +40,7 @@ PEERS = (FP8_WEIGHT, DEEP_GEMM, *HUMMING)
 
 
 def format_of(tensors: Tensors) -> FP4Format:
-    """Return the format of a buffer set's weight."""
+    """Return the FP4 format of the weight in a buffer set."""
     return MXFP4 if tensors["b_scale"].dtype == torch.uint8 else NVFP4
 
 

@@ -49,7 +49,7 @@ class FP8GemmBenchmark(GemmBenchmark):
     # --- operands ---
 
     def weight(self, case: Case, device: torch.device) -> Tensors:
-        """Return the weights (E, N, K) and their scales."""
+        """Return random FP8 weights (E, N, K) and their block scales."""
         n, k, experts = case["N"], case["K"], experts_of(case)
         b = torch.empty(experts, n, k, dtype=FP8, device=device)
         for one in b:
@@ -119,12 +119,12 @@ def experts_of(case: Case) -> int:
 
 
 def codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Return normally distributed e4m3 values."""
+    """Return a (rows, columns) tensor of random e4m3 values, normally distributed."""
     return torch.randn(rows, columns, dtype=DTYPE, device=device).to(FP8)
 
 
 def scales(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return random scales with magnitudes as in trained models."""
+    """Return a tensor of random scales, of about the size that occurs in trained models."""
     return torch.rand(shape, device=device) * 1e-2 + 1e-3
 
 

@@ -60,7 +60,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def case(
         self, m: int, width: int = INTERMEDIATE, hidden: int = HIDDEN, experts: int = EXPERTS, name: str = "top-8"
     ) -> Case:
-        """Return the case with these sizes and the named routing."""
+        """Return the benchmark case with these sizes and the routing `name`."""
         return Case({"M": m, "I": width, "H": hidden, "E": experts}, choices={"routing": name})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -115,12 +115,12 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         return Variant(lambda i: torch.mm(a[i], weight, out=out), moved, "all experts, no gate", checked=False)
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:
-        """Do nothing, since cuBLAS compiles nothing."""
+        """Do nothing: the only peer is cuBLAS, which needs no compilation."""
 
     # --- the check ---
 
     def weight_scales(self, tensors: Tensors) -> torch.Tensor:
-        """Return the row-major scales of the weight's rows."""
+        """Return the scales of the weight in row-major order, converted from the 128x4 layout."""
         experts, lines, held = tensors["w"].shape
         return from_128x4(tensors["w_scale"], experts * lines, held // 8)
 
@@ -180,12 +180,13 @@ class QuantisedGates(GatedExpertBenchmark):
         codes, scale = nvfp4_quantize(self.gated(tensors))
         routed = tensors["routing"] != 0
         y = torch.where(routed.repeat_interleave(case["I"] // 2, 1), codes, tensors["y"])
-        # Convert a mask of the scales that are not written (1) to the 128x4 layout.
+        # Make a mask that is 1 for scales that the op leaves unwritten, and convert the mask to the 128x4 layout.
         skipped = (~routed).repeat_interleave(case["I"] // 16, 1).to(torch.uint8)
         left = to_128x4(skipped.view(torch.float8_e4m3fn)).view(torch.uint8) != 0
         new = to_128x4(scale).view(torch.uint8)
         return y, torch.where(left, tensors["scale"].view(torch.uint8), new).view(torch.float8_e4m3fn)
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """Return the largest fraction of differing elements, over codes and scales."""
+        """Compare codes and scales with the expected values. Return the larger of the two fractions of differing
+        elements."""
         return super(FP4GemmBenchmark, self).mismatch(got, expected)

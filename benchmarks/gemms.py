@@ -42,7 +42,7 @@ class GemmBenchmark(Benchmark):
         return {"n": case["N"], "k": case["K"], "m": case["M"]}
 
     def problem(self, case: Case) -> GemmProblem:
-        """Return the `GemmProblem` of a case."""
+        """Return the `GemmProblem` that describes a case's GEMM."""
         return problem_of(self.op, **self.properties(case))
 
     def bytes_moved(self, case: Case) -> int:
@@ -52,7 +52,7 @@ class GemmBenchmark(Benchmark):
         return self.problem(case).flops(case["M"])
 
     def smallest(self, case: Case) -> Case:
-        return case  # the kernel depends on all sizes
+        return case  # each size may use another kernel, so no smaller case can replace this one
 
     @abstractmethod
     def operands(self, case: Case, device: torch.device) -> Tensors:

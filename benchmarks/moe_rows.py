@@ -77,12 +77,12 @@ GB of addresses that a measurement goes through exceed what the TLBs hold."""
 
     @abstractmethod
     def arguments(self, case: Case, device: torch.device) -> Tensors:
-        """Return the op's tensors by name."""
+        """Return the op's tensor arguments by name."""
 
     # --- cases ---
 
     def case(self, m: int, width: int | None = None, experts: int = EXPERTS, alignment: int = PADDED) -> Case:
-        """Return the case with these sizes and this alignment."""
+        """Return the benchmark case with these sizes and this alignment of each expert's first row."""
         sizes = {"M": m, self.width: width or self.usual_width, "E": experts}
         return Case(sizes, choices={"alignment": str(alignment)} if len(self.alignments) > 1 else {})
 

@@ -60,7 +60,7 @@ def ratio(row: Row, over: str, under: str) -> float | None:
 
 
 def rows_and_width(row: Row) -> tuple[int, int]:
-    """Return M and the row length of a measured row."""
+    """Return the sizes of a case from its row of results: the number of rows M, and the row length."""
     m, width = row["sizes"].values()
     return m, width
 
@@ -98,7 +98,7 @@ class RowBenchmark(Benchmark):
     # --- cases ---
 
     def case(self, m: int, width: int, inductor: str = "", choices: Mapping[str, str] | None = None) -> Case:
-        """Return the case with these sizes. If `choices` is None, the case uses the default choices of the op."""
+        """Return the benchmark case with these sizes. If `choices` is None, the case uses the op's default choices."""
         return Case({"M": m, self.width: width}, inductor, self.choices if choices is None else choices)
 
     def cases(self, sizes: str) -> list[Case]:

@@ -59,7 +59,8 @@ class GroupedMmFp8(FP8GemmBenchmark):
         return {**super().properties(case), "experts": case["E"], **layout}
 
     def case(self, experts: int, m: int, n: int, k: int, layout: str = "contiguous") -> Case:
-        """Return the case with these sizes and ``m`` rows per expert. In the layout "routed", ``m`` is the average."""
+        """Return the benchmark case of a grouped GEMM with these sizes. ``m`` is the number of rows per expert, or
+        their average in the layout "routed"."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"layout": layout})
 
     def cases(self, sizes: str) -> list[Case]:
@@ -169,7 +170,8 @@ def contiguous(library: ModuleType, t: Tensors) -> Prepared:
 
 
 def masked(library: ModuleType, t: Tensors) -> Prepared:
-    """Prepare DeepGEMM's grouped GEMM in the masked layout. Rows are padded, because DeepGEMM writes whole tiles."""
+    """Prepare DeepGEMM's grouped GEMM in the masked layout. Each expert's rows are padded to whole tiles, because
+    DeepGEMM writes whole tiles."""
     experts, m, _ = t["a"].shape
     room = -m % DEEP_GEMM_ROWS
     rows = torch.nn.functional.pad(t["a"].view(torch.uint8), (0, 0, 0, room)).view(t["a"].dtype)

@@ -38,13 +38,14 @@ class MmFp8(FP8GemmBenchmark):
     settings: ClassVar = {"operands": "e4m3", "scales": "per token and per channel, float32", "result": "bfloat16"}
     family = "fp8_token_wgmma"
     about = ABOUT
-    noise = 2.0**-5  # error of tensor cores that sum over all of K
+    noise = 2.0**-5  # with fast accumulation, tensor cores sum over all of K, so errors are larger
 
     def properties(self, case: Case) -> dict[str, Any]:
         return {**super().properties(case), "fast_accum": SUMS[case.choices["sums"]]}
 
     def case(self, m: int, n: int, k: int, sums: str = "promoted") -> Case:
-        """Return the case with these sizes. `sums`, a key of `SUMS`, selects how products are accumulated."""
+        """Return the benchmark case of a GEMM with these sizes. `sums`, a key of `SUMS`, selects how products are
+        accumulated."""
         return Case({"M": m, "N": n, "K": k}, choices={"sums": sums})
 
     def cases(self, sizes: str) -> list[Case]:

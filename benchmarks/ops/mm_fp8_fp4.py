@@ -36,7 +36,7 @@ class MmFp8Fp4(FP8GemmBenchmark):
         return {**super().properties(case), **fp8_fp4_gemms.choices_of(case)}
 
     def case(self, m: int, n: int, k: int, weight: str = "mxfp4") -> Case:
-        """Return the case with these sizes and this weight format."""
+        """Return the benchmark case of a GEMM with these sizes and this format of the weight."""
         return Case({"M": m, "N": n, "K": k}, choices={"weight": weight})
 
     def cases(self, sizes: str) -> list[Case]:
