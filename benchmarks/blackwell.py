@@ -127,7 +127,7 @@ def line(
     flops = 2 * MMA_M * config.stage.mma_n * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
-    # Computing all experts costs the same as one plain GEMM over the concatenated K.
+    # If all experts are computed, the bytes and operations are the same as in one plain GEMM over the concatenated K.
     least = problem if mode == ROUTED else plain
     floor = max(least.bytes_moved(m) / cost.bytes_per_second(target), least.flops(m) / peak)
     return Line(

@@ -47,7 +47,7 @@ class Variant:
 
     Attributes:
         call: `call(i)` runs the implementation on buffer set i and returns the outputs. The caller keeps the outputs
-            alive, so that buffer sets never share memory.
+            alive, so that their memory is not reused by a call with another buffer set.
         bytes: Smallest number of bytes that a call of this implementation must move.
     """
 

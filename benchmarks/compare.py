@@ -62,11 +62,11 @@ class Line:
 
 def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
     """Return the cases of a result file by name."""
-    if "times" in result:  # host.json
+    if "times" in result:  # only host.json contains "times"
         times = {name: time["us"] for name, time in result["times"].items()}
         others = {name: us for name, us in times.items() if name in host.NOT_OURS}
         return {name: Times(us, others) for name, us in times.items() if name not in host.NOT_OURS}
-    if "op" not in result:  # layer.json, expert_layer.json, model.json
+    if "op" not in result:  # true for layer.json, expert_layer.json and model.json
         return chain_cases(result["rows"])
     return {report.case_name(row): times_of(row, ops.load(result["op"]).ways) for row in result["rows"]}
 

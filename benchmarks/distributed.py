@@ -86,7 +86,7 @@ class Layer(NamedTuple):
     """Estimates for a decoder layer on one GPU.
 
     Attributes:
-        gathered, scattered: Bytes that the GPU receives in each collective.
+        gathered, scattered: Bytes that the GPU receives in the all-gathers, and in the reduce-scatters.
         wire_us, gemm_us: Times of the collectives and of the GEMMs, in µs.
     """
 

@@ -202,7 +202,7 @@ def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 def chosen_sizes(options: argparse.Namespace, defaults: Sizes) -> Sizes:
-    """Return the sizes from the options, or the defaults."""
+    """Return the sizes that the options set. Sizes that the options do not set have their default values."""
     hidden, experts, intermediate, tokens = defaults
     return (
         options.hidden or hidden,
@@ -343,8 +343,8 @@ def linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 
 def global_scales(model: Model, weights: Weights, calibration: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the arguments of `route_few_` with the global scales of NVFP4 activations: one for the tokens, and one for
-    each expert's activations. For MXFP4, return an empty dict."""
+    """Compute the global scales of NVFP4 activations: one for the tokens, and one for each expert's activations. Return
+    them as arguments of `route_few_`. For MXFP4, return an empty dict."""
     if model.scheme != "nvfp4":
         return {}
     twin = BF16Layer(model, weights)
@@ -397,7 +397,7 @@ def captured_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, 
 
 
 def called_us(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, calls: int = 5) -> float:
-    """Return the median time of a call of the layer, in µs, without a CUDA graph."""
+    """Call the layer several times without a CUDA graph, and return the median time of a call in µs."""
     times = []
     for _ in range(calls + 1):
         torch.cuda.synchronize()

@@ -16,8 +16,8 @@ class AddRmsnormFp4quantBothLayouts(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes that the op reads (input, residual and weight) and writes (residual, packed data and twice
-        the scales)."""
+        """Return the bytes that the op reads (input, residual and weight) and writes (residual, packed data, and the
+        scales in two layouts)."""
         m, h = case["M"], case["H"]
         return row_bytes(3 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h) + row_bytes(m, h // 16, 1)
 

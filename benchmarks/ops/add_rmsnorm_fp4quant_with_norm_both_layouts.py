@@ -17,8 +17,8 @@ class AddRmsnormFp4quantWithNormBothLayouts(Fp4Rows):
     adds = True
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes that the op reads (input, residual and weight) and writes (residual, data, twice the scales
-        and normalised rows)."""
+        """Return the bytes that the op reads (input, residual and weight) and writes (residual, data, the scales in two
+        layouts, and normalised rows)."""
         m, h = case["M"], case["H"]
         return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h) + row_bytes(m, h // 16, 1)
 
