@@ -63,7 +63,7 @@ class Mark:
     """A target and the measured value.
 
     `value` is None if the run did not measure the quantity. `notes` names the file in docs/notes that explains the
-    value. If `notes` is empty, the file is the one that the benchmark names.
+    value. If `notes` is empty, the notes of the benchmark's kernel family explain it.
     """
 
     name: str

@@ -229,7 +229,8 @@ def choose_experts(
 def moe_route_dense(
     logits: torch.Tensor, topk: int, scoring: str, num_groups: int, topk_groups: int, scaling_factor: float
 ) -> torch.Tensor:
-    """Return the weights of `choose_experts` as a matrix (M, E). `scoring` is "sigmoid"."""
+    """Choose experts with `choose_experts`, and write their routing weights to a matrix (M, E) with zeros elsewhere.
+    The argument `scoring` must be "sigmoid"."""
     weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
     return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter(1, ids, weights)
 
@@ -263,7 +264,8 @@ def moe_route(
     scaling_factor: float,
     alignment: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Return weights, experts, and the results of `moe_route_ids`. `scoring` is "sigmoid"."""
+    """Choose experts with `choose_experts`. Return their weights and numbers, and the results of `moe_route_ids`. The
+    argument `scoring` must be "sigmoid"."""
     weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
     ids = ids.to(torch.int32)
     return weights, ids, *moe_route_ids(ids, logits.shape[1], alignment)

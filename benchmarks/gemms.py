@@ -60,7 +60,7 @@ class GemmBenchmark(Benchmark):
 
     @abstractmethod
     def arguments(self, tensors: Tensors) -> Tensors:
-        """Return the op's arguments by name from a buffer set."""
+        """Return the arguments of our op by name, taken from the tensors of a buffer set."""
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
         tensors = self.operands(case, device)
