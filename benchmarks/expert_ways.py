@@ -237,7 +237,8 @@ WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "ma
 
 
 def layer_of(model: Model, experts: QuantExperts) -> ExpertLayer:
-    """Return this package's `ExpertLayer`. Its router is empty because the router's GEMM is not measured."""
+    """Combine the experts with an empty router to an `ExpertLayer`. The router is empty because its GEMM is not
+    measured."""
     router = torch.empty(model.experts, model.hidden, dtype=DTYPE, device=experts.down_proj.weight.device)
     return ExpertLayer(router, experts, model.topk, **model.scoring)
 

@@ -118,7 +118,7 @@ def run_case(
 
     def lost(name: str, error: Exception) -> None:
         if stream is not None:
-            torch.cuda.set_stream(stream)  # a failed capture leaves its stream as the current one
+            torch.cuda.set_stream(stream)  # after a failed capture, the capture's stream is still the current stream
         if name in ("ours", "copy") or isinstance(error, torch.OutOfMemoryError):
             raise error
         absent[name] = f"cannot be captured ({describe(error)})"

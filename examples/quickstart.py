@@ -125,8 +125,8 @@ def pick_device() -> tuple[torch.device, str]:
         return torch.device("cpu"), f"the op's reference in plain torch ({error})"
 
 
-# The following functions prepare different ways to run the op. Each returns a callable, or the reason that this way
-# does not work on this machine.
+# Each of the following functions prepares one way to run the op. It returns a callable, or the reason why this way does
+# not work on this machine.
 
 
 def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
@@ -173,7 +173,7 @@ def norm_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def round_to(value: torch.Tensor, mantissa_bits: int, min_exponent: int, largest: float) -> torch.Tensor:
-    """Round `value` to the nearest number of a small float format, ties to even, saturating."""
+    """Round `value` to the nearest number of a small float format, ties to even. Larger magnitudes become `largest`."""
     exponent = (torch.frexp(value).exponent - 1).clamp(min=min_exponent)
     step = torch.exp2((exponent - mantissa_bits).double())
     return ((value / step).round() * step).clamp(-largest, largest)
