@@ -289,7 +289,8 @@ def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, s
 
 
 def properties_of(op: str) -> dict[str, Property]:
-    """Return the static properties of an op's calls by name. :func:`warmup` also takes ``device``.
+    """Return a dict of the static properties of an op's calls. The keys are the names of the properties, which
+    :func:`warmup` takes as keyword arguments, together with ``device``.
 
     Raises:
         ValueError: for an unknown op.

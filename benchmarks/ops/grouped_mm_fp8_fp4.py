@@ -1,4 +1,4 @@
-"""grouped_mm_fp8_fp4: one GEMM per expert, of FP8 activations with block scales and FP4 weights."""
+"""grouped_mm_fp8_fp4: one GEMM per expert. Activations are FP8 and have block scales; weights are FP4."""
 
 from __future__ import annotations
 

@@ -372,7 +372,8 @@ def test_fused_nvfp4_experts_of_gpt_oss(factors, tmp_path):
 
 
 class Unlike(nn.Module):
-    """Experts in two parameters that this package cannot replace, because their forward differs, as in Llama 4."""
+    """Experts that store their weights in two parameters, as Llama 4's do. This package cannot replace the module,
+    because its forward computes another function."""
 
     def __init__(self) -> None:
         super().__init__()

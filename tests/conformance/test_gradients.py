@@ -30,8 +30,8 @@ from torch_cute_ops.registry import OPS
 
 @pytest.fixture(params=(*DEVICES, "model"))
 def place(request, monkeypatch):
-    """Return each environment in turn: the devices, and the launch model, on which the Python functions take the fast
-    path."""
+    """Return each device, and then the CPU with simulated kernel launches, so that Python functions take the path that
+    they take on a GPU."""
     if request.param != "model":
         return request.param
     request.getfixturevalue("launches")

@@ -86,7 +86,7 @@ class Calls:
 
 @pytest.fixture(params=["scaled_mm", "_scaled_mm"])
 def calls(request, monkeypatch, poisoned_memory, by_torch_on_cpu) -> Calls:
-    """Record the calls of one of the two functions of torch."""
+    """Record the calls of ``torch.nn.functional.scaled_mm``, or of ``torch._scaled_mm``, as the parameter says."""
     is_public = request.param == "scaled_mm"
     if is_public and _scaled_mm._public is None:
         pytest.skip("this torch has no torch.nn.functional.scaled_mm")

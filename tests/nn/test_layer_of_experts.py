@@ -200,8 +200,8 @@ def test_a_token_depends_on_no_other(way):
 @by_activations
 @torch.no_grad()
 def test_state_dict(activations):
-    """Check that a layer that loads the state dict gives the same result without new buffers, and that the bias of the
-    expert choice is never cast."""
+    """Check that a layer that loads another layer's state dict gives the other layer's result and allocates no buffers,
+    and that the bias for the choice of experts is never cast."""
     one = route_few(layer_of(GptOssExperts), activations)
     torch.manual_seed(1)
     other = route_few(layer_of(GptOssExperts), activations)

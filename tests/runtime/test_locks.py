@@ -1,4 +1,4 @@
-"""Locks between processes: they exclude other processes, end with their holder, and make nobody wait for long."""
+"""Locks between processes. A lock excludes other processes, ends when its holder exits, and never blocks for long."""
 
 import errno
 import fcntl

@@ -470,8 +470,8 @@ print("DSL", "cutlass" in sys.modules)
 
 @pytest.mark.slow
 def test_processes_share_real_kernels(tmp_path):
-    """Check that, of processes that start at once, one compiles and the others load, and that damaged kernels are
-    compiled again."""
+    """Check that if several processes start at the same time, one compiles a kernel and the others load the kernel, and
+    that damaged kernels are compiled again."""
     kept, in_the_way = tmp_path / "kept", tmp_path / "file"
     in_the_way.touch()
     folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))

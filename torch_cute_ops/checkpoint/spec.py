@@ -261,7 +261,7 @@ _OFFLINE = ("weight_input", "weight_output")
 
 
 def _refuse_online(path: Path, transforms: Mapping[str, Any]) -> None:
-    """Check that no transform must be applied at run time. QuIP needs such transforms. Other transforms, such as
+    """Raise an error if the model would have to apply a transform at run time, as with QuIP. Other transforms, such as
     SpinQuant's R1 and R2, are already part of the weights."""
     for name, group in (transforms.get("config_groups") or {}).items():
         if not isinstance(group, Mapping):

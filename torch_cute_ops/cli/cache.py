@@ -15,7 +15,7 @@ def run(action: str, *, as_json: bool = False) -> int:
 
     Args:
         action: ``"list"``, ``"verify"`` or ``"clear"``.
-        as_json: True to print one JSON object instead of lines for people.
+        as_json: True to print one JSON object instead of readable lines.
 
     Returns:
         Exit status: 1 if a kernel could not be deleted, or ``verify`` found a damaged or unreadable kernel, else 0.

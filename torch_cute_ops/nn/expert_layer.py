@@ -198,7 +198,7 @@ class ExpertLayer(nn.Module):
         may be any number.
 
         Raises:
-            RuntimeError: without ``experts.route_few_()``.
+            RuntimeError: if ``experts.route_few_()`` was not called before.
             ValueError, TypeError: as :meth:`forward`.
         """
         routing = moe_route_dense(

@@ -153,7 +153,7 @@ class _FP8Linear(QuantLinear):
 
     @property
     def can_prefetch(self) -> bool:
-        """True if the GEMM can load the next layer's weight into L2. It cannot if torch's scaled GEMM multiplies."""
+        """True if the GEMM can load the next layer's weight into L2, which ``torch._scaled_mm`` cannot."""
         return self._fits_mm_fp8()
 
     def _fits_mm_fp8(self) -> bool:

@@ -49,8 +49,9 @@ class SmemDecoder:
         self.config, self.stages, self.units = config, stages, units
 
     def begin(self, warp, lane, work) -> tuple:
-        """Return the index of a lane's weight row among the rows that this CTA decodes, the row's index in the tile,
-        the halves of the row that the lane decodes, and the index in the tile of the warp's first row."""
+        """Return four values: the lane's weight row, counted among the rows that this CTA decodes; the same row,
+        counted within the tile; the halves of that row that the lane decodes; the warp's first row, counted within the
+        tile."""
         c = self.config
         each = 32 // c.lanes_per_row
         row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
