@@ -300,7 +300,7 @@ def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
     layer, _, weight = loaded(vllm, scheme, parts, k, device=device)
     want = torch.from_numpy(weight).float().bfloat16()
     assert torch.equal(layer.weight.cpu(), want) and [*dict(layer.named_parameters())] == ["weight"]
-    assert not vllm._prepare.jobs_of([], 16, ARCHS["sm_90a"])
+    assert not vllm._prepare.jobs_of([], 16, "sm_90a")
 
 
 def test_blocks_that_ranks_would_share_are_left_to_vllm(vllm):
@@ -401,7 +401,7 @@ def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has
     for has_bias, dtype in ((False, torch.bfloat16), (True, torch.float16)):
         form = vllm._gemms.Form(scheme, activations, 1024, 512, parts, has_input_scale, dtype, has_bias)
         assert form.reason_unsupported is None
-        jobs = vllm._prepare.jobs_of([form], most, arch)
+        jobs = vllm._prepare.jobs_of([form], most, arch.name)
         digest = {
             kernel.digest for job in jobs for kernel in registry.kernels_of(job.op, arch.name, **dict(job.properties))
         }
@@ -420,7 +420,7 @@ def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has
 
 def test_captured_sizes_are_called(vllm):
     form = vllm._gemms.Form("nvfp4", "16bit", 256, 128, 1, False, torch.bfloat16, False)
-    jobs = vllm._prepare.jobs_of([form], 2048, ARCHS["sm_90a"], [1, 2, 4, 8, 16, 24])
+    jobs = vllm._prepare.jobs_of([form], 2048, "sm_90a", [1, 2, 4, 8, 16, 24])
     assert [dict(job.properties)["m"] for job in jobs] == [1, 8, 16, 24]
 
 
@@ -435,10 +435,57 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
         vllm._gemms.Form(scheme, "fp8", 128, 128, 1, False, torch.bfloat16, False)
         for scheme in ("fp8_block", "fp8_channel")
     ]
-    kernels = set(vllm._prepare.kernels_of(vllm._prepare.jobs_of(forms, 8, arch), arch))
+    kernels = set(vllm._prepare.kernels_of(vllm._prepare.jobs_of(forms, 8, arch.name), arch.name))
     assert len(kernels) >= FEWEST_KERNELS and not any(is_kept(each, arch) for each in kernels)
     compile_ahead(kernels, arch)
     assert all(is_kept(each, arch) for each in kernels)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "engines", "workers", "first"),
+    [(8, 2, 1, 10, 1), (8, 4, 2, 2, 3), (2, 64, 1, 10, 1), (8, 1, 0, 20, 0)],
+)
+def test_each_rank_prepares_its_kernels(gpus, ranks, engines, workers, first, vllm, monkeypatch):
+    """The GPU chooses among kernels; each rank compiles, also on a second node; ranks share the processors."""
+    compiled, warm, known = [], [], registry.kernels_of
+    device, seen = torch.device("cuda", first), set()
+
+    def kernels_of(op, where, **properties):
+        seen.add(where)
+        return known(op, "sm_90a", **properties)
+
+    monkeypatch.setattr(vllm._prepare.registry, "kernels_of", kernels_of)
+    monkeypatch.setattr(vllm._prepare.registry, "warmup", lambda op, **properties: warm.append((op, properties["m"])))
+    monkeypatch.setattr(vllm._prepare, "arch_of_device", lambda index: (ARCHS["sm_90a"], index))
+    monkeypatch.setattr(vllm._prepare, "compile_ahead", lambda *given: compiled.append(given))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 9)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(20)))
+    vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
+        parallel_config=SimpleNamespace(local_world_size=ranks, data_parallel_size_local=engines),
+    )
+    forms = [vllm._gemms.Form("nvfp4", "16bit", n, 512, 1, False, torch.bfloat16, False) for n in (1024, 512)]
+    preparation = vllm._prepare.Preparation()
+    preparation.add(forms[0])
+    for _ in range(2):
+        preparation.run(torch.device("cpu"))
+        preparation.run(device)
+    ((kernels, arch, used),) = compiled
+    assert seen == {device} and arch == (ARCHS["sm_90a"], first) and used == workers
+    jobs = vllm._prepare.jobs_of(forms[:1], 128, device)
+    needed = list(dict.fromkeys(vllm._prepare.kernels_of(jobs, device)))
+    assert set(kernels) == set(needed) and len(kernels) == len(needed) >= 4
+    sharing = {10: 2, 2: 8, 20: 1}[workers]
+    assert needed.index(kernels[0]) == len(needed) * first // sharing
+    called = [*jobs, *vllm._prepare.jobs_of(forms[:1], 128, device, [1, 2])]
+    assert warm == [(job.op, dict(job.properties)["m"]) for job in called]
+    preparation.add(forms[1])  # a layer whose form was not known before
+    preparation.run(device)
+    needed = vllm._prepare.kernels_of(vllm._prepare.jobs_of(forms[1:], 128, device), device)
+    assert len(compiled) == 2 and set(compiled[1][0]) == set(needed)
 
 
 # Norms
@@ -478,6 +525,7 @@ def test_nothing_is_compiled_after_loading(vllm, monkeypatch, tmp_path):
     vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 16]),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(local_world_size=1, data_parallel_size_local=1),
     )
     layer, method, _ = loaded(vllm, LayerScheme("nvfp4", "modelopt", "16bit"), (64,), 320, device="cuda")
     x = torch.randn(2, 320, device="cuda").bfloat16()

@@ -1,6 +1,8 @@
 """Compilation of every kernel that a model's layers can need, before vLLM is ready to serve."""
 
+import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -8,8 +10,8 @@ from vllm.config import get_current_vllm_config_or_none
 from torch_cute_ops import deployment, registry
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.integrations.vllm._gemms import Form, gemm_of
-from torch_cute_ops.runtime.arch import Arch, arch_of_device
-from torch_cute_ops.runtime.compile_pool import compile_ahead
+from torch_cute_ops.runtime.arch import arch_of_device
+from torch_cute_ops.runtime.compile_pool import MOST_WORKERS, compile_ahead
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 
@@ -19,41 +21,66 @@ class Preparation:
 
     def __init__(self) -> None:
         self.forms: dict[Form, None] = {}
-        self._is_done = False
+        self._prepared: set[Form] = set()
 
     def add(self, form: Form) -> None:
         """Add the form of a layer."""
         self.forms[form] = None
 
     def run(self, device: torch.device) -> None:
-        """Compile and load the kernels of all added forms; nothing on a CPU, or if it was done before.
+        """Compile and load the kernels of the forms that were added since the last call; nothing on a CPU.
+
+        Each rank compiles the kernels that it needs itself, because the ranks of other nodes may use another cache,
+        and layers of other ranks may need other kernels. The ranks of a node share its processors. If two ranks need a
+        kernel, the cache's lock lets one of them compile it.
 
         Raises:
             RuntimeError: if a kernel cannot be compiled.
         """
-        if self._is_done or device.type != "cuda":
+        forms = [form for form in self.forms if form not in self._prepared]
+        if not forms or device.type != "cuda":
             return
-        self._is_done = True
+        self._prepared.update(forms)
         config = get_current_vllm_config_or_none()
         if config is None:
             return
-        arch = arch_of_device(device.index if device.index is not None else torch.cuda.current_device())
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         captured = config.compilation_config.cudagraph_capture_sizes or ()
         most = max(config.scheduler_config.max_num_batched_tokens, *captured, 1)
-        jobs = jobs_of(self.forms, most, arch)
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            compile_ahead(kernels_of(jobs, arch), arch)  # other ranks wait for these kernels
-        for job in [*jobs, *jobs_of(self.forms, most, arch, captured)]:
+        jobs = jobs_of(forms, most, device)
+        ranks = _ranks_of_node(config.parallel_config)
+        workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // ranks)
+        kernels = list(dict.fromkeys(kernels_of(jobs, device)))
+        # Ranks begin at different kernels, so that they do not wait for each other.
+        first = len(kernels) * (device.index % ranks) // ranks
+        compile_ahead(kernels[first:] + kernels[:first], arch_of_device(device.index), workers)
+        for job in [*jobs, *jobs_of(forms, most, device, captured)]:
             registry.warmup(job.op, **dict(job.properties))
 
 
-def jobs_of(forms: Iterable[Form], most: int, arch: Arch, rows: Iterable[int] | None = None) -> list[deployment.Job]:
+def arch_of(device: torch.device) -> str | None:
+    """Return the name of a GPU's architecture, or None for a device that is no GPU."""
+    if device.type != "cuda":
+        return None
+    return arch_of_device(device.index if device.index is not None else torch.cuda.current_device()).name
+
+
+def _ranks_of_node(parallel: Any) -> int:
+    """Return the number of GPUs of this node that vLLM uses. With Ray, vLLM does not know the number of nodes."""
+    ranks: int = parallel.local_world_size * max(parallel.data_parallel_size_local, 1)
+    return max(1, min(ranks, torch.cuda.device_count()))
+
+
+def jobs_of(
+    forms: Iterable[Form], most: int, where: str | torch.device, rows: Iterable[int] | None = None
+) -> list[deployment.Job]:
     """Return calls that together need every kernel which forms need for up to ``most`` rows.
 
     Args:
         forms: forms of layers.
         most: largest number of rows.
-        arch: architecture that chooses among kernels.
+        where: GPU that chooses among kernels, or the name of an architecture for all its known GPUs.
         rows: numbers of rows; each bucket of them gets a call, also if it needs no further kernel. By default only
             calls that need another kernel than the calls before them.
     """
@@ -67,17 +94,17 @@ def jobs_of(forms: Iterable[Form], most: int, arch: Arch, rows: Iterable[int] | 
                 job = deployment.Job(op, tuple(properties.items()))
                 if job in jobs:
                     continue
-                needed = {kernel.digest for kernel in registry.kernels_of(op, arch.name, **properties)}
+                needed = {kernel.digest for kernel in registry.kernels_of(op, where, **properties)}
                 if rows is not None or not needed <= known:
                     known |= needed
                     jobs[job] = None
     return list(jobs)
 
 
-def kernels_of(jobs: Iterable[deployment.Job], arch: Arch) -> Iterator[KernelSpec]:
-    """Yield the kernels of calls."""
+def kernels_of(jobs: Iterable[deployment.Job], where: str | torch.device) -> Iterator[KernelSpec]:
+    """Yield the kernels of calls on a GPU, or on all known GPUs of the architecture with this name."""
     for job in jobs:
-        yield from registry.kernels_of(job.op, arch.name, **dict(job.properties))
+        yield from registry.kernels_of(job.op, where, **dict(job.properties))
 
 
 def _one_of_each_bucket(most: int) -> Iterator[int]:
