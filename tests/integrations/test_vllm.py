@@ -303,16 +303,124 @@ def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
     assert not vllm._prepare.jobs_of([], 16, "sm_90a")
 
 
-def test_blocks_that_ranks_would_share_are_left_to_vllm(vllm):
-    for fmt, parts, k in [("fp8_block", [64, 64], 256), ("fp8_block", [128], 192), ("nvfp4", [64], 24)]:
+SHARED = [
+    ("fp8_block", "deepseek", (240,), 256, 2, False), ("fp8_block", "modelopt", (128, 72), 256, 2, False),
+    ("fp8_block", "compressed-tensors", (64, 64, 40), 192, 1, False), ("fp8_block", "deepseek", (200,), 96, 4, True),
+    ("nvfp4", "modelopt", (64,), 24, 2, True), ("nvfp4", "compressed-tensors", (64,), 20, 4, True),
+    ("mxfp4", "compressed-tensors", (64,), 48, 2, True),
+]  # fmt: skip
+"""Format, style, rows of the parts and columns of a rank, number of ranks, and whether ranks divide K."""
+
+
+@pytest.mark.parametrize(("fmt", "style", "parts", "k", "ranks", "divides_k"), SHARED)
+def test_blocks_that_ranks_share(fmt, style, parts, k, ranks, divides_k, vllm):
+    """Each rank decodes its part of the weight with the scales of the blocks that its rows and columns belong to."""
+    scheme = LayerScheme(fmt, style, "fp8" if fmt == "fp8_block" else "16bit")
+    sizes = (k * ranks, sum(parts)) if divides_k else (k, sum(parts) * ranks)
+    made = [stored_layer(scheme, rows if divides_k else rows * ranks, sizes[0]) for rows in parts]
+    for rank in range(ranks):
+
+        def load_part(param, tensor, i, rank=rank):
+            if isinstance(param, vllm_stub.PerTensorScaleParameter):
+                param.data[i] = tensor.reshape(())
+                return
+            own = param.data[sum(parts[:i]) : sum(parts[: i + 1])]
+            if divides_k:
+                tensor = tensor.narrow(1, rank * param.shape[1], param.shape[1])
+            else:
+                tensor = tensor.narrow(0, rank * parts[i], parts[i])
+            assert own.shape == tensor.shape  # as vLLM asserts
+            own.copy_(tensor)
+
         layer = vllm_stub.LinearBase()
-        layer.input_size, layer.quant_method = k, None
+        layer.input_size = sizes[0]
         method = vllm._linear.CuteLinearMethod(
-            LayerScheme(fmt, "compressed-tensors", "fp8"), "x", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+            scheme, "model.layer", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
         )
-        method.create_weights(layer, k, parts, k, sum(parts), torch.bfloat16, weight_loader=None)
-        assert isinstance(layer.quant_method, vllm_stub.OwnMethod) and layer.weight.shape == (sum(parts), k)
+        method.create_weights(layer, k, parts, *sizes, torch.bfloat16, weight_loader=load_part)
         assert not method.preparation.forms
+        for i, (tensors, _) in enumerate(made):
+            for name, tensor in tensors.items():
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, tensor, i)
+        method.process_weights_after_loading(layer)
+        want = [
+            weight[:, rank * k : (rank + 1) * k] if divides_k else weight[rank * rows : (rank + 1) * rows]
+            for (_, weight), rows in zip(made, parts, strict=True)
+        ]
+        assert torch.equal(layer.weight, torch.from_numpy(np.concatenate(want)).float().bfloat16())
+        x = torch.randn(3, k).bfloat16()
+        assert torch.equal(method.apply(layer, x), nn.functional.linear(x, layer.weight))
+
+
+def test_blocks_that_no_rank_shares(vllm):
+    """A rank may end with a part of a block that no other rank continues, in rows and in columns."""
+    scheme = LayerScheme("fp8_block", "deepseek", "fp8")
+    layer, method, weight = loaded(vllm, scheme, (256, 64), 192)
+    check_values(layer, method, weight, 192, "cpu", BOUNDS["fp8"])
+    assert [*method.preparation.forms] == [method._form] and vllm._gemms.has_kernels(method._form, "sm_90a")
+
+
+def test_block_scales_of_a_padded_head(vllm):
+    """An output head's loader takes scales with the rows of the vocabulary, and zeroes the padding."""
+    scheme = LayerScheme("fp8_block", "compressed-tensors", "fp8")
+    head, (stored, weight) = vllm_stub.ParallelLMHead(), stored_layer(scheme, 200, 128)
+    head.org_vocab_size = 200
+    method = vllm._linear.CuteLinearMethod(scheme, "lm_head", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod)
+
+    def loader(param, tensor):
+        assert len(tensor) == 200
+        param.data[:200], param.data[200:] = tensor, torch.zeros(()).to(tensor.dtype)
+
+    method.create_weights(head, 128, [256], 128, 256, torch.bfloat16, weight_loader=loader)
+    for name, tensor in stored.items():
+        getattr(head, name).weight_loader(getattr(head, name), tensor)
+    method.process_weights_after_loading(head)
+    want = torch.from_numpy(weight).float().bfloat16()
+    assert torch.equal(head.weight[:200], want) and not head.weight[200:].any()
+
+
+def test_codes_that_share_a_byte_are_left_to_vllm(vllm):
+    layer = vllm_stub.LinearBase()
+    layer.input_size, layer.quant_method = 48, None
+    method = vllm._linear.CuteLinearMethod(
+        LayerScheme("nvfp4", "modelopt", "16bit"), "x", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+    )
+    method.create_weights(layer, 3, [64], 48, 64, torch.bfloat16, weight_loader=None)
+    assert isinstance(layer.quant_method, vllm_stub.OwnMethod) and layer.weight.shape == (64, 3)
+    assert not method.preparation.forms
+
+
+@pytest.mark.parametrize(("arch", "chosen"), [("sm_90a", "fp8"), ("sm_100a", "16bit"), ("sm_120a", "16bit")])
+def test_fp8_activations_need_a_kernel(arch, chosen, vllm, monkeypatch):
+    """Without a kernel for FP8 activations and FP4 weights, as outside Hopper, activations keep 16 bits."""
+    monkeypatch.setattr(vllm._linear, "arch_of", lambda device: arch)
+    for fmt in ("nvfp4", "mxfp4"):
+        scheme = LayerScheme(fmt, "compressed-tensors", "16bit")
+        layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, activations="fp8")
+        check_values(layer, method, weight, 192, "cpu", BOUNDS[chosen])
+        (form,) = method.preparation.forms
+        assert form == method._form and form.activations == chosen
+        assert vllm._prepare.jobs_of([form], 64, arch)
+
+
+@pytest.mark.parametrize("has_input_scale", [False, True])
+@pytest.mark.parametrize("stored_for", ["16bit", "fp4"])
+def test_prepared_form_is_the_loaded_one(stored_for, has_input_scale, vllm):
+    """ModelOpt's weight-only checkpoints may contain input scales; FP4 activations are used if they do."""
+    scheme = LayerScheme("nvfp4", "modelopt", stored_for)
+    layer, preparation = vllm_stub.LinearBase(), vllm._prepare.Preparation()
+    layer.input_size = 64
+    method = vllm._linear.CuteLinearMethod(scheme, "x", "fp4", preparation, vllm_stub.OwnMethod)
+    method.create_weights(layer, 64, [64], 64, 64, torch.bfloat16, weight_loader=None)
+    assert [form.activations for form in preparation.forms] == [stored_for]
+    tensors, _ = stored_layer(scheme, 64, 64)
+    if not has_input_scale:
+        del tensors["input_scale"]
+    load(layer, [tensors], (64,))
+    method.process_weights_after_loading(layer)
+    assert method._form in preparation.forms
+    assert method._form.activations == ("fp4" if has_input_scale else "16bit")
 
 
 def test_a_checkpoint_without_a_scale(vllm):

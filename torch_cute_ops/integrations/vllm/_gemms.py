@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from torch_cute_ops import registry
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.nn.quantize import SCHEMES
@@ -82,6 +83,16 @@ def gemm_of(form: Form) -> Gemm:
         return _FP8(form.has_input_scale)
     of: dict[str, Callable[[str], Gemm]] = {"16bit": _FP4WeightOnly, "fp4": _FP4, "fp8": _FP8FP4}
     return of[form.activations](form.scheme)
+
+
+def has_kernels(form: Form, arch: str) -> bool:
+    """Return True if kernels for an architecture compute every op of the form's product that is a GEMM."""
+    for op, properties in gemm_of(form).calls(form, 1):
+        if registry.OPS[op].has_backends:
+            reasons = registry.backends(op, arch, **properties)
+            if all(reason is not None for name, reason in reasons.items() if name != "reference"):
+                return False
+    return True
 
 
 def tensors_of(module: QuantLinear) -> Mapping[str, Tensor]:

@@ -1,6 +1,8 @@
 """Method for vLLM's linear layers: the tensors that it loads, and the product with the input."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -20,26 +22,33 @@ from vllm.model_executor.parameter import (
 )
 
 from torch_cute_ops.checkpoint._layers import READ, Field
+from torch_cute_ops.checkpoint._values import e8m0_numbers
 from torch_cute_ops.checkpoint.spec import LayerScheme
-from torch_cute_ops.integrations.vllm._gemms import Form, Gemm, gemm_of, tensors_of
-from torch_cute_ops.integrations.vllm._prepare import Preparation
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.integrations.vllm._gemms import Form, Gemm, gemm_of, has_kernels, tensors_of
+from torch_cute_ops.integrations.vllm._prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
-from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks
+from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK, decode_fp8_blocks
 
 logger = init_logger(__name__)
 
 _UNLOADED: Final = 0xFF
 """Byte that is NaN in every format of scales; it marks scales that the checkpoint does not contain."""
+_BLOCK_SCALES: Final = ("weight_scale", "weight_scale_inv")
+"""Names of the scales that are block scales in a format with blocks."""
+_E8M0_ONE: Final = 127
+"""1.0 in e8m0."""
 
 
 @register_weight_loader_v2_supported_method
 class CuteLinearMethod(LinearMethodBase):
     """Method that multiplies by quantised weights with this package's kernels.
 
-    A layer whose size has no kernel is decoded to 16 bits when it is loaded. A layer whose blocks of scales cannot be
-    divided among its parts or ranks gets vLLM's own method.
+    A layer whose size has no kernel is decoded to 16 bits when it is loaded. So is a layer whose merged parts or ranks
+    share a block of scales: each scale is repeated for the rows and columns of its block, so that vLLM's loaders can
+    divide the block. Only a layer whose ranks share a byte of two FP4 codes gets vLLM's own method.
 
     Args:
         scheme: format of the layer in the checkpoint.
@@ -60,6 +69,7 @@ class CuteLinearMethod(LinearMethodBase):
         self.scheme, self.prefix, self.activations = scheme, prefix, activations
         self.preparation, self._own = preparation, own
         self._parts: tuple[int, ...] = ()
+        self._are_blocks_divided = False
         self._form: Form | None = None
         self._gemm: Gemm | None = None
         self._decoded: UnquantizedLinearMethod | None = None
@@ -78,21 +88,30 @@ class CuteLinearMethod(LinearMethodBase):
     ) -> None:
         """Add a parameter for each tensor of the checkpoint. Arguments are as for vLLM's ``LinearMethodBase``."""
         self._parts, k = tuple(output_partition_sizes), input_size_per_partition
-        if self._divides_blocks(k, is_vocabulary=not hasattr(layer, "input_size")):
+        if self.scheme.format in FP4_FORMATS and k % 2:
             method: Any = self._own()
-            logger.warning_once("%s: blocks of scales are divided; vLLM's own method computes it", self.prefix)
+            logger.warning_once("%s: ranks would share a byte of two FP4 codes; vLLM's own method is used", self.prefix)
             layer.quant_method = method
             method.create_weights(
                 layer, k, output_partition_sizes, input_size, output_size, params_dtype, **extra_weight_attrs
             )
             return
-        if self.scheme.format == "fp8_block":
+        is_vocabulary = not hasattr(layer, "input_size")
+        self._are_blocks_divided = self._divides_blocks(k, input_size, output_size, is_vocabulary=is_vocabulary)
+        rows = getattr(layer, "org_vocab_size", output_size)  # an output head is padded
+        if self.scheme.format == "fp8_block" and not self._are_blocks_divided:
             vars(layer)["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]  # vLLM's loaders read it
+        loader = extra_weight_attrs["weight_loader"]
         for field in self._fields():
-            layer.register_parameter(field.stored, self._parameter(field, k, extra_weight_attrs["weight_loader"]))
-        is_static = any(field.is_optional for field in self._fields())
-        self._form = self._form_of(k, params_dtype, is_static, _adds_bias(layer))
-        if self._form.reason_unsupported is None:
+            if self._are_blocks_divided and field.name in _BLOCK_SCALES:
+                parameter = self._repeated(field, k, (rows, input_size), loader)
+            else:
+                parameter = self._parameter(field, k, loader)
+            layer.register_parameter(field.stored, parameter)
+        has_input_scale = self.scheme.activations in ("fp4", "fp8_static")
+        device = torch.empty(0).device  # vLLM builds models in a block that sets torch's default device
+        self._form = self._form_of(k, params_dtype, has_input_scale, _adds_bias(layer), device)
+        if self._reason_decoded(self._form) is None:
             self.preparation.add(self._form)
 
     def _fields(self) -> Iterator[Field]:
@@ -103,12 +122,67 @@ class CuteLinearMethod(LinearMethodBase):
             if not field.is_optional or (is_there and self.scheme.activations != "fp8"):
                 yield field
 
-    def _divides_blocks(self, k: int, *, is_vocabulary: bool) -> bool:
-        """Return True if parts, ranks or a padded vocabulary would share a block of scales."""
+    def _divides_blocks(self, k: int, input_size: int, output_size: int, *, is_vocabulary: bool) -> bool:
+        """Return True if merged parts, ranks or a padded vocabulary would share a block of scales.
+
+        Args:
+            k: columns of the weight on this rank.
+            input_size, output_size: columns and rows of the weights of all ranks.
+            is_vocabulary: True for an output head.
+        """
+        if self.scheme.format != "fp8_block":
+            return k % self._block != 0
+        if k != input_size and k % FP8_BLOCK:
+            return True
+        # The last part may end with a part of a block, unless the next rank continues it.
+        inner = self._parts[:-1] if sum(self._parts) == output_size else self._parts
+        return is_vocabulary or any(rows % FP8_BLOCK for rows in inner)
+
+    @property
+    def _block(self) -> int:
+        """Columns of the weight that share a scale, or 1 without block scales."""
         if self.scheme.format == "fp8_block":
-            return is_vocabulary or k % FP8_BLOCK != 0 or any(rows % FP8_BLOCK for rows in self._parts[:-1])
-        block = {"nvfp4": 16, "mxfp4": 32}.get(self.scheme.format, 1)
-        return k % block != 0
+            return FP8_BLOCK
+        fmt = FP4_FORMATS.get(self.scheme.format)
+        return fmt.block_size if fmt is not None else 1
+
+    def _reason_decoded(self, form: Form) -> str | None:
+        """Return the reason that the weight is decoded to 16 bits, or None if kernels read it."""
+        if self._are_blocks_divided:
+            return "merged layers or ranks share a block of scales"
+        return form.reason_unsupported
+
+    def _repeated(
+        self, field: Field, k: int, whole: tuple[int, int], loader: Callable[..., None]
+    ) -> ModelWeightParameter:
+        """Return the parameter for block scales that merged parts or ranks divide. It contains the weight's rows, and a
+        column for each of the largest groups of columns that neither a block nor a rank divides.
+
+        Args:
+            field: block scales.
+            k: columns of the weight on this rank.
+            whole: rows and columns of the weight in the checkpoint.
+            loader: vLLM's function that copies this rank's part.
+        """
+        block = self._block
+        group = math.gcd(k, block)
+        rows = FP8_BLOCK if self.scheme.format == "fp8_block" else 1
+        dtype = field.dtypes[0]
+
+        @functools.wraps(loader)
+        def load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+            scale = loaded_weight.view(dtype) if dtype == torch.uint8 else loaded_weight.to(dtype)
+            scale = scale.flatten(1)
+            if dtype.itemsize == 1:  # torch lacks repeat_interleave for FP8 dtypes
+                scale = scale.view(torch.uint8)
+            scale = scale.repeat_interleave(rows, 0).repeat_interleave(block // group, 1)
+            scale = scale[: whole[0], : whole[1] // group].view(dtype)
+            loader(param, scale, *args, **kwargs)
+
+        data = torch.empty((sum(self._parts), k // group), dtype=dtype)
+        data.view(torch.uint8).fill_(_UNLOADED)
+        parameter: ModelWeightParameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
+        return parameter
 
     def _parameter(self, field: Field, k: int, loader: Callable[..., None]) -> nn.Parameter:
         """Return vLLM's parameter for a stored tensor: its class says how merged layers and ranks divide it."""
@@ -134,16 +208,24 @@ class CuteLinearMethod(LinearMethodBase):
         parameter: nn.Parameter = kind(data=data, **options)
         return parameter
 
-    def _form_of(self, k: int, dtype: torch.dtype, has_input_scale: bool, has_bias: bool) -> Form:
+    def _form_of(self, k: int, dtype: torch.dtype, has_input_scale: bool, has_bias: bool, device: torch.device) -> Form:
         fmt, parts = self.scheme.format, self._parts
         activations = SCHEMES[fmt].choices[0] if self.activations == "auto" else self.activations
         if activations not in SCHEMES[fmt].choices:
             activations = SCHEMES[fmt].choices[0]
         if fmt == "nvfp4" and activations == "fp4" and not has_input_scale:
             activations = "16bit"
-        if activations == "fp8" and fmt in ("nvfp4", "mxfp4") and k % 64:
+        if activations == "fp8" and fmt in FP4_FORMATS and k % 64:
             activations = "16bit"
-        return Form(fmt, activations, sum(parts), k, len(parts), has_input_scale, dtype, has_bias)
+        has_input_scale = has_input_scale and activations != "16bit" and fmt != "mxfp4"
+        form = Form(fmt, activations, sum(parts), k, len(parts), has_input_scale, dtype, has_bias)
+        arch = arch_of(device)
+        if activations == "fp8" and fmt in FP4_FORMATS and arch is not None and not has_kernels(form, arch):
+            logger.warning_once(
+                "no kernel for %s multiplies FP8 activations by FP4 weights; activations stay in 16 bits", arch
+            )
+            form = dataclasses.replace(form, activations="16bit")
+        return form
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replace the loaded tensors by those that the kernels read, and prepare the kernels.
@@ -154,11 +236,13 @@ class CuteLinearMethod(LinearMethodBase):
         form = self._form
         assert form is not None
         tensors = self._taken(layer)
-        has_input_scale = "input_scale" in tensors
-        form = self._form_of(form.k, form.dtype, has_input_scale, form.has_bias)
-        if form.reason_unsupported is not None:
-            logger.warning_once("%s: %s; the weight is decoded to 16 bits", self.prefix, form.reason_unsupported)
-            weight = _decoded(form, tensors, self._parts)
+        has_input_scale, device = "input_scale" in tensors, tensors["weight"].device
+        form = self._form_of(form.k, form.dtype, has_input_scale, form.has_bias, device)
+        reason = self._reason_decoded(form)
+        if reason is not None:
+            logger.warning_once("%s: %s; the weight is decoded to 16 bits", self.prefix, reason)
+            decode = _decoded_repeated if self._are_blocks_divided else _decoded
+            weight = decode(form, tensors, self._parts)
             layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
             self._decoded = UnquantizedLinearMethod()
             self._decoded.process_weights_after_loading(layer)
@@ -168,6 +252,7 @@ class CuteLinearMethod(LinearMethodBase):
         for name, tensor in tensors_of(module).items():
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self._form, self._gemm = form, gemm_of(form)
+        self.preparation.add(form)  # the checkpoint may contain other input scales than its configuration says
         self.preparation.run(module.weight.device)
 
     def _taken(self, layer: nn.Module) -> dict[str, Tensor]:
@@ -259,6 +344,21 @@ def _decoded(form: Form, tensors: dict[str, Tensor], parts: Sequence[int]) -> Te
         weight, tensors["weight_scale"], scale_layout="linear", block_size=block, out_dtype=torch.float32
     )
     return (codes if block == 32 else codes * _by_row(tensors["weight_scale_2"], parts)).to(dtype)
+
+
+def _decoded_repeated(form: Form, tensors: dict[str, Tensor], parts: Sequence[int]) -> Tensor:
+    """Return the weight (N, K) in the dtype of the model, for block scales with a row for each row of the weight."""
+    weight, scale = tensors["weight"], tensors["weight_scale_inv" if form.scheme == "fp8_block" else "weight_scale"]
+    factors = e8m0_numbers(scale) if scale.dtype == torch.uint8 else scale.float()
+    factors = factors.repeat_interleave(form.k // scale.shape[1], 1)
+    if form.scheme == "fp8_block":
+        return (weight.float() * factors).to(form.dtype)
+    block = MXFP4.block_size
+    codes = nn.functional.pad(weight, (0, -weight.shape[1] % (block // 2)))
+    ones = codes.new_full((codes.shape[0], codes.shape[1] * 2 // block), _E8M0_ONE)
+    values = fp4_dequantize(codes, ones, scale_layout="linear", block_size=block, out_dtype=torch.float32)
+    values = values[:, : form.k] * factors
+    return (values if form.scheme == "mxfp4" else values * _by_row(tensors["weight_scale_2"], parts)).to(form.dtype)
 
 
 def _by_row(scale: Tensor, parts: Sequence[int]) -> Tensor:
