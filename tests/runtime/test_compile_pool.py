@@ -1,7 +1,11 @@
 """Kernels compiled ahead in parallel processes: which ones, in which order, and after a failure."""
 
 import contextlib
+import errno
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -67,21 +71,71 @@ def test_no_pool_that_would_not_help(asked, monkeypatch):
     assert not asked
 
 
-def test_a_failure_ends_the_pool(asked, monkeypatch, caplog):
-    """The call that needs the kernel then compiles it and raises the error."""
+@pytest.mark.parametrize(
+    ("failing", "tried"), [((1,), 6), ((0, 5), 6), ((0, 2, 3), 4), ((0, 1, 2, 3, 4, 5), 3)], ids=str
+)
+def test_failures(failing, tried, asked, monkeypatch, caplog):
+    """After one or two failed kernels the others are still compiled. The third failure ends the pool. A warning names
+    each failed kernel."""
     seen = []
 
     def compile_all(given, workers):
         for i, task in enumerate(given):
-            seen.append(task)
-            yield task, "OSError: no space" if i == 1 else ""
+            seen.append(task.kernel)
+            yield task, "OSError: no space" if i in failing else ""
 
     monkeypatch.setattr(compile_pool, "compile_all", compile_all)
+    kernels = [kernel(width) for width in (*WIDTHS, 192, 224)]
     with caplog.at_level(logging.INFO, "torch_cute_ops"):
-        compile_ahead(KERNELS, SM90)
-    assert len(seen) == 2
-    text = caplog.text
-    assert "compiling 4 kernels for sm_90a" in text and "a worker failed: OSError: no space" in text
+        compile_ahead(kernels, SM90)
+    assert seen == kernels[:tried]
+    failed = [kernels[i] for i in failing if i < tried]
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    named = [text for text in warnings if text.endswith("because a worker failed: OSError: no space")]
+    assert [text.partition(" is not compiled ahead")[0] for text in named] == [str(each) for each in failed]
+    assert (len(warnings) > len(named)) == (len(failed) == 3)
+    assert "compiling 6 kernels for sm_90a" in caplog.text
+    assert f"{tried - len(failed)} of 6 kernels compiled" in caplog.text
+
+
+def no_interpreter(patch):
+    patch.setattr(sys, "executable", "")
+    return "PermissionError"
+
+
+def no_tqdm(patch):
+    patch.setitem(sys.modules, "tqdm", None)
+    return "ModuleNotFoundError: import of tqdm halted"
+
+
+def no_process(patch):
+    def popen(*args, **kwargs):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    patch.setattr(subprocess, "Popen", popen)
+    return "BlockingIOError"
+
+
+def no_descriptor(patch):
+    def pipe():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    patch.setattr(os, "pipe", pipe)
+    return "Too many open files"
+
+
+@pytest.mark.parametrize(
+    "spoil", [no_interpreter, no_tqdm, no_process, no_descriptor], ids=lambda spoil: spoil.__name__
+)
+def test_without_processes(spoil, monkeypatch, tmp_path, caplog):
+    """If no process can start, nothing is compiled ahead, one warning says why, and no error is raised."""
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    with monkeypatch.context() as patch:
+        reason = spoil(patch)
+        compile_ahead(KERNELS, SM90, 2)
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert warning.startswith("kernels cannot be compiled in parallel processes: ") and reason in warning
 
 
 @pytest.fixture

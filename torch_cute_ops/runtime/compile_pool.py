@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +27,8 @@ MOST_WORKERS: Final = 32
 """Maximum number of processes by default. A process needs about 0.7 GB of memory."""
 FEWEST_KERNELS: Final = 3
 """Fewest kernels that ``compile_ahead`` compiles in a pool. A process starts in the time that two kernels take."""
+MOST_FAILURES: Final = 3
+"""Number of failed kernels after which ``compile_ahead`` stops: the cause, such as a full disk, then affects others."""
 
 
 class Task(NamedTuple):
@@ -74,23 +76,43 @@ def compile_ahead(kernels: Iterable[KernelSpec], arch: Arch, workers: int | None
     """Compile, in parallel processes, the kernels that memory, the bundle and the cache on disk lack. Show the progress
     on a terminal, and log it.
 
-    This function only saves time: if a kernel cannot be compiled or kept on disk, the call that needs the kernel
-    compiles it, or raises the error.
+    This function only saves time and raises no error if compilation fails: the call that needs a kernel compiles it, or
+    raises the error. After a failed kernel, the remaining kernels are still compiled here, until ``MOST_FAILURES``
+    kernels have failed. Warnings name the failed kernels, and the reason if no process can start.
     """
     if store() is None:
         return
     missing = [each for each in dict.fromkeys(kernels) if not is_compiled(each, arch) and not is_kept(each, arch)]
     if len(missing) < FEWEST_KERNELS or (workers or len(os.sched_getaffinity(0))) < 2:
         return
+    try:
+        _compile_missing(missing, arch, workers)
+    except (OSError, ImportError) as error:
+        log.warning("kernels cannot be compiled in parallel processes: %s: %s", type(error).__name__, error)
+
+
+def _compile_missing(missing: Sequence[KernelSpec], arch: Arch, workers: int | None) -> None:
+    """Compile kernels in a pool, and log failures.
+
+    Raises:
+        OSError: if a process or a pipe cannot be created.
+        ImportError: without tqdm.
+    """
     started, outcomes = time.monotonic(), compile_all((Task(each, arch.name) for each in missing), workers)
     log.info("compiling %d kernels for %s in parallel processes", len(missing), arch.name)
+    compiled = failures = 0  # not counted by the bar: without a terminal it is disabled and counts nothing
     with contextlib.closing(outcomes), progress(len(missing)) as bar:
         for task, error in outcomes:
-            if error:
-                log.info("%s is compiled in this process, because a worker failed: %s", task.kernel, error)
+            if not error:
+                compiled += 1
+                bar.update()
+                continue
+            failures += 1
+            log.warning("%s is not compiled ahead, because a worker failed: %s", task.kernel, error)
+            if failures == MOST_FAILURES:
+                log.warning("%d kernels failed; calls compile the remaining kernels one by one", failures)
                 break
-            bar.update()
-    log.info("%d of %d kernels compiled in %.1f s", bar.n, len(missing), time.monotonic() - started)
+    log.info("%d of %d kernels compiled in %.1f s", compiled, len(missing), time.monotonic() - started)
 
 
 def progress(total: int, *, always: bool = False) -> Any:
