@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any, Final
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, distributed
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.ops._define import OpSpec, as_tuple
@@ -53,7 +54,8 @@ class Recorder:
         limit: maximum size of a call's tensors in a dump, bytes. The largest tensors beyond it are only described.
 
     Attributes:
-        path: file of the dump. Its name contains the process's id, because each process has its own last call.
+        path: file of the dump. Each process has its own last call, so the name contains the host's name, the rank if
+            the process has one, and the process's id: containers that share a folder may use equal ids.
     """
 
     def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
@@ -63,24 +65,28 @@ class Recorder:
     @property
     def path(self) -> Path:
         """Path of the dump."""
-        return self.folder / f"{self.spec.name}-{os.getpid()}.safetensors"
+        return self.folder / f"{self.spec.name}-{_process_name()}.safetensors"
 
     def recorded(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap an implementation of the op, so that each call is written before it runs."""
 
         @functools.wraps(implementation)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.record(args, kwargs)
+            is_recorded = self.record(args, kwargs)
             try:
                 return implementation(*args, **kwargs)
             except Exception:
-                log.error("cute::%s failed; the call's dump is %s", self.spec.name, self.path)
+                if is_recorded:
+                    log.error("cute::%s failed; the call's dump is %s", self.spec.name, self.path)
+                else:
+                    log.error("cute::%s failed; the call has no dump", self.spec.name)
                 raise
 
         return call
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write a call, or log the reason that it cannot be written. The previous dump then stays."""
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Write a call. Return True, or log the reason that it cannot be written and return False. The previous dump
+        then stays."""
         try:
             outputs = {name: kwargs[name] for name in self.spec.out_names if name in kwargs}
             call = self.spec.bind(*args, **{name: value for name, value in kwargs.items() if name not in outputs})
@@ -98,9 +104,12 @@ class Recorder:
                 "outputs": self._described(outputs, 0)[0],
             }
             files.make_folder(self.folder)
-            files.replace(self.path, save(stored, {KEY: json.dumps(about)}), mode=0o600)
+            # The name is predictable: in a folder that others can write to, a link may lead to any file of this user.
+            files.replace(self.path, save(stored, {KEY: json.dumps(about)}), mode=0o600, follow_links=False)
         except Exception as error:  # of any kind: after a CUDA error, no tensor can be read
             log.error("cute::%s: the call is not dumped: %s: %s", self.spec.name, type(error).__name__, error)
+            return False
+        return True
 
     def _described(self, given: dict[str, Any], limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return descriptions of all arguments, and the contents of tensors that are kept, by name.
@@ -130,6 +139,15 @@ class Recorder:
                 "stored": name in stored,
             }
         return described, stored
+
+
+def _process_name() -> str:
+    """Return the host's name, the rank if this process has one, and the process's id, for a file's name."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node()) or "host"
+    rank = os.environ.get("RANK", "")
+    if not rank.isdecimal():
+        rank = str(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else ""
+    return f"{host}-{f'rank{rank}-' if rank else ''}{os.getpid()}"
 
 
 def _distinct(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors import safe_open
 from samples import sample_inputs
 from support.cases import arguments, copy_updated, op_cases, overload
 from support.interpreters import python
+from torch import distributed
 
 import torch_cute_ops
 from torch_cute_ops.cli.main import main
@@ -121,7 +123,8 @@ def test_shapes_alone_under_capture(tmp_path, monkeypatch):
 
 
 def test_a_failed_copy_keeps_the_last_dump(tmp_path, monkeypatch, caplog):
-    """After a CUDA error no tensor can be read. The call goes on and raises its own error, which names the dump."""
+    """After a CUDA error no tensor can be read. The call goes on and raises its own error. The log does not name the
+    previous call's dump, and names the dump of the next call that fails."""
     recorder, x = recorder_of("rmsnorm", tmp_path), torch.randn(5, 64)
     recorder.record((x, torch.ones(64)), {})
     before = recorder.path.read_bytes()
@@ -134,7 +137,50 @@ def test_a_failed_copy_keeps_the_last_dump(tmp_path, monkeypatch, caplog):
         with pytest.raises(KeyError, match="of the op"):
             recorder.recorded(lambda *args: {}["of the op"])(x, torch.ones(64))
     assert recorder.path.read_bytes() == before
-    assert "the call is not dumped: RuntimeError: CUDA error" in caplog.text and str(recorder.path) in caplog.text
+    assert "the call is not dumped: RuntimeError: CUDA error" in caplog.text
+    assert "cute::rmsnorm failed; the call has no dump" in caplog.text and str(recorder.path) not in caplog.text
+    with pytest.raises(KeyError, match="of the op"):
+        recorder.recorded(lambda *args: {}["of the op"])(x, torch.ones(64))
+    assert recorder.path.read_bytes() != before
+    assert caplog.messages[-1] == f"cute::rmsnorm failed; the call's dump is {recorder.path}"
+
+
+@pytest.mark.parametrize(
+    ("host", "rank", "name"),
+    [
+        ("node-7.lan", None, "node-7.lan-{pid}"),
+        ("node-7.lan", "12", "node-7.lan-rank12-{pid}"),
+        ("a/../b c", "../3", "a_.._b_c-{pid}"),
+        ("", "0", "host-rank0-{pid}"),
+    ],
+)
+def test_the_name_of_a_dump(host, rank, name, tmp_path, monkeypatch):
+    """Processes of two hosts, and two ranks, never write to the same file of a shared folder."""
+    monkeypatch.setattr(platform, "node", lambda: host)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    path = recorder_of("rmsnorm", tmp_path).path
+    assert path == tmp_path / f"rmsnorm-{name.format(pid=os.getpid())}.safetensors"
+
+
+def test_the_rank_of_a_process_group(tmp_path, monkeypatch):
+    """Without the variable of torchrun, the rank is the process group's."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 5)
+    assert recorder_of("rmsnorm", tmp_path).path.name.endswith(f"-rank5-{os.getpid()}.safetensors")
+
+
+def test_links_are_not_followed(tmp_path):
+    """A link with the name of a dump is replaced, and the file that it leads to stays."""
+    other, recorder = tmp_path / "other", recorder_of("rmsnorm", tmp_path / "dumps")
+    other.write_bytes(b"valuable")
+    recorder.folder.mkdir()
+    recorder.path.symlink_to(other)
+    assert recorder.record((torch.randn(5, 64), torch.ones(64)), {})
+    assert other.read_bytes() == b"valuable" and not recorder.path.is_symlink()
+    assert Dump.read(recorder.path).about["op"] == "rmsnorm"
 
 
 PROGRAM = """
@@ -224,4 +270,6 @@ def test_wrong_files(tmp_path, dumped, capsys):
     assert "this version has no op mm_fp4_weight_onlx" in capsys.readouterr().err
     dumped.write_bytes(content)
     assert main(["replay", str(dumped), "--device", "nowhere"]) == 2
-    assert os.path.exists(dumped)
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: --device nowhere: ") and not shown.out
+    assert dumped.read_bytes() == content  # a replay does not change the dump

@@ -111,6 +111,17 @@ def test_replacing_the_target_of_a_link(tmp_path):
     assert sorted(tmp_path.iterdir()) == [target.parent, tmp_path / "link", tmp_path / "near"]
 
 
+def test_replacing_a_link(tmp_path):
+    target = tmp_path / "target"
+    target.write_bytes(b"old")
+    (tmp_path / "link").symlink_to(target)
+    files.replace(tmp_path / "link", b"new", 0o600, follow_links=False)
+    assert target.read_bytes() == b"old"
+    assert (tmp_path / "link").read_bytes() == b"new" and not (tmp_path / "link").is_symlink()
+    assert stat.S_IMODE((tmp_path / "link").stat().st_mode) == 0o600
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "link", target]
+
+
 def test_a_failed_replacement(tmp_path, monkeypatch):
     """Check that after a failure the old file is unchanged, and that no temporary file is left."""
     path = tmp_path / "file"

@@ -99,15 +99,20 @@ def write(path: Path, content: bytes, mode: int = 0o644) -> None:
         os.fsync(descriptor)
 
 
-def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
+def replace(path: Path, content: bytes, mode: int = 0o644, *, follow_links: bool = True) -> None:
     """Create or replace a file atomically: readers find either the old or the new content.
 
-    If ``path`` is a symbolic link, its target is replaced and the link stays.
+    Args:
+        path: file.
+        content: new content.
+        mode: permissions of the new file.
+        follow_links: if ``path`` is a symbolic link, True to replace its target and keep the link, False to replace the
+            link itself.
 
     Raises:
         OSError: if the file cannot be written; the old file stays.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path)) if follow_links else path
     for left in target.parent.glob(f"{target.name}.*.tmp"):
         with contextlib.suppress(OSError):
             if is_stale(left):
