@@ -36,7 +36,8 @@ assert len(info.bundle_state()["packages"]) == int(sys.argv[2]), "the wheel of k
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of the files (default: dist)")
+    text = "folder of the files (default: dist); packages of earlier releases are deleted"
+    parser.add_argument("--dist", type=Path, default=ROOT / "dist", help=text)
     parser.add_argument("--models", default="gpt-oss-120b", help="models of the wheel of kernels")
     parser.add_argument("--arch", default="sm_90a", help="architecture of the wheel of kernels")
     parser.add_argument("--rows", help="numbers of rows of the wheel of kernels")
@@ -51,7 +52,7 @@ def main() -> None:
     if f"\n## [{version}] - " not in CHANGELOG.read_text():
         sys.exit(f"CHANGELOG.md has no section for {version}: run tools/release.py --changelog")
     dist: Path = options.dist.absolute()
-    shutil.rmtree(dist, ignore_errors=True)
+    delete_packages(dist)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), cwd=ROOT)
     if not options.no_kernels:
         rows = ("--rows", options.rows) if options.rows else ()
@@ -71,6 +72,21 @@ def package_version() -> str:
     found = re.search(r'^__version__ = "(.+)"$', (ROOT / "torch_cute_ops" / "_version.py").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
+
+
+def delete_packages(folder: Path) -> None:
+    """Delete the wheels and source distributions of earlier releases. If the folder contains anything else,
+    delete nothing and exit."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        sys.exit(f"--dist {folder} is not a folder")
+    found = sorted(folder.iterdir())
+    others = [each.name for each in found if each.is_dir() or not each.name.endswith((".whl", ".tar.gz"))]
+    if others:
+        sys.exit(f"--dist {folder} contains more than wheels and .tar.gz files: {', '.join(others[:5])}; name another")
+    for each in found:
+        each.unlink()
 
 
 def with_section(changelog: str, version: str, date: str) -> str:

@@ -35,6 +35,39 @@ def test_the_changelog_gets_a_section():
             release.with_section(BEFORE.replace("Unreleased", "Unreleased" if version == "0.1.0" else "x"), version, "")
 
 
+OLD = "torch_cute_ops-0.1.0.tar.gz", "torch_cute_ops-0.1.0-py3-none-any.whl"
+
+
+def test_old_packages_are_deleted(tmp_path):
+    """Nothing else is: a folder with other files, or with folders, is refused before anything is deleted."""
+    release.delete_packages(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+    for name in (*OLD, "thesis.txt"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(SystemExit, match=r"more than wheels and \.tar\.gz files: thesis\.txt"):
+        release.delete_packages(tmp_path)
+    with pytest.raises(SystemExit, match="is not a folder"):
+        release.delete_packages(tmp_path / "thesis.txt")
+    (tmp_path / "thesis.txt").unlink()
+    (tmp_path / "photos.whl").mkdir()
+    with pytest.raises(SystemExit, match="photos"):
+        release.delete_packages(tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted((*OLD, "photos.whl"))
+    (tmp_path / "photos.whl").rmdir()
+    release.delete_packages(tmp_path)
+    assert tmp_path.is_dir() and not list(tmp_path.iterdir())
+
+
+def test_a_release_deletes_no_other_files(tmp_path, monkeypatch):
+    """The command stops before it builds anything."""
+    (tmp_path / "thesis.txt").write_bytes(b"")
+    monkeypatch.setattr(release.sys, "argv", ["release.py", "--dist", str(tmp_path)])
+    monkeypatch.setattr(release, "run", lambda *command, cwd: pytest.fail("a command runs"))
+    with pytest.raises(SystemExit, match="thesis"):
+        release.main()
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
+
+
 def test_this_version_is_in_the_changelog():
     assert release.package_version() == torch_cute_ops.__version__
     assert f"\n## [{torch_cute_ops.__version__}] - 20" in (ROOT / "CHANGELOG.md").read_text()
