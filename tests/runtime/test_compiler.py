@@ -14,6 +14,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.toolchain import installed_packages
 
 BF16 = torch.bfloat16
 CONFIGS = {
@@ -68,7 +69,14 @@ def test_key_contains_every_field_of_a_config(name):
     assert len(keys) == len(paths) + 1 > 5
 
 
-def test_key_contains_class_architecture_options_and_versions(monkeypatch):
+@pytest.fixture
+def forget_versions():
+    """Return a function that makes the next key look for the installed versions again, as the test's end does."""
+    yield installed_packages.cache_clear
+    installed_packages.cache_clear()
+
+
+def test_key_contains_class_architecture_options_and_versions(monkeypatch, forget_versions):
     kernels = wanted(0), compiler.KernelSpec(f"{FakeKernel.__module__}.OtherKernel", 0)
     keys = [compiler.key_of(kernel, arch) for kernel in kernels for arch in ARCHS.values()]
     with monkeypatch.context() as patch:
@@ -80,8 +88,10 @@ def test_key_contains_class_architecture_options_and_versions(monkeypatch):
             patch.setattr(
                 importlib.metadata, "version", lambda name, package=package: "0" if name == package else real(name)
             )
+            forget_versions()
             keys.append(compiler.key_of(wanted(0), SM90))
     assert len(set(keys)) == len(keys)
+    forget_versions()
     assert compiler.key_of(wanted(0), SM90) == keys[0]
 
 

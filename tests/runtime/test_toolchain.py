@@ -12,7 +12,8 @@ from torch_cute_ops.runtime.toolchain import compiler_flavour
 
 
 def forget():
-    """Forget which build was found."""
+    """Forget which packages and which build were found."""
+    toolchain.installed_packages.cache_clear()
     compiler_flavour.cache_clear()
     toolchain._chosen_flavour.cache_clear()
 
@@ -100,6 +101,20 @@ def test_expected_flavour(case, dsl, monkeypatch):
     assert toolchain.expected_flavour() == flavour
     dsl(cuda(99), ["base", *packages])
     assert toolchain.expected_flavour() == "cu99"
+
+
+def test_packages_are_looked_for_once(monkeypatch):
+    """Each kernel's key contains the versions, and looking for them takes a millisecond."""
+    asked = []
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: asked.append(name) or real(name))
+    toolchain.installed_packages.cache_clear()
+    keys = [compiler.key_of(compiler.KernelSpec("module.Kernel", config), SM90) for config in range(3)]
+    packages = [f"nvidia-cutlass-dsl{part}" for part in ("", *(f"-libs-{p}" for p in ("base", "core", "cu12", "cu13")))]
+    assert asked == [*packages, "apache-tvm-ffi"]
+    assert all(f"apache-tvm-ffi=={real('apache-tvm-ffi')}" in key.versions for key in keys)
+    with pytest.raises(TypeError):
+        toolchain.installed_packages()["apache-tvm-ffi"] = "0"
 
 
 def test_the_installed_build_is_expected():

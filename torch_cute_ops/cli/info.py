@@ -43,7 +43,7 @@ def versions() -> dict[str, str | None]:
         "cuda of torch": torch.version.cuda,
         "cuda of the driver": _driver(),
     }
-    return found | installed_packages()
+    return {**found, **installed_packages()}
 
 
 def _driver() -> str | None:
