@@ -1,5 +1,6 @@
 """Kernels of well-known models, and wheels of kernels, which a process without the DSL finds."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -54,6 +55,50 @@ def test_kernels_of_experts(name):
         assert found >= {(each.kernel.split(".")[-1], each.config) for each in wanted}, size
 
 
+def test_formats_without_a_gemm(capsys, caplog, tmp_path):
+    """A format whose GEMMs all lack a backend is an error that names the op and the reason. Other formats are found."""
+    arguments = ["build", "--wheel", "--rows", "64", "-o", str(tmp_path), "--arch"]
+    assert main([*arguments, "sm_100a", "--models", "gpt-oss-120b"]) == 2
+    error = capsys.readouterr().err
+    assert "gpt-oss-120b in mxfp4 with auto activations has no GEMM for sm_100a" in error
+    assert "grouped_mm_fp8_fp4: no backend: wgmma_ss: needs Hopper's warpgroup MMA; this is sm_100a" in error
+    assert main([*arguments, "sm_120a", "--models", "llama-8b"]) == 2
+    assert "llama-8b in mxfp4 with fp8 activations has no GEMM for sm_120a" in capsys.readouterr().err
+    assert main([*arguments, "sm_90a", "--models", "llama-8b", "--formats", "nvfp4,int4"]) == 2
+    assert "no format 'int4'; its formats are nvfp4, mxfp4, fp8_block, fp8_channel" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    sm100 = ARCHS["sm_100a"]
+    chosen = set(kernels_of_model("llama-8b", sm100, (64,), ["nvfp4", "fp8_block"]))
+    size = {"n": 4096, "k": 14336, "m": 64, "static_weight": True}
+    assert chosen >= {*kernels_of("mm_fp8_block", "sm_100a", **size)}
+    assert chosen >= {*kernels_of("mm_fp4", "sm_100a", **size, alpha="one")}
+    assert not caplog.records
+
+
+def test_a_format_with_some_gemms(caplog):
+    """Experts in NVFP4 have no GEMM on this architecture, and attention has. One warning names the op."""
+    assert set(kernels_of_model("qwen3-30b-a3b", ARCHS["sm_120a"], (1, 64), ["nvfp4"]))
+    (message,) = caplog.messages
+    start = "qwen3-30b-a3b in nvfp4 with fp4 activations: no kernel of grouped_mm_fp8_fp4 for sm_120a: no backend: "
+    assert message.startswith(start)
+
+
+def test_formats_of_the_command(monkeypatch, tmp_path, capsys):
+    """The wheel gets the kernels of the chosen formats, and its description names them."""
+    built = []
+
+    def build_wheel(folder, arch, kernels, text, **how):
+        built.append((arch.name, set(kernels), text))
+        return tmp_path
+
+    monkeypatch.setattr(kernel_wheels, "build_wheel", build_wheel)
+    monkeypatch.setattr("torch_cute_ops.cli.main._tell_flavour", lambda: None)
+    arguments = ["build", "--wheel", "--rows", "64", "-o", str(tmp_path), "--arch", "sm_100a"]
+    assert main([*arguments, "--models", "llama-8b", "--formats", "nvfp4,fp8_channel"]) == 0
+    expected = set(kernels_of_model("llama-8b", ARCHS["sm_100a"], (64,), ["nvfp4", "fp8_channel"]))
+    assert built == [("sm_100a", expected, "Kernels of llama-8b in nvfp4, fp8_channel, for sm_100a.")]
+
+
 def test_unknown_models(capsys, tmp_path):
     with pytest.raises(ValueError, match="'gpt-5' is no known model; the models are llama-8b, "):
         next(kernels_of_model("gpt-5", SM90))
@@ -68,6 +113,18 @@ def test_unknown_models(capsys, tmp_path):
 def test_names():
     assert kernel_wheels.wheel_name("sm_90a") == "torch_cute_ops_kernels_sm90"
     assert kernel_wheels.wheel_name("sm_100a") == "torch_cute_ops_kernels_sm100"
+
+
+@pytest.mark.parametrize("path", ['a"b.toml', 'a"""b.toml', "a\\b.toml", "a\nb.toml", "\x7f\x01.toml", "é😀.toml"])
+def test_any_path_can_be_described(path):
+    """A path with quotes, backslashes or control characters is quoted in the wheel's project and docstring."""
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    text = f"Kernels of {path}, for sm_90a."
+    project = tomllib.loads(kernel_wheels._project("name_of_it", "sm_90a", text, ["a==1", "b==2"]))["project"]
+    assert project["readme"] == {"text": text, "content-type": "text/plain"}
+    assert project["dependencies"] == ["a==1", "b==2"] and project["name"] == "name-of-it"
+    assert ast.get_docstring(ast.parse(kernel_wheels._quoted(text)), clean=False) == text
+    assert ast.literal_eval(kernel_wheels._quoted("a\udcffb")) == "a?b"
 
 
 QUANTIZE = ["fp4_quantize", "--hidden", "64", "--dtype", "bf16", "--arch", "sm_90a"]

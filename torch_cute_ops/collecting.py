@@ -5,7 +5,7 @@ from typing import Any
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_cute_ops.ops._define import NAMESPACE, as_tuple
+from torch_cute_ops.ops._define import NAMESPACE, OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import Arch, arch_of_device
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -23,14 +23,17 @@ class CollectKernels(TorchDispatchMode):
 
     Attributes:
         kernels: kernels by architecture, each once, in the order of the calls.
-        refused: errors of calls that ``arch`` does not support. Without ``arch``, such a call raises the error.
+        refused: name of the op, and error, of each call that ``arch`` does not support. Without ``arch``, such a call
+            raises the error.
+        served: names of the ops whose kernels are collected.
     """
 
     def __init__(self, arch: Arch | None = None) -> None:
         super().__init__()
         self.arch = arch
         self.kernels: dict[Arch, dict[KernelSpec, None]] = {}
-        self.refused: list[ValueError] = []
+        self.refused: list[tuple[str, ValueError]] = []
+        self.served: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
@@ -46,18 +49,19 @@ class CollectKernels(TorchDispatchMode):
         spec.path.check_call(call)
         results = tuple(outputs.values()) or as_tuple(spec.path.empty_outputs(call))
         if any(each.numel() for each in results):
-            self._collect(spec.path, call)
+            self._collect(spec, call)
         for each in results:
             each.zero_()
         return None if outputs else results if len(results) > 1 else results[0]
 
-    def _collect(self, path: Any, call: Any) -> None:
+    def _collect(self, spec: OpSpec, call: Any) -> None:
         device = call[0].device
         try:
-            kernels = path.kernels(call, self.arch or device)
+            kernels = spec.path.kernels(call, self.arch or device)
         except ValueError as error:
             if self.arch is None:
                 raise
-            self.refused.append(error)
+            self.refused.append((spec.name, error))
         else:
+            self.served.add(spec.name)
             self.kernels.setdefault(self.arch or arch_of_device(device.index), {}).update(dict.fromkeys(kernels))

@@ -4,12 +4,14 @@ The kernels are collected from one layer of each kind of a model, with tensors t
 the checkpoint nor a GPU is needed.
 """
 
+import json
+import logging
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,15 +21,19 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops._version import __version__
+from torch_cute_ops.collecting import CollectKernels
 from torch_cute_ops.nn import ExpertLayer, QuantExperts
 from torch_cute_ops.nn._base import Activations, QuantLinear
 from torch_cute_ops.nn.experts import SwiGLU
 from torch_cute_ops.nn.quantize import SCHEMES
-from torch_cute_ops.nn.warmup import kernels_of
+from torch_cute_ops.nn.warmup import collect
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import bundle_build, files
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.bundle import GROUP, Bundle, BundleError
 from torch_cute_ops.runtime.compiler import KernelSpec
+
+log = logging.getLogger("torch_cute_ops")
 
 DTYPE: Final = torch.bfloat16
 ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 2048, 8192)
@@ -112,18 +118,50 @@ MODELS: Final = {
 """Models by name. Sizes are from the models' configurations."""
 
 
-def kernels_of_model(name: str, arch: Arch, rows: Iterable[int] = ROWS) -> Iterator[KernelSpec]:
+def kernels_of_model(
+    name: str, arch: Arch, rows: Iterable[int] = ROWS, formats: Collection[str] | None = None
+) -> Iterator[KernelSpec]:
     """Yield the kernels that ``nn.warmup`` would load for a model on GPUs of ``arch``, for each of its formats.
 
+    If ``arch`` supports only some of a format's calls, a warning names each op without a kernel.
+
+    Args:
+        name: name of the model.
+        arch: architecture.
+        rows: numbers of rows.
+        formats: schemes of the formats, such as ``"nvfp4"``; None for all formats of the model.
+
     Raises:
-        ValueError: for an unknown model, or a number of rows that is not positive.
+        ValueError: for an unknown model, a format that the model does not have, a number of rows that is not positive,
+            or a format without any GEMM for ``arch``.
     """
     if name not in MODELS:
         raise ValueError(f"{name!r} is no known model; the models are {', '.join(MODELS)}")
+    schemes = list(dict.fromkeys(scheme for scheme, _ in MODELS[name].formats))
+    if unknown := [each for each in formats or () if each not in schemes]:
+        raise ValueError(f"{name} has no format {unknown[0]!r}; its formats are {', '.join(schemes)}")
     numbers = tuple(rows)
     for scheme, activations in MODELS[name].formats:
-        with FakeTensorMode():
-            yield from kernels_of(_layers(MODELS[name], SCHEMES[scheme], activations), numbers, arch, DTYPE)
+        if formats is None or scheme in formats:
+            with FakeTensorMode():
+                layers = _layers(MODELS[name], SCHEMES[scheme], activations)
+                collected = collect(layers, numbers, arch, DTYPE)
+            _check_collected(f"{name} in {scheme} with {activations} activations", collected, arch)
+            yield from collected.kernels[arch]
+
+
+def _check_collected(model: str, collected: CollectKernels, arch: Arch) -> None:
+    """Warn of each op that ``arch`` does not support.
+
+    Raises:
+        ValueError: if it supports no GEMM.
+    """
+    errors = {op: str(error).removeprefix(f"cute::{op}: ") for op, error in collected.refused}
+    if not any(OPS[op].has_backends for op in collected.served):
+        reasons = "; ".join(f"{op}: {error}" for op, error in errors.items())
+        raise ValueError(f"{model} has no GEMM for {arch.name}; choose other formats or models. {reasons}")
+    for op, error in errors.items():
+        log.warning("%s: no kernel of %s for %s: %s", model, op, arch.name, error)
 
 
 def _layers(model: Model, cls: type[QuantLinear], activations: Activations) -> nn.Module:
@@ -182,9 +220,10 @@ def build_wheel(
         built = Bundle(package / "bundle")
         if with_runtime:
             bundle_build.add_runtime(package / "bundle")
-        (package / "__init__.py").write_text(f'"""{contents}"""\n')
+        (package / "__init__.py").write_text(f"{_quoted(contents)}\n", encoding="utf-8")
         requires = [f"torch-cute-ops=={__version__}", f"apache-tvm-ffi=={built.manifest['tvm_ffi']}"]
-        Path(work, "pyproject.toml").write_text(_project(name, arch.name, contents, requires))
+        project = _project(name, arch.name, contents, requires)
+        Path(work, "pyproject.toml").write_text(project, encoding="utf-8")
         Path(work, "setup.cfg").write_text(f"[bdist_wheel]\nplat_name = linux_{built.manifest['host'][0]}\n")
         files.make_folder(folder)
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -194,6 +233,12 @@ def build_wheel(
         if done.returncode or len(found) != 1:
             raise BundleError(f"pip cannot build the wheel (it needs setuptools): {done.stderr.strip()}")
         return Path(shutil.copy(found[0], folder / found[0].name))
+
+
+def _quoted(text: str) -> str:
+    """Return a text, which may name any path, as a string literal of TOML, and of Python."""
+    valid = text.encode("utf-8", "replace").decode()  # a path may contain bytes that are not UTF-8
+    return json.dumps(valid, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _project(name: str, arch: str, contents: str, requires: Sequence[str]) -> str:
@@ -208,7 +253,7 @@ def _project(name: str, arch: str, contents: str, requires: Sequence[str]) -> st
         name = "{name.replace("_", "-")}"
         version = "{__version__}"
         description = "Compiled kernels of torch_cute_ops for {arch}"
-        readme = {{text = "{contents}", content-type = "text/plain"}}
+        readme = {{text = {_quoted(contents)}, content-type = "text/plain"}}
         requires-python = ">=3.10"
         dependencies = {list(requires)!r}
 

@@ -5,17 +5,21 @@ import json
 import re
 import runpy
 import shutil
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 import torch
 from support.example_scripts import ROOT
 from support.interpreters import python
+from torch._subclasses import FakeTensorMode
 
 import torch_cute_ops
-from torch_cute_ops import deployment
+from torch_cute_ops import deployment, kernel_wheels
 from torch_cute_ops.gemm import cost, select
+from torch_cute_ops.kernel_wheels import MODELS
+from torch_cute_ops.nn.quantize import SCHEMES
+from torch_cute_ops.nn.warmup import collect
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch
@@ -344,6 +348,32 @@ def test_message_about_a_deployment(tmp_path: Path) -> None:
         deployment.read(tmp_path / "deployment.toml")
     limit = re.search(r"at\smost\s([\d,]+)\scalls", text).group(1)
     assert limit == f"{deployment.LIMIT:,}"
+
+
+def test_models_of_wheels() -> None:
+    """Compare the table of models and formats with the GEMMs that each architecture supports."""
+    rows = table_after(text_of("docs/serving.md"), "### A wheel of kernels")
+    shown = {
+        (model, arch): cell
+        for row in rows
+        for model in row.pop("model").replace("`", "").split(", ")
+        for archs, cell in row.items()
+        for arch in archs.split(", ")
+    }
+    assert shown.keys() == set(product(MODELS, ARCHS))
+    for (name, arch), cell in shown.items():
+        if arch in ("sm_103a", "sm_121a"):  # the backends of sm_100a and of sm_120a
+            continue
+        found: dict[str, set[bool]] = {}
+        for scheme, activations in MODELS[name].formats:
+            with FakeTensorMode():
+                layers = kernel_wheels._layers(MODELS[name], SCHEMES[scheme], activations)
+                collected = collect(layers, 64, ARCHS[arch])
+            has_gemm = any(OPS[op].has_backends for op in collected.served)
+            found.setdefault(scheme, set()).update({has_gemm, not collected.refused})
+        full = [scheme for scheme in found if found[scheme] == {True}]
+        partial = [f"{scheme} without the experts" for scheme in found if found[scheme] == {True, False}]
+        assert cell == "; ".join([", ".join(full) or "none", *partial]), (name, arch)
 
 
 def test_settings() -> None:

@@ -99,7 +99,8 @@ def test_refused_calls():
         torch_cute_ops.mm_fp4_weight_only(a, b, scale, backend="mma_sync")
         with pytest.raises(ValueError, match="cute::mm_fp4_weight_only"):
             torch_cute_ops.mm_fp4_weight_only(a[:, 1:], b, scale)
-    assert not collected.refused and len(collected.kernels[SM90]) == 1
+    assert not collected.refused and len(collected.kernels[SM90]) == 1 and collected.served == {"mm_fp4_weight_only"}
     with CollectKernels(ARCHS["sm_120a"]) as collected:
         torch_cute_ops.mm_fp4_weight_only(a, b, scale, backend="wgmma")
-    assert len(collected.refused) == 1 and "wgmma" in str(collected.refused[0]) and not collected.kernels
+    ((op, error),) = collected.refused
+    assert op == "mm_fp4_weight_only" and "wgmma" in str(error) and not collected.kernels and not collected.served

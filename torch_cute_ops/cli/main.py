@@ -85,6 +85,7 @@ def _add_build(commands: Any) -> None:
     parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"one of {', '.join(ARCHS)}")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="folder to write to")
     parser.add_argument("--models", type=_names, metavar="NAME,...", help="kernels of these models instead of an op's")
+    parser.add_argument("--formats", type=_names, metavar="NAME,...", help="formats of --models (default: all formats)")
     parser.add_argument("--rows", type=_counts, metavar="N,...", help="numbers of rows that --models will serve")
     parser.add_argument(
         "--wheel", action="store_true", help="a wheel for each architecture, found once it is installed"
@@ -113,7 +114,9 @@ def _build(options: argparse.Namespace) -> int:
         _tell_flavour()
         print(f"{len(pairs)} kernels are in {options.output}")
         return 0
-    text = f"Kernels of {', '.join(options.models)}" if options.models else f"Kernels of {options.op or options.config}"
+    text = f"Kernels of {', '.join(options.models or [options.op or str(options.config)])}"
+    if options.models and options.formats:
+        text += f" in {', '.join(options.formats)}"
     for arch in _archs(options):
         kernels = [kernel for kernel, name in pairs if name == arch]
         how = {"with_runtime": options.with_runtime, "workers": options.workers}
@@ -132,7 +135,8 @@ def _pairs(options: argparse.Namespace) -> Iterator[tuple[KernelSpec, str]]:
         for model, arch in itertools.product(options.models, archs):
             rows = {} if options.rows is None else {"rows": options.rows}
             try:
-                yield from ((kernel, arch) for kernel in _kernel_wheels().kernels_of_model(model, ARCHS[arch], **rows))
+                kernels = _kernel_wheels().kernels_of_model(model, ARCHS[arch], formats=options.formats, **rows)
+                yield from ((kernel, arch) for kernel in kernels)
             except ValueError as error:
                 raise UsageError(error) from None
         return

@@ -69,14 +69,22 @@ def warmup(
 
 
 @torch.no_grad()
+def collect(
+    model: nn.Module, rows: int | Iterable[int], arch: Arch, dtype: torch.dtype = torch.bfloat16
+) -> CollectKernels:
+    """Collect the kernels that :func:`warmup` would load on GPUs of ``arch``, and the calls that ``arch`` does not
+    support, without a GPU. Arguments and errors are as for :func:`warmup`; the model may consist of fake tensors
+    (``FakeTensorMode``) on a CPU."""
+    with CollectKernels(arch) as collected:
+        _calls_of(model, _numbers_of(rows), dtype, tune=False, fused=True)()
+    return collected
+
+
 def kernels_of(
     model: nn.Module, rows: int | Iterable[int], arch: Arch, dtype: torch.dtype = torch.bfloat16
 ) -> Collection[KernelSpec]:
-    """Return the kernels that :func:`warmup` would load on GPUs of ``arch``, without a GPU. Arguments and errors are as
-    for :func:`warmup`; the model may consist of fake tensors (``FakeTensorMode``) on a CPU."""
-    with CollectKernels(arch) as collected:
-        _calls_of(model, _numbers_of(rows), dtype, tune=False, fused=True)()
-    return collected.kernels.get(arch, {}).keys()
+    """Return the kernels that :func:`collect` finds."""
+    return collect(model, rows, arch, dtype).kernels.get(arch, {}).keys()
 
 
 def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bool, fused: bool) -> Callable[[], None]:
