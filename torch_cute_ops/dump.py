@@ -54,8 +54,8 @@ class Recorder:
         limit: maximum size of a call's tensors in a dump, bytes. The largest tensors beyond it are only described.
 
     Attributes:
-        path: file of the dump. Each process has its own last call, so the name contains the host's name, the rank if
-            the process has one, and the process's id: containers that share a folder may use equal ids.
+        path: file of the dump. Each process has its own last call, so the name contains the host's name, the rank
+            (if any), and the process's id: containers that share a folder may use equal ids.
     """
 
     def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
@@ -79,7 +79,7 @@ class Recorder:
                 if is_recorded:
                     log.error("cute::%s failed; the call's dump is %s", self.spec.name, self.path)
                 else:
-                    log.error("cute::%s failed; the call has no dump", self.spec.name)
+                    log.error("cute::%s failed; the call was not dumped", self.spec.name)
                 raise
 
         return call
@@ -142,7 +142,7 @@ class Recorder:
 
 
 def _process_name() -> str:
-    """Return the host's name, the rank if this process has one, and the process's id, for a file's name."""
+    """Return the host's name, the rank (if any) and the process's id, for a file's name."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node()) or "host"
     rank = os.environ.get("RANK", "")
     if not rank.isdecimal():

@@ -132,7 +132,7 @@ def kernels_of_model(
         formats: schemes of the formats, such as ``"nvfp4"``; None for all formats of the model.
 
     Raises:
-        ValueError: for an unknown model, a format that the model does not have, a number of rows that is not positive,
+        ValueError: for an unknown model, a format unknown for the model, a number of rows that is not positive,
             or a format without any GEMM for ``arch``.
     """
     if name not in MODELS:
@@ -159,7 +159,7 @@ def _check_collected(model: str, collected: CollectKernels, arch: Arch) -> None:
     errors = {op: str(error).removeprefix(f"cute::{op}: ") for op, error in collected.refused}
     if not any(OPS[op].has_backends for op in collected.served):
         reasons = "; ".join(f"{op}: {error}" for op, error in errors.items())
-        raise ValueError(f"{model} has no GEMM for {arch.name}; choose other formats or models. {reasons}")
+        raise ValueError(f"{model}: no GEMM runs on {arch.name}; choose other formats or models. {reasons}")
     for op, error in errors.items():
         log.warning("%s: no kernel of %s for %s: %s", model, op, arch.name, error)
 

@@ -362,8 +362,6 @@ def test_models_of_wheels() -> None:
     }
     assert shown.keys() == set(product(MODELS, ARCHS))
     for (name, arch), cell in shown.items():
-        if arch in ("sm_103a", "sm_121a"):  # the backends of sm_100a and of sm_120a
-            continue
         found: dict[str, set[bool]] = {}
         for scheme, activations in MODELS[name].formats:
             with FakeTensorMode():

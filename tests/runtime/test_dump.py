@@ -138,7 +138,7 @@ def test_a_failed_copy_keeps_the_last_dump(tmp_path, monkeypatch, caplog):
             recorder.recorded(lambda *args: {}["of the op"])(x, torch.ones(64))
     assert recorder.path.read_bytes() == before
     assert "the call is not dumped: RuntimeError: CUDA error" in caplog.text
-    assert "cute::rmsnorm failed; the call has no dump" in caplog.text and str(recorder.path) not in caplog.text
+    assert "cute::rmsnorm failed; the call was not dumped" in caplog.text and str(recorder.path) not in caplog.text
     with pytest.raises(KeyError, match="of the op"):
         recorder.recorded(lambda *args: {}["of the op"])(x, torch.ones(64))
     assert recorder.path.read_bytes() != before

@@ -78,7 +78,7 @@ def compile_ahead(kernels: Iterable[KernelSpec], arch: Arch, workers: int | None
 
     This function only saves time and raises no error if compilation fails: the call that needs a kernel compiles it, or
     raises the error. After a failed kernel, the remaining kernels are still compiled here, until ``MOST_FAILURES``
-    kernels have failed. Warnings name the failed kernels, and the reason if no process can start.
+    kernels failed. Warnings name the failed kernels, and the reason if no process can start.
     """
     if store() is None:
         return
