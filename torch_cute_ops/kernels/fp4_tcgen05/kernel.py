@@ -233,7 +233,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             if const_expr(c.acc_empty_barriers > 0):
                 # If the accumulators overlap, wait until the epilogue has loaded the previous tile's shared columns.
                 # The epilogue has then also loaded all columns of earlier tiles.
-                smem.acc_pipeline.wait_empty(acc_stage, acc_parity)
+                self._wait_acc_empty(acc_stage, acc_parity, smem)
                 acc_stage, acc_parity = next_stage(acc_stage, acc_parity, c.acc_empty_barriers)
             acc = tmem + Uint32(accumulator * c.acc_pitch)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):

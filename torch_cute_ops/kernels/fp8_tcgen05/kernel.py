@@ -279,13 +279,11 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
         accumulator, acc_parity = Int32(0), Int32(1)
         for _number in cutlass.range(work.first, work.num_tiles, work.pitch, unroll=1):
             if const_expr(not c.has_blocks):
-                smem.acc_pipeline.wait_empty(accumulator, acc_parity)
+                self._wait_acc_empty(accumulator, acc_parity, smem)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
                 if const_expr(c.has_blocks):
-                    smem.acc_pipeline.wait_empty(accumulator, acc_parity)
-                smem.pipeline.wait_full(stage, parity)
-                if const_expr(pair):
-                    ptx.wait(smem.peer_full + stage, parity)
+                    self._wait_acc_empty(accumulator, acc_parity, smem)
+                self._wait_full(stage, parity, smem)
                 tcgen05.fence_after()
                 adds = False if const_expr(c.has_blocks) else k_tile > work.begin
                 num_mmas = work.num_mmas - k_tile * MMAS_PER_K_TILE

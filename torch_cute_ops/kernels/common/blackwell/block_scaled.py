@@ -267,16 +267,13 @@ class BlockScaledKernel(Tcgen05Kernel):
             The ``MmaState`` for the next k tile.
         """
         c = self.config
-        pair = self.stage.cta_group == 2
         ptx.wait(smem.scales_empty + at.scale_stage, at.scale_parity)
-        smem.pipeline.wait_full(at.stage, at.parity)
-        if pair:
-            ptx.wait(smem.peer_full + at.stage, at.parity)
+        self._wait_full(at.stage, at.parity, smem)
         tcgen05.fence_after()
         scales = tmem + Uint32(c.acc_columns + at.scale_stage * self.stage.scale_columns)
         stage = Uint32(smem.stages.toint()) + Uint32(at.stage * self.stage.size_bytes)
         self.mma.multiply(acc, stage, scales, num_mmas, first_n, adds, phase)
-        tcgen05.commit(smem.pipeline.empty + at.stage, self.stage.cta_group, pair)
+        tcgen05.commit(smem.pipeline.empty + at.stage, self.stage.cta_group, self.stage.cta_group == 2)
         tcgen05.commit(smem.scales_empty + at.scale_stage, self.stage.cta_group, False)
         return MmaState(
             *smem.pipeline.next(at.stage, at.parity), *next_stage(at.scale_stage, at.scale_parity, SCALE_STAGES)

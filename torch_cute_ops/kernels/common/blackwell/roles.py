@@ -200,6 +200,18 @@ class Tcgen05Kernel:
 
     # K tiles
 
+    def _wait_full(self, stage, parity, smem) -> None:
+        """Wait, in the MMA thread, until a stage is full. In a CTA pair, wait for the second CTA's stage, too."""
+        smem.pipeline.wait_full(stage, parity)
+        if self.stage.cta_group == 2:
+            ptx.wait(smem.peer_full + stage, parity, scope="cluster")
+
+    def _wait_acc_empty(self, accumulator, parity, smem) -> None:
+        """Wait, in the MMA thread, until the epilogue warps have loaded an accumulator. In a CTA pair, the second CTA's
+        epilogue warps arrive, too."""
+        scope = "cluster" if self.stage.cta_group == 2 else "cta"
+        ptx.wait(smem.acc_pipeline.empty + accumulator, parity, scope=scope)
+
     @cute.jit
     def _relay_tile(self, stage, parity, work, smem) -> tuple:
         """For each stage of a tile, signal the first CTA of a pair when the second CTA's stage is full. One thread of
