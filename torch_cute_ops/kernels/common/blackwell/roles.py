@@ -222,7 +222,7 @@ class Tcgen05Kernel:
         """
         for _k_tile in cutlass.range(work.begin, work.end, unroll=1):
             smem.pipeline.wait_full(stage, parity)
-            ptx.arrive_at_if(smem.peer_full + stage, Uint32(LEADER), Uint32(1))
+            ptx.arrive_at_if(smem.peer_full + stage, Uint32(LEADER), Uint32(1), releases="shared")
             stage, parity = smem.pipeline.next(stage, parity)
         return stage, parity
 
@@ -236,6 +236,6 @@ class Tcgen05Kernel:
         cute.arch.sync_warp()
         leads = Uint32(tid % WARP == 0)
         if self.stage.cta_group == 2:
-            ptx.arrive_at_if(barrier, Uint32(LEADER), leads)
+            ptx.arrive_at_if(barrier, Uint32(LEADER), leads, releases="shared")
         else:
             ptx.arrive_if(barrier, leads)
