@@ -34,7 +34,8 @@ def scale_descriptor(address) -> Uint64:
 
 
 def _descriptor(address, stride: int) -> Uint64:
-    start = Uint64(Uint32(address) >> 4)
+    # The field takes 14 bits.
+    start = Uint64(Uint32(address) >> 4 & 0x3FFF)
     # A row of codes is one swizzle atom wide, and a row of scales is 16 bytes wide. The hardware then ignores the
     # stride of the leading dimension.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
