@@ -113,6 +113,11 @@ class Config(Tcgen05Config):
         return MMA_M * self.cta_group
 
     @property
+    def streams_weight(self) -> bool:
+        """True if the kernel usually reads each weight tile only once."""
+        return self.tile_m < MMA_M
+
+    @property
     def stage(self) -> FP8Stage:
         """Layout of a pipeline stage. The weight is on the M side of the MMAs."""
         return FP8Stage(self.tile_m, self.cta_group, self.has_blocks)

@@ -202,6 +202,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
         rows = self.stage.cta_mma_n
         half = work.rank if const_expr(self.stage.cta_group == 2) else Int32(0)
         b_boxes = self.copies.boxes(b_map, MMA_M)
+        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
         # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
@@ -216,7 +217,7 @@ class FP8Tcgen05Kernel(Tcgen05Kernel):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage.code_bytes)
                 place = tile.column // MMA_M, k_tile, tile.expert
-                self.copies.copy_box(b_map, b_boxes, MMA_M, base, place, full, ptx.EVICT_FIRST)
+                self.copies.copy_box(b_map, b_boxes, MMA_M, base, place, full, b_policy)
                 to = base + MMA_M * K_TILE_BYTES
                 self.copies.copy_box(of_tile, a_boxes, rows, to, (half, k_tile), full, None)
                 stage, parity = smem.pipeline.next(stage, parity)
