@@ -97,8 +97,8 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, out, one.num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
-    how = {"seed": seed, "max_steps": 200_000, "strict": True, "edit": edit, "written_before": before}
-    run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
+    how = {"seed": seed, "max_steps": 200_000, "strict": True, "scoped": True, "edit": edit}
+    run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
     sums = fp4_gemm(a, a_scale, b, b_scale, None, None, FP32, fmt, layout, layout)
     return out, finished(sums, case.epilogue, alpha, bias)
 
