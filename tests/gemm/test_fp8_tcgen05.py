@@ -11,13 +11,15 @@ from support.gemm_problems import FP32, HOPPER, ROW_LAYOUTS, backend_for, fp8_pr
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backends import _fp8
+from torch_cute_ops.gemm.backends._tcgen05 import STORE_BYTES_PER_CLOCK
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.kernels import fp8_tcgen05
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
 
 (BLACKWELL,) = usual_targets(ARCHS["sm_100a"])
 BLOCK, TOKEN = backend_for("tcgen05", fp8_problem()), backend_for("tcgen05", token_problem())
@@ -86,6 +88,28 @@ def test_estimates_are_near_the_limits(make):
     assert 1 < least(16_384) / (problem.flops(16_384) / 4.1e15) < (2 if make is fp8_problem else 1.5)
     many = [least(m) for m in (1, 16, 64, 256, 1024, 4096)]
     assert many == sorted(many)
+
+
+@pytest.mark.parametrize("fast_accum", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (2112, 7168), (16_384, 7168)])
+def test_scaled_mm_is_chosen_for_many_rows(n, k, fast_accum):
+    """Check that ``"auto"`` chooses cuBLAS for many rows, because ``tcgen05`` never ran on a GPU."""
+    problem = dataclasses.replace(token_problem(n, k), fast_accum=fast_accum)
+    for arch in ("sm_100a", "sm_103a"):
+        (target, *_) = usual_targets(ARCHS[arch])
+        names = [select.choose(problem, m, target).backend.name for m in (1, 1024, 4096, 16_384)]
+        assert names == ["tcgen05", "scaled_mm", "scaled_mm", "scaled_mm"]
+
+
+@BOTH
+def test_estimates_count_the_stores_of_all_tiles(make):
+    """Check that an estimate is at least the time in which the SMs store the result: with a small K, stores take longer
+    than MMAs."""
+    m, n = 8192, 8192
+    problem = make(n, 128, out_dtype=FP32)
+    stored = 4 * m * n / (STORE_BYTES_PER_CLOCK * BLACKWELL.sms * CLOCK_HZ)
+    for tactic in of(make).tactics(problem, m, BLACKWELL):
+        assert of(make).estimate(problem, m, tactic, BLACKWELL) > stored
 
 
 def samples():

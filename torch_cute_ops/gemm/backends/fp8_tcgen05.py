@@ -10,6 +10,7 @@ from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend
 from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Model
+from torch_cute_ops.gemm.backends.fp8_scaled_mm import RATES
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales, scale_kind
 from torch_cute_ops.gemm.decode import reason_no_tcgen05
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of_expert
@@ -23,7 +24,7 @@ from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 FP8_RATE: Final = 2.0
-"""Rate of FP8 MMAs, divided by the rate of 16-bit MMAs (data sheet)."""
+"""Rate of FP8 MMAs with block scales, divided by the rate of 16-bit MMAs (data sheet)."""
 PROMOTION_CLOCKS: Final = 2.5
 """Clocks in which a warp loads a column of a k tile's accumulator, scales it and adds it to the sums: one to load, one
 for the fma, and a share of the loads of scales (a guess)."""
@@ -74,7 +75,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         tile_m, cta_group, split_k = tactic
         tile = self.tile(tactic)
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
-        computed = cost.tensor_core_seconds(flops, target, sms=1) / FP8_RATE
+        computed = cost.tensor_core_seconds(flops, target, sms=1) / self.fp8_rate(problem)
         promoted = tile_m * PROMOTION_CLOCKS / CLOCK_HZ if self.has_blocks else 0.0
         k_tiles = -(-problem.k // K_TILE // split_k)
 
@@ -88,11 +89,20 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         # Several m tiles share one read of the weight. They take at least as long as a single m tile.
         m_tiles = -(-rows_of_expert(problem, m) // tile_m)
         seconds = max(main_loop(waves, m_tiles), main_loop(one_wave, 1))
-        # With block scales, the same warps promote and store results. So they do not promote while they store.
-        seconds += self.store_seconds(tile_m, problem.out_dtype.itemsize) * (waves if self.has_blocks else 1)
+        store = self.store_seconds(tile_m, problem.out_dtype.itemsize)
+        if self.has_blocks:
+            # The same warps promote and store results. So they do not promote while they store.
+            seconds += waves * store
+        else:
+            # Results are stored while the next tile is multiplied. The last tile's results are stored after all MMAs.
+            seconds = max(seconds + store, waves * store)
         if split_k > 1:
             seconds += waves * self.exchange_seconds(tile_m)
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
+
+    def fp8_rate(self, problem: GemmProblem) -> float:
+        """Return the rate of FP8 MMAs, divided by the rate of 16-bit MMAs."""
+        return FP8_RATE
 
     def epilogue(self, problem: GemmProblem) -> Epilogue:
         """Return the epilogue for the kernel's configuration."""
@@ -116,12 +126,17 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
 
 class FP8TokenTcgen05(FP8Tcgen05):
     """Backend for FP8 activations with per-token or per-tensor scales, and an FP8 weight with per-channel or per-tensor
-    scales. All of K is accumulated in tensor memory in fp32, whatever ``fast_accum`` is."""
+    scales. Accumulators are fp32 in tensor memory, over a CTA's whole range of K, whatever ``fast_accum`` is."""
 
     has_blocks = False
 
     def handles(self, problem: GemmProblem) -> bool:
         return has_token_scales(problem)
+
+    def fp8_rate(self, problem: GemmProblem) -> float:
+        # With the data sheet's rate, ``"auto"`` would take this unmeasured kernel instead of ``scaled_mm`` for many
+        # rows.
+        return RATES[problem.fast_accum]
 
     def epilogue(self, problem: GemmProblem) -> Epilogue:
         """Return the epilogue for the kernel's configuration, in which the weight's scales become ``alpha``."""
