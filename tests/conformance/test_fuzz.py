@@ -265,6 +265,8 @@ def assert_values(op, before, given, results, expected=None):
         value = before[parameter.name]
         if value is not None and parameter.type in PLAIN:
             before[parameter.name] = PLAIN[parameter.type](value)
+            if parameter.type == "float" and not math.isfinite(before[parameter.name]):
+                return None  # which results are NaN is not specified
     expected = expected or module.results(before)
     actual = (*defined(op, sample, results), *(given[name] for name in op.updated))
     module.assert_results(actual, expected, before)

@@ -215,9 +215,9 @@ def test_few_tiles_are_shared():
 
 
 @pytest.mark.parametrize(("problem", "m", "tile_m"), [(fp8_problem(), 1, 16), (fp8_problem(), 8192, 64)])
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
 def test_other_gpus_use_mma_sync(arch, problem, m, tile_m):
-    """Check that GPUs without wgmma use the kernel with mma.sync, with tiles of 16 rows for few rows."""
+    """Check that GPUs without wgmma and tcgen05 use the kernel with mma.sync, with tiles of 16 rows for few rows."""
     (target,) = usual_targets(ARCHS[arch])[:1]
     choice = choose(problem, m, target)
     assert (choice.backend.name, choice.tactic) == ("mma_sync", (tile_m,))
