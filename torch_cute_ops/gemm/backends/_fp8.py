@@ -2,15 +2,18 @@
 
 import abc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from torch_cute_ops.formats.fp8 import FP8_TENSOR
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.decode import reason_no_kernel, reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import compile_kernel
@@ -83,6 +86,41 @@ class FP8Backend(Backend):
 
     def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
         return True
+
+
+class FP8TokenBackend(FP8Backend):
+    """Base class of backends for FP8 operands without block scales: per-token or per-tensor scales of the activations,
+    per-channel or per-tensor scales of the weight, which are the ``alpha`` of the kernel's epilogue."""
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return has_token_scales(problem)
+
+    def epilogue(self, problem: GemmProblem) -> Epilogue:
+        """Return the epilogue for the kernel's configuration."""
+        return epilogue_of_token_scales(problem)
+
+    def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
+        function, max_ctas, prefetches = self.compiled(problem, tactic, target)
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            a, b, a_scale, b_scale, _, bias, offsets, counts, prefetch = given
+            following = prefetch if prefetches else None
+            function(a, b, a_scale, None, offsets, counts, b_scale, bias, out, following, max_ctas)
+
+        return launch
+
+
+def has_token_scales(problem: GemmProblem) -> bool:
+    """Return True if the problem multiplies FP8 matrices without block scales."""
+    return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
+
+
+def epilogue_of_token_scales(problem: GemmProblem) -> Epilogue:
+    """Return the epilogue of a problem without block scales, in which the weight's scales are ``alpha``."""
+    has_one = problem.b.format == FP8_TENSOR
+    if problem.grouping.over == "rows":
+        return replace(problem.epilogue, alpha="expert" if has_one else "expert_column")
+    return replace(problem.epilogue, alpha="one" if has_one else "column")
 
 
 class FP8FP4Backend(FP8Backend):

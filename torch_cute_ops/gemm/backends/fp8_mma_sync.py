@@ -9,8 +9,7 @@ import torch
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import FP8Backend
-from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales, scale_kind
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend, epilogue_of_token_scales, has_token_scales
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
@@ -96,5 +95,5 @@ class FP8TokenMmaSync(FP8MmaSync):
 
 def with_block_scales(problem: GemmProblem) -> GemmProblem:
     """Return an equivalent problem with block scales, in which ``alpha`` holds the per-channel scales."""
-    epilogue = replace(problem.epilogue, alpha=scale_kind(problem))
+    epilogue = epilogue_of_token_scales(problem)
     return replace(problem, a=Operand(FP8_BLOCK128, COLUMN), b=Operand(FP8_BLOCK128), epilogue=epilogue)

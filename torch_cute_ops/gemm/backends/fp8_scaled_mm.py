@@ -6,7 +6,7 @@ import torch
 
 from torch_cute_ops.formats.fp8 import FP8_TENSOR
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
-from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales
+from torch_cute_ops.gemm.backends._fp8 import has_token_scales
 from torch_cute_ops.gemm.cost import memory_seconds, tensor_core_seconds
 from torch_cute_ops.gemm.decode import reason_no_kernel
 from torch_cute_ops.gemm.operands import Operands

@@ -1,20 +1,15 @@
 """FP8 GEMMs on the tensor cores of data-center Blackwell, plain or with experts over rows: ``kernels/fp8_tcgen05``."""
 
 import math
-from dataclasses import replace
 from typing import Final, NamedTuple
 
-import torch
-
 from torch_cute_ops.gemm import cost
-from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import FP8Backend
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8TokenBackend
 from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Model
 from torch_cute_ops.gemm.backends.fp8_scaled_mm import RATES
-from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales, scale_kind
 from torch_cute_ops.gemm.decode import reason_no_tcgen05
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of_expert
-from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
@@ -124,29 +119,13 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         return Tile(tile_m, MMA_M * cta_group, split_k, cluster_m=cta_group)
 
 
-class FP8TokenTcgen05(FP8Tcgen05):
+class FP8TokenTcgen05(FP8TokenBackend, FP8Tcgen05):
     """Backend for FP8 activations with per-token or per-tensor scales, and an FP8 weight with per-channel or per-tensor
     scales. Accumulators are fp32 in tensor memory, over a CTA's whole range of K, whatever ``fast_accum`` is."""
 
     has_blocks = False
 
-    def handles(self, problem: GemmProblem) -> bool:
-        return has_token_scales(problem)
-
     def fp8_rate(self, problem: GemmProblem) -> float:
         # With the data sheet's rate, ``"auto"`` would take this unmeasured kernel instead of ``scaled_mm`` for many
         # rows.
         return RATES[problem.fast_accum]
-
-    def epilogue(self, problem: GemmProblem) -> Epilogue:
-        """Return the epilogue for the kernel's configuration, in which the weight's scales become ``alpha``."""
-        return replace(problem.epilogue, alpha=scale_kind(problem))
-
-    def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
-        function, max_ctas, _ = self.compiled(problem, tactic, target)
-
-        def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, _, bias, offsets, counts, _ = given
-            function(a, b, a_scale, None, offsets, counts, b_scale, bias, out, None, max_ctas)
-
-        return launch

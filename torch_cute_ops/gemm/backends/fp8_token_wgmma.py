@@ -1,19 +1,13 @@
 """FP8 GEMMs with per-token and per-channel scales by Hopper's warpgroup MMA: ``kernels/fp8_token_wgmma``."""
 
 import itertools
-from dataclasses import replace
 
-import torch
-
-from torch_cute_ops.formats.fp8 import FP8_TENSOR
-from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8Tactic, plan_of_tile
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Tactic, FP8TokenBackend, plan_of_tile
 from torch_cute_ops.gemm.decode import reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, rows_of_expert
-from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_token_wgmma
-from torch_cute_ops.kernels.common.core.layouts import AlphaKind
 from torch_cute_ops.kernels.fp8_token_wgmma import MANY
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -38,14 +32,10 @@ SHARE_CLOCKS = 1500.0
 """SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
 
 
-class FP8TokenWgmma(FP8Backend):
-    """Backend for FP8 operands without block scales: per-token or per-tensor scales of the activations, per-channel or
-    per-tensor scales of the weight."""
+class FP8TokenWgmma(FP8TokenBackend):
+    """Backend for FP8 operands without block scales, on Hopper."""
 
     name = "wgmma"
-
-    def handles(self, problem: GemmProblem) -> bool:
-        return has_token_scales(problem)
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_wgmma(target)
@@ -75,32 +65,9 @@ class FP8TokenWgmma(FP8Backend):
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         given = plan_of_tile(problem, self.tile(tactic), arch)
-        given["epilogue"] = replace(problem.epilogue, alpha=scale_kind(problem))
+        given["epilogue"] = self.epilogue(problem)
         config = fp8_token_wgmma.plan(**given, fast_accum=problem.fast_accum)
         return (KernelSpec(fp8_token_wgmma.KERNEL, config),)
 
     def tile(self, tactic: FP8Tactic) -> Tile:
         return Tile(*tactic)
-
-    def launcher(self, problem: GemmProblem, tactic: FP8Tactic, target: Target) -> Launch:
-        function, max_ctas, prefetches = self.compiled(problem, tactic, target)
-
-        def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, _, bias, offsets, counts, prefetch = given
-            following = prefetch if prefetches else None
-            function(a, b, a_scale, None, offsets, counts, b_scale, bias, out, following, max_ctas)
-
-        return launch
-
-
-def has_token_scales(problem: GemmProblem) -> bool:
-    """Return True if the problem multiplies FP8 matrices without block scales."""
-    return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
-
-
-def scale_kind(problem: GemmProblem) -> AlphaKind:
-    """Return the kind of the epilogue's ``alpha`` that holds the weight's scales."""
-    has_one = problem.b.format == FP8_TENSOR
-    if problem.grouping.over == "rows":
-        return "expert" if has_one else "expert_column"
-    return "one" if has_one else "column"

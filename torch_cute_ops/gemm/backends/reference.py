@@ -7,7 +7,7 @@ import torch
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
-from torch_cute_ops.gemm.backends.fp8_token_wgmma import has_token_scales
+from torch_cute_ops.gemm.backends._fp8 import has_token_scales
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
