@@ -23,7 +23,7 @@ from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compile_pool import FEWEST_KERNELS, compile_ahead
+from torch_cute_ops.runtime.compile_pool import FEWEST_KERNELS, Ranks, compile_ahead
 from torch_cute_ops.runtime.compiler import is_kept
 
 
@@ -550,10 +550,10 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "engines", "workers", "first"),
-    [(8, 2, 1, 10, 1), (8, 4, 2, 2, 3), (2, 64, 1, 10, 1), (8, 1, 0, 20, 0)],
+    ("gpus", "ranks", "engines", "sharing", "first"),
+    [(8, 2, 1, 2, 1), (8, 4, 2, 8, 3), (2, 64, 1, 2, 1), (8, 1, 0, 1, 0)],
 )
-def test_each_rank_prepares_its_kernels(gpus, ranks, engines, workers, first, vllm, monkeypatch):
+def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vllm, monkeypatch):
     """The GPU chooses among kernels; each rank compiles, also on a second node; ranks share the processors."""
     compiled, warm, known = [], [], registry.kernels_of
     device, seen = torch.device("cuda", first), set()
@@ -565,11 +565,12 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, workers, first, vl
     monkeypatch.setattr(vllm._prepare.registry, "kernels_of", kernels_of)
     monkeypatch.setattr(vllm._prepare.registry, "warmup", lambda op, **properties: warm.append((op, properties["m"])))
     monkeypatch.setattr(vllm._prepare, "arch_of_device", lambda index: (ARCHS["sm_90a"], index))
-    monkeypatch.setattr(vllm._prepare, "compile_ahead", lambda *given: compiled.append(given))
+    monkeypatch.setattr(
+        vllm._prepare, "compile_ahead", lambda kernels, arch, ranks: compiled.append(([*kernels], arch, ranks))
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 9)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(20)))
     vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2]),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
@@ -582,12 +583,10 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, workers, first, vl
         preparation.run(torch.device("cpu"))
         preparation.run(device)
     ((kernels, arch, used),) = compiled
-    assert seen == {device} and arch == (ARCHS["sm_90a"], first) and used == workers
+    assert seen == {device} and arch == (ARCHS["sm_90a"], first) and used == Ranks(sharing, first)
     jobs = vllm._prepare.jobs_of(forms[:1], 128, device)
-    needed = list(dict.fromkeys(vllm._prepare.kernels_of(jobs, device)))
-    assert set(kernels) == set(needed) and len(kernels) == len(needed) >= 4
-    sharing = {10: 2, 2: 8, 20: 1}[workers]
-    assert needed.index(kernels[0]) == len(needed) * first // sharing
+    needed = list(vllm._prepare.kernels_of(jobs, device))
+    assert kernels == needed and len(set(needed)) >= 4
     called = [*jobs, *vllm._prepare.jobs_of(forms[:1], 128, device, [1, 2])]
     assert warm == [(job.op, dict(job.properties)["m"]) for job in called]
     preparation.add(forms[1])  # a layer whose form was not known before

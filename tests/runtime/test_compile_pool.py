@@ -13,7 +13,7 @@ import torch
 from torch_cute_ops import registry
 from torch_cute_ops.runtime import compile_pool, compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compile_pool import Task, compile_ahead, compile_all
+from torch_cute_ops.runtime.compile_pool import Ranks, Task, compile_ahead, compile_all
 from torch_cute_ops.runtime.workers import Died
 
 SM90 = ARCHS["sm_90a"]
@@ -33,7 +33,7 @@ def asked(monkeypatch, tmp_path):
     """Return the tasks that ``compile_ahead`` hands to the pool, which compiles nothing. The cache is empty."""
     tasks = []
 
-    def compile_all(given, workers):
+    def compile_all(given, workers, ranks):
         tasks.append((workers, [*given]))
         yield from ((task, "") for task in tasks[-1][1])
 
@@ -79,7 +79,7 @@ def test_failures(failing, tried, asked, monkeypatch, caplog):
     each failed kernel."""
     seen = []
 
-    def compile_all(given, workers):
+    def compile_all(given, workers, ranks):
         for i, task in enumerate(given):
             seen.append(task.kernel)
             yield task, "OSError: no space" if i in failing else ""
@@ -172,3 +172,6 @@ def test_ranks_divide_the_processors_and_begin_at_different_kernels(pool, monkey
     monkeypatch.setenv("LOCAL_RANK", "99")
     dict(compile_all(tasks))
     assert pool["count"] == 1 and pool["order"] == tasks[3:] + tasks[:3]
+    for own in (1, 5):  # an engine knows its ranks, whatever torchrun's variables say
+        dict(compile_all(tasks, ranks=Ranks(4, own)))
+        assert pool == {"count": 3, "order": tasks[1:] + tasks[:1]}

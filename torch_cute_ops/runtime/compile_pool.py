@@ -45,7 +45,26 @@ class Task(NamedTuple):
     path: Path | None = None
 
 
-def compile_all(tasks: Iterable[Task], workers: int | None = None) -> Generator[tuple[Task, str], None, None]:
+class Ranks(NamedTuple):
+    """Processes of this machine that compile the same kernels at the same time.
+
+    Attributes:
+        size: number of these processes.
+        own: index of this process, modulo ``size``.
+    """
+
+    size: int
+    own: int
+
+
+def ranks_of_torchrun() -> Ranks:
+    """Return the ranks of this machine, by the environment variables that ``torchrun`` sets."""
+    return Ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def compile_all(
+    tasks: Iterable[Task], workers: int | None = None, ranks: Ranks | None = None
+) -> Generator[tuple[Task, str], None, None]:
     """Compile kernels in parallel processes. Yield each task in the order of completion, with the error or an empty
     string.
 
@@ -55,30 +74,30 @@ def compile_all(tasks: Iterable[Task], workers: int | None = None) -> Generator[
     Args:
         tasks: kernels to compile; equal tasks count once.
         workers: number of processes; None for one per processor that this process may use, at most ``MOST_WORKERS``,
-            divided among the ranks of this machine.
+            divided among ``ranks``.
+        ranks: processes that share the processors; None for the ranks of ``torchrun``.
     """
     distinct = list(dict.fromkeys(tasks))
-    ranks, rank = (int(os.environ.get(name, default)) for name, default in _RANKS)
+    size, own = ranks or ranks_of_torchrun()
     if workers is None:
-        workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // ranks)
+        workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // size)
     # Ranks that compile the same kernels begin at different kernels, so that they do not wait for each other.
-    first = len(distinct) * (rank % ranks) // ranks
+    first = len(distinct) * (own % size) // size
     with Workers(_compile, min(workers, len(distinct))) as processes:
         for task, result in processes.map(distinct[first:] + distinct[:first]):
             yield task, result if isinstance(result, str) else _fate(result)
 
 
-_RANKS: Final = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-"""Environment variables that ``torchrun`` sets: number of ranks of this machine, and this rank."""
-
-
-def compile_ahead(kernels: Iterable[KernelSpec], arch: Arch, workers: int | None = None) -> None:
+def compile_ahead(
+    kernels: Iterable[KernelSpec], arch: Arch, workers: int | None = None, ranks: Ranks | None = None
+) -> None:
     """Compile, in parallel processes, the kernels that memory, the bundle and the cache on disk lack. Show the progress
     on a terminal, and log it.
 
     This function only saves time and raises no error if compilation fails: the call that needs a kernel compiles it, or
     raises the error. After a failed kernel, the remaining kernels are still compiled here, until ``MOST_FAILURES``
-    kernels failed. Warnings name the failed kernels, and the reason if no process can start.
+    kernels failed. Warnings name the failed kernels, and the reason if no process can start. ``workers`` and ``ranks``
+    are as for :func:`compile_all`.
     """
     if store() is None:
         return
@@ -86,19 +105,19 @@ def compile_ahead(kernels: Iterable[KernelSpec], arch: Arch, workers: int | None
     if len(missing) < FEWEST_KERNELS or (workers or len(os.sched_getaffinity(0))) < 2:
         return
     try:
-        _compile_missing(missing, arch, workers)
+        _compile_missing(missing, arch, workers, ranks)
     except (OSError, ImportError) as error:
         log.warning("kernels cannot be compiled in parallel processes: %s: %s", type(error).__name__, error)
 
 
-def _compile_missing(missing: Sequence[KernelSpec], arch: Arch, workers: int | None) -> None:
+def _compile_missing(missing: Sequence[KernelSpec], arch: Arch, workers: int | None, ranks: Ranks | None) -> None:
     """Compile kernels in a pool, and log failures.
 
     Raises:
         OSError: if a process or a pipe cannot be created.
         ImportError: without tqdm.
     """
-    started, outcomes = time.monotonic(), compile_all((Task(each, arch.name) for each in missing), workers)
+    started, outcomes = time.monotonic(), compile_all((Task(each, arch.name) for each in missing), workers, ranks)
     log.info("compiling %d kernels for %s in parallel processes", len(missing), arch.name)
     compiled = failures = 0  # not counted by the bar: without a terminal it is disabled and counts nothing
     with contextlib.closing(outcomes), progress(len(missing)) as bar:

@@ -1,6 +1,5 @@
 """Compilation of every kernel that a model's layers can need, before vLLM is ready to serve."""
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch_cute_ops import deployment, registry
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.integrations.vllm._gemms import Form, gemm_of
 from torch_cute_ops.runtime.arch import arch_of_device
-from torch_cute_ops.runtime.compile_pool import MOST_WORKERS, compile_ahead
+from torch_cute_ops.runtime.compile_pool import Ranks, compile_ahead
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 
@@ -49,12 +48,8 @@ class Preparation:
         captured = config.compilation_config.cudagraph_capture_sizes or ()
         most = max(config.scheduler_config.max_num_batched_tokens, *captured, 1)
         jobs = jobs_of(forms, most, device)
-        ranks = _ranks_of_node(config.parallel_config)
-        workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // ranks)
-        kernels = list(dict.fromkeys(kernels_of(jobs, device)))
-        # Ranks begin at different kernels, so that they do not wait for each other.
-        first = len(kernels) * (device.index % ranks) // ranks
-        compile_ahead(kernels[first:] + kernels[:first], arch_of_device(device.index), workers)
+        ranks = Ranks(_ranks_of_node(config.parallel_config), device.index)
+        compile_ahead(kernels_of(jobs, device), arch_of_device(device.index), ranks=ranks)
         for job in [*jobs, *jobs_of(forms, most, device, captured)]:
             registry.warmup(job.op, **dict(job.properties))
 
