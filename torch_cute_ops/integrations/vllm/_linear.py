@@ -22,14 +22,12 @@ from vllm.model_executor.parameter import (
 )
 
 from torch_cute_ops.checkpoint._layers import READ, Field
-from torch_cute_ops.checkpoint._values import e8m0_numbers
 from torch_cute_ops.checkpoint.spec import LayerScheme
-from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.formats.fp4 import decode_e2m1, decode_ue8m0, unpack_e2m1
 from torch_cute_ops.integrations.vllm._gemms import Form, Gemm, gemm_of, has_kernels, tensors_of
 from torch_cute_ops.integrations.vllm._prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
-from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK, decode_fp8_blocks
 
 logger = init_logger(__name__)
@@ -38,8 +36,6 @@ _UNLOADED: Final = 0xFF
 """Byte that is NaN in every format of scales; it marks scales that the checkpoint does not contain."""
 _BLOCK_SCALES: Final = ("weight_scale", "weight_scale_inv")
 """Names of the scales that are block scales in a format with blocks."""
-_E8M0_ONE: Final = 127
-"""1.0 in e8m0."""
 
 
 @register_weight_loader_v2_supported_method
@@ -241,8 +237,7 @@ class CuteLinearMethod(LinearMethodBase):
         reason = self._reason_decoded(form)
         if reason is not None:
             logger.warning_once("%s: %s; the weight is decoded to 16 bits", self.prefix, reason)
-            decode = _decoded_repeated if self._are_blocks_divided else _decoded
-            weight = decode(form, tensors, self._parts)
+            weight = _decoded(form, tensors, self._parts, has_row_scales=self._are_blocks_divided)
             layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
             self._decoded = UnquantizedLinearMethod()
             self._decoded.process_weights_after_loading(layer)
@@ -332,33 +327,25 @@ def _largest(scales: Tensor) -> Tensor | None:
     return calibrated.max().reshape(1) if calibrated.numel() else None
 
 
-def _decoded(form: Form, tensors: dict[str, Tensor], parts: Sequence[int]) -> Tensor:
-    """Return the weight (N, K) in the dtype of the model, rounded once."""
+def _decoded(form: Form, tensors: dict[str, Tensor], parts: Sequence[int], *, has_row_scales: bool) -> Tensor:
+    """Return the weight (N, K) in the dtype of the model, rounded once.
+
+    Args:
+        form: form of the layer.
+        tensors: loaded tensors by the names of ``torch_cute_ops.nn``.
+        parts: rows of each merged layer.
+        has_row_scales: True if FP8 block scales have a row for each row of the weight; FP4 block scales always do.
+    """
     weight, dtype = tensors["weight"], form.dtype
-    if form.scheme == "fp8_block":
-        return decode_fp8_blocks(weight, tensors["weight_scale_inv"], dtype)
     if form.scheme in ("fp8_tensor", "fp8_channel"):
         return (weight.float() * _by_row(tensors["weight_scale"], parts)).to(dtype)
-    block = 16 if form.scheme == "nvfp4" else 32
-    codes = fp4_dequantize(
-        weight, tensors["weight_scale"], scale_layout="linear", block_size=block, out_dtype=torch.float32
-    )
-    return (codes if block == 32 else codes * _by_row(tensors["weight_scale_2"], parts)).to(dtype)
-
-
-def _decoded_repeated(form: Form, tensors: dict[str, Tensor], parts: Sequence[int]) -> Tensor:
-    """Return the weight (N, K) in the dtype of the model, for block scales with a row for each row of the weight."""
-    weight, scale = tensors["weight"], tensors["weight_scale_inv" if form.scheme == "fp8_block" else "weight_scale"]
-    factors = e8m0_numbers(scale) if scale.dtype == torch.uint8 else scale.float()
-    factors = factors.repeat_interleave(form.k // scale.shape[1], 1)
-    if form.scheme == "fp8_block":
-        return (weight.float() * factors).to(form.dtype)
-    block = MXFP4.block_size
-    codes = nn.functional.pad(weight, (0, -weight.shape[1] % (block // 2)))
-    ones = codes.new_full((codes.shape[0], codes.shape[1] * 2 // block), _E8M0_ONE)
-    values = fp4_dequantize(codes, ones, scale_layout="linear", block_size=block, out_dtype=torch.float32)
-    values = values[:, : form.k] * factors
-    return (values if form.scheme == "mxfp4" else values * _by_row(tensors["weight_scale_2"], parts)).to(form.dtype)
+    if form.scheme == "fp8_block" and not has_row_scales:
+        return decode_fp8_blocks(weight, tensors["weight_scale_inv"], dtype)
+    scale = tensors["weight_scale_inv" if form.scheme == "fp8_block" else "weight_scale"]
+    values = weight.float() if form.scheme == "fp8_block" else decode_e2m1(unpack_e2m1(weight))
+    factors = decode_ue8m0(scale) if scale.dtype == torch.uint8 else scale.float()
+    values = values * factors.repeat_interleave(form.k // scale.shape[1], 1)
+    return (values * _by_row(tensors["weight_scale_2"], parts) if form.scheme == "nvfp4" else values).to(dtype)
 
 
 def _by_row(scale: Tensor, parts: Sequence[int]) -> Tensor:
