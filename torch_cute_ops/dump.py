@@ -52,19 +52,15 @@ class Recorder:
         spec: op.
         folder: folder of the dumps; created at the first call.
         limit: maximum size of a call's tensors in a dump, bytes. The largest tensors beyond it are only described.
-
-    Attributes:
-        path: file of the dump. Each process has its own last call, so the name contains the host's name, the rank
-            (if any), and the process's id: containers that share a folder may use equal ids.
     """
 
     def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
-        self.spec, self.limit = spec, limit
-        self.folder = folder
+        self.spec, self.folder, self.limit = spec, folder, limit
 
     @property
     def path(self) -> Path:
-        """Path of the dump."""
+        """File of the dump. Each process has its own last call, so the name contains the host's name, the rank (if
+        any), and the process's id: containers that share a folder may use equal ids."""
         return self.folder / f"{self.spec.name}-{_process_name()}.safetensors"
 
     def recorded(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +294,7 @@ def replay(dump: Dump, spec: OpSpec, device: torch.device, backend: str | None =
             raise DumpError(f"{spec.name} has no backends")
         given["backend"] = backend
     call = spec.bind(**given)
-    old = {name: given[name].clone() for name in (*spec.updated, *(("input",) if spec.updated else ()))}
+    old = spec.copies_of_updated(given)
     op = getattr(torch.ops.cute, spec.name)
     outputs = dump.outputs(device)
     with torch.no_grad():

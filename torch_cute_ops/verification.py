@@ -92,8 +92,7 @@ class Verifier:
                 expected = "positive, finite numbers" if name == "global_scale" else "finite numbers"
                 wrong = scale[is_wrong].flatten()[0].item()
                 raise ValueError(f"cute::{self.op}: {name} holds {wrong}; expected {expected}")
-        # Copy ``input`` too: it may be the tensor that is updated.
-        return {name: given[name].clone() for name in (*self.spec.updated, *(("input",) if self.spec.updated else ()))}
+        return self.spec.copies_of_updated(given)
 
     @torch.no_grad()
     def after(self, call: Any, old: dict[str, Tensor], outputs: tuple[Tensor, ...]) -> None:
