@@ -22,7 +22,6 @@ from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import Arch, arch_named, arch_of_device
 from torch_cute_ops.runtime.calls import configure_log, logged
-from torch_cute_ops.runtime.compile_pool import compile_ahead
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
 from torch_cute_ops.runtime.dispatch import below_inplace, has_autograd_key, mark_written
 from torch_cute_ops.runtime.imports import when_imported
@@ -215,6 +214,9 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
         call = spec.bind(**spec.path.example(**properties))
         device = call[0].device
         if tune and device.type == "cuda":
+            # Imported here: few programs start processes, and the import takes 3 ms.
+            from torch_cute_ops.runtime.compile_pool import compile_ahead
+
             compile_ahead(spec.path.kernels(call, device), arch_of_device(device.index))
         spec.path.run(None, None, *call)
         torch.cuda.synchronize(device)

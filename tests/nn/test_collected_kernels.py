@@ -11,7 +11,7 @@ import torch_cute_ops
 from torch_cute_ops.collecting import CollectKernels
 from torch_cute_ops.nn import ExpertLayer, QuantExperts, warmup
 from torch_cute_ops.nn.quantize import SCHEMES
-from torch_cute_ops.nn.warmup import kernels_of
+from torch_cute_ops.nn.warmup import collect
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -57,7 +57,8 @@ def test_every_launched_kernel_is_collected(launches, scheme, activations):  # n
     launched = {(f"{type(each).__module__}.{type(each).__qualname__}", each.config) for each in launches.compiled}
     launches.anew()
     with FakeTensorMode():
-        collected = {(each.kernel, each.config) for each in kernels_of(model_of(scheme, activations), ROWS, SM90)}
+        kernels = collect(model_of(scheme, activations), ROWS, SM90).kernels[SM90]
+    collected = {(each.kernel, each.config) for each in kernels}
     assert len(launched) > 3 and launched <= collected
     assert not launches.compiled
 

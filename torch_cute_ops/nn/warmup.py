@@ -20,7 +20,6 @@ from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compile_pool import compile_ahead
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 
 @torch.no_grad()
@@ -78,13 +77,6 @@ def collect(
     with CollectKernels(arch) as collected:
         _calls_of(model, _numbers_of(rows), dtype, tune=False, fused=True)()
     return collected
-
-
-def kernels_of(
-    model: nn.Module, rows: int | Iterable[int], arch: Arch, dtype: torch.dtype = torch.bfloat16
-) -> Collection[KernelSpec]:
-    """Return the kernels that :func:`collect` finds."""
-    return collect(model, rows, arch, dtype).kernels.get(arch, {}).keys()
 
 
 def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bool, fused: bool) -> Callable[[], None]:
