@@ -13,10 +13,12 @@ import torch
 from samples._fp8_gemm import NAN
 from support.emulated import written_late
 from support.epilogues import finished, operands
+from support.expert_rows import ExpertRows
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, FP8Tcgen05Case
 from support.ptx_faults import CONVERGED, FP8_TCGEN05, Edit, Unfound, check_faults
+from test_fp4_tcgen05_emulated import LOOPS
 
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.kernels import fp8_tcgen05
@@ -55,19 +57,8 @@ class Run(NamedTuple):
         return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
 
     @property
-    def begins(self) -> list[int]:
-        """First row of each expert: parts of the masked layout, or ranges with a gap of two rows between experts."""
-        if self.case.layout == "masked":
-            return [expert * self.room for expert in range(len(self.counts))]
-        gap = 2 if self.case.layout == "counted" else 0
-        return [sum(self.counts[:expert]) + expert * gap for expert in range(len(self.counts))]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the buffer; the last rows belong to no expert unless the layout is plain."""
-        if self.case.layout == "masked":
-            return self.room * len(self.counts)
-        return self.begins[-1] + self.counts[-1] + (0 if self.case.layout == "plain" else 5)
+    def rows(self) -> ExpertRows:
+        return ExpertRows(self.case.layout, self.counts, self.room)
 
 
 def powers(*shape: int) -> torch.Tensor:
@@ -87,17 +78,15 @@ def execute(
     torch.manual_seed(run.n + run.k)
     case, layout, experts = run.case, run.case.layout, len(run.counts)
     is_plain, is_masked, blocks = layout == "plain", layout == "masked", -(-run.k // BLOCK)
-    owner = torch.full((run.rows,), -1)
-    for expert, (begin, count) in enumerate(zip(run.begins, run.counts, strict=True)):
-        owner[begin : begin + count] = expert
-    a = torch.randint(-4, 5, (run.rows, run.k)).float()
+    rows, owner = run.rows.total, run.rows.owner
+    a = torch.randint(-4, 5, (rows, run.k)).float()
     weight = torch.randint(-3, 4, (experts, run.n, run.k)).float()
     if case.has_blocks:
-        a_scale, b_scale = powers(blocks, run.rows).t(), powers(experts, -(-run.n // BLOCK), blocks)
+        a_scale, b_scale = powers(blocks, rows).t(), powers(experts, -(-run.n // BLOCK), blocks)
     else:
-        a_scale, b_scale = powers(1 if run.has_one_scale else run.rows, 1).expand(run.rows, 1), None
+        a_scale, b_scale = powers(1 if run.has_one_scale else rows, 1).expand(rows, 1), None
     alpha, bias = operands(case.epilogue, run.n, None if is_plain else experts)
-    want = torch.full((run.rows, run.n), POISON, dtype=case.epilogue.out_dtype)
+    want = torch.full((rows, run.n), POISON, dtype=case.epilogue.out_dtype)
     for expert in range(experts):
         own, of_expert = owner == expert, None if is_plain else expert
         sums = scaled_product(a[own], weight[expert], a_scale[own], None if b_scale is None else b_scale[expert])
@@ -108,18 +97,16 @@ def execute(
     padded = torch.full((experts, run.n + 1, run.k), NAN, dtype=torch.uint8)
     padded[:, : run.n] = weight.to(E4M3).view(torch.uint8)
     b = padded.view(E4M3)[:, : run.n].mT
-    lead = (experts, run.room) if is_masked else (run.rows,)
+    lead = run.rows.lead
     if is_masked and case.has_blocks:
         a_scale = a_scale.t().view(blocks, *lead).movedim(0, -1)
     out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
-    ends = [*run.begins, run.begins[-1] + run.counts[-1]]
     given = fp8_tcgen05.Arguments(
         a=a.to(E4M3).view(*lead, run.k),
         b=b[0] if is_plain else b,
         a_scale=a_scale,
         b_scale=b_scale[0] if is_plain and b_scale is not None else b_scale,
-        offsets=torch.tensor(ends, dtype=torch.int32) if layout in ("offsets", "counted") else None,
-        counts=torch.tensor(run.counts, dtype=torch.int32) if layout in ("counted", "masked") else None,
+        **run.rows.tensors,
         alpha=alpha,
         bias=bias,
         out=out,
@@ -129,7 +116,7 @@ def execute(
     given, before = written_late(given, OPERANDS) if late else (given, None)
     how = {"seed": seed, "max_steps": 200_000, "strict": True, "scoped": True, "edit": edit}
     run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
-    return out.view(run.rows, run.n), want
+    return out.view(rows, run.n), want
 
 
 def scaled_product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: Any) -> torch.Tensor:
@@ -244,8 +231,6 @@ FAULTY = {
     "pair": Run(case("plain", "token", 256, BF16, cta_group=2, stages=2), (516,), 136, 320, 2),
     "split": Run(case("plain", "token", 16, FP32, "one", split_k=2), (15,), 136, 1600),
 }
-NO_K_TILES = Unfound(1, "LLVM emits a loop over k tiles for a k of 0, which never runs")
-LOOPS = {"wait left out": NO_K_TILES, "wait for the other phase": NO_K_TILES, "commit left out": NO_K_TILES}
 ONE_TILE = Unfound(1, "with split-K a CTA computes one tile, so nothing waits for an empty accumulator")
 MISSING = Unfound(1, "a token outside of the test's shape")
 UNFOUND: dict[str, dict[str, Unfound]] = {

@@ -17,6 +17,7 @@ from support.emulated import (
     written_late,
 )
 from support.epilogues import finished, operands
+from support.expert_rows import ExpertRows
 from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, FP8TokenGemmCase
@@ -59,20 +60,8 @@ class Run(NamedTuple):
         return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
 
     @property
-    def begins(self) -> list[int]:
-        """First row of each expert: a multiple of ``room`` in the masked layout, two rows after the previous expert's
-        end if there are counts, and otherwise right after the previous expert."""
-        if self.case.layout == "masked":
-            return [expert * self.room for expert in range(len(self.counts))]
-        gap = 2 if self.case.layout == "counted" else 0
-        return [sum(self.counts[:expert]) + expert * gap for expert in range(len(self.counts))]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the buffer. The last rows belong to no expert unless the layout is plain."""
-        if self.case.layout == "masked":
-            return self.room * len(self.counts)
-        return self.begins[-1] + self.counts[-1] + (0 if self.case.layout == "plain" else 5)
+    def rows(self) -> ExpertRows:
+        return ExpertRows(self.case.layout, self.counts, self.room)
 
 
 def execute(
@@ -85,36 +74,31 @@ def execute(
     """
     torch.manual_seed(run.n + run.k)
     case, layout, experts = run.case, run.case.layout, len(run.counts)
-    owner = torch.full((run.rows,), -1)
-    for expert, (begin, count) in enumerate(zip(run.begins, run.counts, strict=True)):
-        owner[begin : begin + count] = expert
-    a = torch.randint(-4, 5, (run.rows, run.k)).float()
+    rows, owner = run.rows.total, run.rows.owner
+    a = torch.randint(-4, 5, (rows, run.k)).float()
     a[owner < 0] = torch.nan
     weight = torch.randint(-3, 4, (experts, run.n, run.k)).float()
-    scale = torch.exp2(torch.randint(-3, 4, (1 if run.has_one_scale else run.rows,)).float())
+    scale = torch.exp2(torch.randint(-3, 4, (1 if run.has_one_scale else rows,)).float())
     alpha, bias = operands(case.epilogue, run.n, None if layout == "plain" else experts)
-    want = torch.full((run.rows, run.n), POISON, dtype=case.epilogue.out_dtype)
+    want = torch.full((rows, run.n), POISON, dtype=case.epilogue.out_dtype)
     for expert in range(experts):
         own = owner == expert
-        sums = a[own].double() @ weight[expert].double().t() * scale.expand(run.rows)[own, None].double()
+        sums = a[own].double() @ weight[expert].double().t() * scale.expand(rows)[own, None].double()
         of_expert = None if layout == "plain" else expert
         want[own] = finished(sums.float(), case.epilogue, alpha, bias, of_expert)
     kernel = case.kernel
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(ARCHS[case.arch]) is None
-    is_masked = layout == "masked"
-    lead = (experts, run.room) if is_masked else (run.rows,)
+    lead = run.rows.lead
     out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
-    ends = [*run.begins, run.begins[-1] + run.counts[-1]]
     prefetched = to_prefetch(case)
     given = Arguments(
         a=a.to(E4M3).view(*lead, run.k),
         b=weight[0].to(E4M3).t() if layout == "plain" else weight.to(E4M3).mT,
-        a_scale=scale.expand(run.rows)[:, None],
+        a_scale=scale.expand(rows)[:, None],
         b_scale=None,
-        offsets=torch.tensor(ends, dtype=torch.int32) if layout in ("offsets", "counted") else None,
-        counts=torch.tensor(run.counts, dtype=torch.int32) if layout in ("counted", "masked") else None,
+        **run.rows.tensors,
         alpha=alpha,
         bias=bias,
         out=out,
@@ -126,7 +110,7 @@ def execute(
     arch = ARCHS[case.arch]
     machines = run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
     check_prefetched(machines, prefetched)
-    return out.view(run.rows, run.n), want
+    return out.view(rows, run.n), want
 
 
 def case(layout: str, tile: tuple[int, int, int], fast: bool, *epilogue: Any, **hints: bool) -> FP8TokenGemmCase:
