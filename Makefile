@@ -46,7 +46,7 @@ demo-experts:  ## Run a model in the shape of DeepSeek-V3 or gpt-oss: examples/e
 test:          ## Run the tests on every processor; with a GPU also the kernels
 	@$(dev) -- -m pytest $(workers) $(ARGS)
 
-test-vllm:     ## Serve tiny models with vLLM on a CPU, in an environment of its own
+test-vllm:     ## Serve tiny models with vLLM on a CPU, in a separate environment
 	@$(PYTHON) tools/setup_vllm.py --venv $(VENV)-vllm -- -m pytest tests/engines $(ARGS)
 
 lint:          ## Check style and formatting

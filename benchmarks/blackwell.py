@@ -55,7 +55,7 @@ are {fmt} with 128x4 scales, and results are bfloat16. "alpha" has either one el
 each of {experts} experts. "dense" computes all experts. "routed" computes only the experts that some of the tokens are
 routed to, with 8 experts per token. A tile is given as weight rows × activation rows. A pair of CTAs computes a tile
 with 256 weight rows. "of k" is the number of CTAs that divide K of a tile; with experts, it is the number of classes of
-experts, each of which is a work tile. The clocks are an SM's clock cycles for {chunk} elements of K of its tile: for
+experts, and a class is a work tile. The clocks are an SM's clock cycles for {chunk} elements of K of its tile: for
 the MMAs, and for copying the bytes at the SM's share of the bandwidth if L2 contains none of them. "floor" is the
 longer of two times: for the bytes at full bandwidth, and for the MMAs at full rate. "TensorRT-LLM" is a published time;
 by default TensorRT-LLM folds the experts' factors into the activations' scales, and runs a plain GEMM."""

@@ -55,7 +55,7 @@ def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
 
 
 class MoeRowBenchmark(Benchmark):
-    """Benchmark of an op on M tokens, each of which uses 8 of 256 experts. Subclasses define the bytes and the
+    """Benchmark of an op on M tokens. A token uses 8 of 256 experts. Subclasses define the bytes and the
     arguments.
 
     A buffer set contains the arguments of the op by name, then the outputs.
