@@ -284,6 +284,16 @@ def test_reasons():
 # Refusals and redistribution
 
 
+def test_a_named_layout_is_sharded(mesh):
+    codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU)
+    want = torch.ops.cute.fp4_dequantize(codes, scale)
+    with ranks():
+        y, s = (distributed(each, Shard(0), mesh) for each in (codes, scale))
+        got = torch.ops.cute.fp4_dequantize(y, s, scale_layout="128x4")
+        assert got.placements == (Shard(0),)
+    assert torch.equal(joined(got), want)
+
+
 def test_tiles_are_sharded_whole(mesh):
     """Check the multiples of rows and of K in which tiled scales can be sharded. The error for other sizes names the
     multiple."""

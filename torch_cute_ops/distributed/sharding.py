@@ -167,10 +167,12 @@ def _as_spec(value: object) -> object:
 
 
 class _Seen:
-    """Replacement for a tensor of the call, from which rules read the tensor's global shape, not a shard's shape."""
+    """Replacement for a tensor of the call, from which rules read the tensor's dtype, and its global shape, not a
+    shard's shape."""
 
     def __init__(self, spec: DTensorSpec) -> None:
-        self.shape, self.ndim = tuple(spec.shape), spec.ndim
+        assert spec.tensor_meta is not None
+        self.shape, self.ndim, self.dtype = tuple(spec.shape), spec.ndim, spec.tensor_meta.dtype
 
     def numel(self) -> int:
         return math.prod(self.shape)
