@@ -6,6 +6,8 @@ Importing the package registers the ops as ``torch.ops.cute.*``. It neither init
 from torch_cute_ops._version import __version__
 from torch_cute_ops.formats import as_tiles, convert_scales, nvfp4_global_scale
 from torch_cute_ops.formats.expert_weights import moe_fc2_weight
+from torch_cute_ops.formats.interleave import deinterleave_k, interleave_k
+from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.ops.add_rmsnorm import add_rmsnorm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_both_layouts import add_rmsnorm_fp4quant_both_layouts
@@ -59,6 +61,7 @@ __all__ = [
     "autotune",
     "backends",
     "convert_scales",
+    "deinterleave_k",
     "dequantize",
     "fp4_dequantize",
     "fp4_quantize",
@@ -66,6 +69,7 @@ __all__ = [
     "fp8_quantize",
     "grouped_mm_fp8",
     "grouped_mm_fp8_fp4",
+    "interleave_k",
     "linear",
     "mm_fp4",
     "mm_fp4_weight_only",
@@ -85,6 +89,7 @@ __all__ = [
     "moe_swiglu_fp8quant",
     "nvfp4_global_scale",
     "precompile",
+    "prepare_scales",
     "properties_of",
     "quantize",
     "rmsnorm",

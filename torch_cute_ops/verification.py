@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout, resolve_fp4_format
 from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.formats.fp4 import unpack_e2m1
+from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.formats.scale_layout import fitting_layouts, from_linear, to_linear
 from torch_cute_ops.ops._backend_path import BackendPath, seen_as
 from torch_cute_ops.ops._define import OpSpec, as_tuple
@@ -394,14 +395,17 @@ def _gemm(
 ) -> str | None:
     from torch_cute_ops.gemm import error_bounds
     from torch_cute_ops.gemm.operands import Operands
-    from torch_cute_ops.gemm.problem import Grouping, Operand
+    from torch_cute_ops.gemm.problem import Grouping
 
     (out,) = outputs
     path: Any = spec.path
     problem, n = path.problem(call), out.shape[-1]
-    count = call.a.shape[:-1].numel()
+    count = out.shape[:-1].numel()
     weight, b_scale = _bytes_of_codes(call.b, problem.b.format), call.b_scale
-    a = _bytes_of_codes(call.a, problem.a.format).reshape(count, -1)
+    a = _bytes_of_codes(call.a, problem.a.format)
+    if problem.a.is_interleaved:
+        a, problem = deinterleave_k(a, problem.k), replace(problem, a=replace(problem.a, is_interleaved=False))
+    a = a.reshape(count, -1)
     alpha = call.alpha if call.alpha is None or call.alpha.dim() else call.alpha.reshape(1)
     if problem.grouping.over == "rows":
         owners = expert_of_rows(count, call.offsets, call.counts)
@@ -412,7 +416,7 @@ def _gemm(
     else:
         owners, rows = None, _chosen(count, a.device)
     a_scale = _scale_rows(call.a_scale, problem.a, rows, count, problem.k)
-    if problem.a.is_fp8 and not problem.a.has_fp8_blocks:
+    if problem.a.is_fp8 and not problem.a.has_fp8_blocks and not problem.b.is_fp4:
         b_scale, alpha = with_alpha(b_scale, alpha), None
     got = out.reshape(count, n)[rows]
     kept = {"fp8_sums": _fp8_sums_error(problem)}
@@ -427,8 +431,9 @@ def _gemm(
             if found is not None:
                 return found
         return None
-    if isinstance(problem.b.format, FP4Format):
-        blocks = problem.k // problem.b.format.block_size
+    b_layout = problem.b.scale_layout
+    if isinstance(problem.b.format, FP4Format) and not problem.b.is_prepared:
+        blocks, b_layout = problem.k // problem.b.format.block_size, SCALE_LAYOUTS["linear"]
         b_scale = to_linear(b_scale, problem.b.scale_layout, problem.experts * n, blocks)
         b_scale = b_scale.view(problem.experts, n, blocks)
     for i, expert in enumerate(owners[rows].tolist()):
@@ -439,7 +444,7 @@ def _gemm(
         one = replace(
             problem,
             grouping=Grouping(),
-            b=Operand(problem.b.format, SCALE_LAYOUTS["linear"] if problem.b.is_fp4 else problem.b.scale_layout),
+            b=replace(problem.b, scale_layout=b_layout),
             epilogue=replace(problem.epilogue, alpha=kind),
         )
         bias = None if call.bias is None else call.bias[expert]

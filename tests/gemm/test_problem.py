@@ -76,7 +76,12 @@ def test_descriptions_differ():
     every = [*problems(), *gated_problems()]
     texts = [json.dumps(problem.described(), sort_keys=True) for problem in every]
     assert len(set(texts)) == len(set(every)) == len(every)
-    assert json.loads(texts[0])["b"] == {"format": "nvfp4", "scale_layout": "128x4"}
+    assert json.loads(texts[0])["b"] == {
+        "format": "nvfp4",
+        "scale_layout": "128x4",
+        "is_prepared": False,
+        "is_interleaved": False,
+    }
     assert all(pickle.loads(pickle.dumps(problem)) == problem for problem in every)
 
 

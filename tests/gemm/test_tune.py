@@ -158,16 +158,19 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
         assert used(op, made_up, call_of(op, m)) == tactic
     (record,) = json.loads(file.read_text())["choices"]
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
-    static, scaled = record["static"], {"format": "nvfp4", "scale_layout": "128x4"}
+
+    def operand(format_, layout=None):
+        return {"format": format_, "scale_layout": layout, "is_prepared": False, "is_interleaved": False}
+
+    static, scaled = record["static"], operand("nvfp4", "128x4")
     if op.name == "mm_fp8":
-        assert static["a"] == static["b"] == {"format": "token", "scale_layout": None} and not static["fast_accum"]
+        assert static["a"] == static["b"] == operand("token") and not static["fast_accum"]
     elif "mm_fp8" in op.name:
-        assert static["a"] == {"format": "block128", "scale_layout": "column"}
+        assert static["a"] == operand("block128", "column")
     else:
-        sixteen_bit = {"format": "bfloat16", "scale_layout": None}
-        assert static["a"] == (sixteen_bit if op.path.a == "16-bit" else scaled)
+        assert static["a"] == (operand("bfloat16") if op.path.a == "16-bit" else scaled)
     if op.name != "mm_fp8":
-        assert static["b"] == (scaled if "fp4" in op.name else {"format": "block128", "scale_layout": None})
+        assert static["b"] == (scaled if "fp4" in op.name else operand("block128"))
     assert (static["n"], static["k"]) == (properties_of(op)["n"], 256)
     assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
     assert static["grouping"]["experts"] == properties_of(op).get("experts", 1)

@@ -1,5 +1,6 @@
 """Samples (valid calls) and error inputs of ``grouped_mm_fp8_fp4``."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from samples import grouped_mm_fp8
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
 from samples._fp4 import FORMATS
 from samples._fp8_fp4 import formats_and_layouts, scale_values, weight_errors, with_fp4_weight
+from samples._fp8_fp4_tokens import token_errors, token_samples, with_tokens
 from samples._fp8_gemm import option_errors, tensor_errors
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
@@ -85,6 +87,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     )
     yield from _epilogues(device)
     yield from _views(device)
+    yield from _tokens(device)
 
 
 def _epilogues(device: torch.device) -> Iterator[Sample]:
@@ -116,10 +119,28 @@ def _views(device: torch.device) -> Iterator[Sample]:
     yield replace(one, name="positional", args=(*one.args, alpha, bias, *rest), kwargs={})
 
 
+def _tokens(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with per-token scales, or with one scale for all rows, in both layouts."""
+    is_masked = itertools.cycle((False, True, False))
+
+    def make(name: str, n: int, k: int, fmt: FP4Format, layout: str, **given: Any) -> Sample:
+        if next(is_masked) and "scales" not in given and "scale_rows" not in given:
+            return masked(f"masked-{name}", fmt, layout, [5, 0, 8], 8, n, k, device, **given)
+        return contiguous(name, fmt, layout, [5, 0, 19], n, k, device, **given)
+
+    yield from token_samples(make, device, experts=3)
+    for name, counts in (("one-expert", [7]), ("no-rows-of-any", [0, 0]), ("many-rows", [130, 3])):
+        yield with_tokens(contiguous(name, MXFP4, "128x4", counts, 24, 576, device), prepared=True)
+    many = contiguous("many-experts", NVFP4, "128x4", [i % 3 for i in range(1024)], 8, 128, device)
+    yield with_tokens(many, prepared=True, interleaved=True)
+    room = masked("masked-no-room", NVFP4, "128x4", [0, 0], 0, 24, 256, device)
+    yield with_tokens(room, prepared=True, interleaved=True)
+
+
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
-    n, k = 136, 256
+    n, k = 136, 384
     good = contiguous("good", NVFP4, "128x4", [4, 3], n, k, device)
     tensors = dict(zip(NAMES, good.args, strict=True))
     bad = error_maker(tensors, good.kwargs)
@@ -129,12 +150,13 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     a, b = tensors["a"], tensors["b"]
     yield bad("no-layout", ValueError, "offsets and counts are None; expected offsets", offsets=None, counts=None)
     yield bad("masked-a-2d", ValueError, r"expected \(E, rows of an expert, K\), since offsets is None", offsets=None)
-    yield bad("b-2d", ValueError, r"got b with shape \(128, 136\); expected \(E, K/2, N\)", b=b[0])
+    yield bad("b-2d", ValueError, r"got b with shape \(192, 136\); expected \(E, K/2, N\)", b=b[0])
     yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:, :80])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[..., :132])
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 1024", b=b[:0])
     yield bad("b-1025-experts", ValueError, "b is of 1025 experts", b=b[:1].expand(1025, -1, -1))
     yield bad("a-of-other-k", ValueError, r"got a with shape .*; expected .*, the K of b", a=a[:, :128])
+    yield from token_errors(good, bad)
     yield from stride_errors(good, "b")
     yield from stride_errors(contiguous("square", NVFP4, "128x4", [4, 3], k // 2, k, device), "b")
     for layout in ("linear", "128x4"):

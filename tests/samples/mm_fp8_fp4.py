@@ -1,5 +1,6 @@
 """Samples (valid calls) and error inputs of ``mm_fp8_fp4``."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ from samples import mm_fp8_block
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
 from samples._fp4 import FORMATS
 from samples._fp8_fp4 import formats_and_layouts, scale_values, weight_errors, with_fp4_weight
+from samples._fp8_fp4_tokens import token_errors, token_samples, with_tokens
 from samples._fp8_gemm import FP8, NAN, option_errors, tensor_errors
 from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
@@ -75,6 +77,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield one
     yield from _epilogues(device)
     yield from _views(device)
+    yield from _tokens(device)
 
 
 def _epilogues(device: torch.device) -> Iterator[Sample]:
@@ -111,10 +114,28 @@ def _views(device: torch.device) -> Iterator[Sample]:
     yield replace(one, args=(*one.args, alpha, bias, *rest), kwargs={})
 
 
+def _tokens(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with per-token scales, or with one scale for all rows."""
+    sizes = itertools.cycle((19, 9, 1, 70))
+
+    def make(name: str, n: int, k: int, fmt: FP4Format, layout: str, **given: Any) -> Sample:
+        weight = {key: given.pop(key) for key in ("scales", "scale_rows") if key in given}
+        return sample(name, next(sizes), n, k, fmt, layout, device, weight=weight, **given)
+
+    yield from token_samples(make, device)
+    one = sample("", 6, 24, 512, NVFP4, "128x4", device, prefetch=prefetched(device))
+    yield with_tokens(replace(one, name="no-rows", args=(one.args[0][:0], one.args[1], one.args[2][:0], one.args[3])))
+    one = with_tokens(replace(one, name="views"), prepared=True, interleaved=True)
+    a, b, a_scale, b_scale = one.args
+    wide = torch.cat((a.view(torch.uint8),) * 2, 2).view(FP8)[..., 256:]
+    args = (wide, b, torch.cat((a_scale, -a_scale), 1)[:, :1], torch.stack((b_scale,) * 2, -1)[..., 0])
+    yield replace(one, args=args)
+
+
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     """Yield calls that the op refuses, each with the expected error."""
     device = torch.device(device)
-    m, n, k = 4, 136, 256
+    m, n, k = 4, 136, 384
     good = sample("good", m, n, k, NVFP4, "128x4", device)
     tensors = dict(zip(NAMES, good.args, strict=True))
     bad = error_maker(tensors, good.kwargs)
@@ -125,9 +146,10 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:80])
     yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
-    yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
+    yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 384\)", a=a[:, :128])
     yield from option_errors(bad, n, device, "wgmma_ss")
     yield from prefetch_errors(bad, device)
+    yield from token_errors(good, bad)
     yield from stride_errors(good, "b")
     yield from stride_errors(sample("square", m, k // 2, k, NVFP4, "128x4", device), "b")
     for layout in ("linear", "128x4"):

@@ -7,13 +7,14 @@ A rule says along which dimension each tensor is sharded, and whether a result i
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
 from torch_cute_ops.formats.fp8 import ROW
+from torch_cute_ops.formats.prepared_scales import is_prepared
 from torch_cute_ops.formats.scale_layout import (
     TILE_BLOCKS,
     ScaleLayout,
@@ -21,6 +22,7 @@ from torch_cute_ops.formats.scale_layout import (
     layout_of_operand,
     weight_layout,
 )
+from torch_cute_ops.formats.token_scales import has_token_scales, is_interleaved
 from torch_cute_ops.ops._backend_path import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.ops._gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE, TokenFP8Gemm
@@ -221,7 +223,7 @@ def _blocks_together(layout: ScaleLayout) -> int:
 
 def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
     """Return the scale layouts of FP4 activations and of an FP4 weight, and the number that must divide K."""
-    if path.b == "fp8":
+    if path.b == "fp8" or _fp4_tokens(path, call).is_prepared:
         return None, None, BLOCK
     if call["scale_layout"] is None:
         layout = layout_of_operand(call["a_scale"] if path.a == "fp4" else call[f"{path.b_name}_scale"])
@@ -229,6 +231,36 @@ def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | 
         layout = SCALE_LAYOUTS[call["scale_layout"]]
     block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size * _blocks_together(layout)
     return (layout if path.a == "fp4" else None), weight_layout(layout), max(block, BLOCK if path.a == "fp8" else 32)
+
+
+class _FP4Tokens(NamedTuple):
+    """Properties of a call with per-token scales and an FP4 weight. All are False for other calls.
+
+    Attributes:
+        has_scales: True if ``a`` has per-token scales.
+        has_one: True if all rows share one scale.
+        is_prepared: True if ``b_scale`` holds prepared scales.
+        is_interleaved: True if k of ``a`` is interleaved.
+    """
+
+    has_scales: bool = False
+    has_one: bool = False
+    is_prepared: bool = False
+    is_interleaved: bool = False
+
+
+def _fp4_tokens(path: Path, call: Call) -> _FP4Tokens:
+    if (path.a, path.b) != ("fp8", "fp4"):
+        return _FP4Tokens()
+    a, b, a_scale, b_scale = (call[name] for name in ("a", "b", "a_scale", "b_scale"))
+    is_masked = path.over == "rows" and call["offsets"] is None
+    if not has_token_scales(a, b, a_scale, b_scale, call["block_size"], is_masked):
+        return _FP4Tokens()
+    prepared = is_prepared(b, b_scale, call["block_size"])
+    return _FP4Tokens(True, len(a_scale.shape) == 1, prepared, is_interleaved(a, is_masked))
+
+
+_BY_ROW: Final = "the power of two of a weight row depends on all of K"
 
 
 def _given(call: Call, **placements: Placement) -> dict[str, Placement]:
@@ -254,33 +286,40 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     if isinstance(path, TokenFP8Gemm):
         yield from _token_gemm(call)
         return
-    (m, _), (held, n) = call["a"].shape, call["b"].shape
+    m, (held, n) = call["a"].shape[0], call["b"].shape
     a_layout, b_layout, block = _layouts(path, call)
+    tokens = _fp4_tokens(path, call)
     k = held * (2 if path.b == "fp4" else 1)
     rows = _given(call, a=Shard(0), a_scale=Shard(0))
+    if tokens.has_one:
+        del rows["a_scale"]
     yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())
-    columns = _given(call, b=Shard(1), b_scale=Shard(0), bias=Shard(0))
+    columns = _given(call, b=Shard(1), b_scale=Shard(1 if tokens.is_prepared else 0), bias=Shard(0))
     alpha = call["alpha"]
     if alpha is not None and alpha.shape == (n,) and n > 1:
         columns["alpha"] = Shard(0)
-    multiples = [Multiple("N", n, BLOCK)] if b_layout is None else _tiles("N", n, b_layout)
-    if b_layout is not None and path.a == "fp8":
-        multiples.append(Multiple("N", n, 8))
+    multiples = [] if b_layout is None else _tiles("N", n, b_layout)
+    if path.a == "fp8":
+        multiples.append(Multiple("N", n, BLOCK if path.b == "fp8" else FP8_N_MULTIPLE))
     yield Rule("columns", columns, {"out": Shard(1)}, multiples)
     if path.prologue_gate:
         return  # the gate and up halves of a row cannot be divided
     sums = _given(call, a=Shard(1), a_scale=Shard(1), b=Shard(0), b_scale=Shard(1))
-    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _bias_refusal(call))
+    refusal = _bias_refusal(call)
+    if tokens.has_scales:
+        sums, refusal = {"a": Shard(1), "b": Shard(0)}, _BY_ROW
+    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], refusal)
 
 
 def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     experts, held, n = call["b"].shape
     _, b_layout, block = _layouts(path, call)
     has_tokens = path.b == "fp8" and call["b_scale"].ndim < 3
+    tokens = _fp4_tokens(path, call)
     has_one_a_scale, has_columns = call["a_scale"].ndim == 1, call["b_scale"].ndim > 1
     k = held * (2 if path.b == "fp4" else 1)
     is_masked, is_tiled = call["offsets"] is None, b_layout is not None and not b_layout.is_linear
-    last = len(call["a"].shape) - 1
+    last = 2 if is_masked else 1
     alpha = call["alpha"]
     refusal: str | None = None
     by_expert = alpha is not None and alpha.numel() > 1
@@ -301,7 +340,7 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
             "rows of an expert are known on the device alone; shard experts in the masked layout, or by ExpertParallel"
         )
         yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
-    columns = _given(call, b=Shard(2), b_scale=Shard(1), bias=Shard(1))
+    columns = _given(call, b=Shard(2), b_scale=Shard(2 if tokens.is_prepared else 1), bias=Shard(1))
     if not has_columns:
         del columns["b_scale"]
     if by_expert and alpha.ndim == 2:
@@ -309,12 +348,15 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     refusal = None
     if is_tiled:
         refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
-    multiples = [Multiple("N", n, BLOCK if b_layout is None and not has_tokens else 8)]
+    multiples = [Multiple("N", n, BLOCK if path.b == "fp8" and not has_tokens else FP8_N_MULTIPLE)]
     yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
     sums = _given(call, a=Shard(last), a_scale=Shard(last), b=Shard(1), b_scale=Shard(1 if is_tiled else 2))
     if has_tokens:
         sums, block = {"a": Shard(last), "b": Shard(1)}, FP8_K_MULTIPLE
-    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _bias_refusal(call))
+    refusal = _bias_refusal(call)
+    if tokens.has_scales:
+        sums, refusal = {"a": Shard(last), "b": Shard(1)}, _BY_ROW
+    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], refusal)
 
 
 def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Format
+from torch_cute_ops.formats.interleave import INTERLEAVED_K, deinterleave_k
 from torch_cute_ops.formats.scale_layout import to_linear
-from torch_cute_ops.gemm.backends.reference import round_activations, unrounded_activations
+from torch_cute_ops.gemm.backends._fp8 import has_tokens_and_fp4
+from torch_cute_ops.gemm.backends.reference import round_activations, unrounded_activations, weight_of_rows
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
@@ -213,6 +216,8 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
         return decode_rows(a[part], linear[part], operand.format, SCALE_LAYOUTS["linear"]).double()
     if isinstance(operand.format, FP8Format):
         assert scale is not None
+        if operand.is_interleaved:
+            a = deinterleave_k(a.reshape(rows, -1, INTERLEAVED_K), k)
         factors = scale.expand(rows, 1) if scale.dim() == 1 else scale.reshape(rows, -1)
         factors = factors[part].double().repeat_interleave(operand.format.block_size or k, 1)
         return a[part].double() * factors[:, :k]
@@ -220,8 +225,11 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
 
 
 def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
-    """Return the scales of the weight's rows as linear scales, (E, N, blocks)."""
+    """Return the scales of the weight's rows as linear scales, (E, N, blocks), or prepared scales, (E, …), with the
+    rows in the second to last dimension."""
     experts = problem.experts if problem.grouping.over == "rows" else 1
+    if problem.b.is_prepared:
+        return scale.view(experts, *scale.shape[-3:])
     if isinstance(problem.b.format, FP4Format):
         assert problem.b.scale_layout is not None
         rows, blocks = experts * problem.n, problem.k // problem.b.format.block_size
@@ -233,7 +241,11 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
 
 def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
     """Return some rows of an expert's weight in fp64, after decoding to the dtype in which the GEMM multiplies."""
-    codes, factors = weight[expert, columns], scales[expert, columns]
+    codes, factors = weight[expert, columns], scales[expert, ..., columns, :]
+    if has_tokens_and_fp4(problem):
+        operand = problem.b if problem.b.is_prepared else replace(problem.b, scale_layout=SCALE_LAYOUTS["linear"])
+        numbers, powers = weight_of_rows(codes, factors, operand)
+        return numbers.double() * powers.double()[:, None]
     if isinstance(problem.b.format, FP4Format):
         if not problem.a.is_fp8:
             return decode_rows(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"]).double()

@@ -10,14 +10,16 @@ class Operands(NamedTuple):
 
     Attributes:
         a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits. With a gate in the
-            prologue, (M, 2K). In the masked layout, (E, rows per expert, K).
+            prologue, (M, 2K). In the masked layout, (E, rows per expert, K). If k is interleaved, (⌈K/256⌉, 256)
+            replaces K.
         b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows, (E,
             K/2, N) or (E, K, N).
         a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` are one column per
             block of k, and columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M,
-            1); if all rows share one scale, their stride is 0. Per-channel scales of ``b`` are (N,), and a per-tensor
-            scale is (1,). ``a_scale`` is None for 16-bit activations. If the prologue quantises them, it is the global
-            scale, (1,) float32, or None.
+            1), in the masked layout (E · rows per expert, 1); if all rows share one scale, their stride is 0.
+            Per-channel scales of ``b`` are (N,), and a per-tensor scale is (1,). Prepared scales of ``b`` have the
+            shape of ``formats.prepared_scales``. ``a_scale`` is None for 16-bit activations. If the prologue quantises
+            them, it is the global scale, (1,) float32, or None.
         alpha, bias: factors and addends of the epilogue, as ``Epilogue`` describes them. With experts over K, ``alpha``
             is (M, E) float32 with any strides, and ``bias`` is (E, N).
         offsets: (E + 1,) int32 first rows of experts over rows, or None.

@@ -7,6 +7,8 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
+from torch_cute_ops.formats.prepared_scales import prepared_shape
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.experts.layouts import table_experts as table_experts
 from torch_cute_ops.kernels.common.fp4.layouts import PrologueQuant
@@ -26,11 +28,15 @@ class Operand:
 
     Attributes:
         format: format of FP4 or FP8 codes, or a 16-bit dtype.
-        scale_layout: layout of the block scales, or None for 16 bits.
+        scale_layout: layout of the block scales, or None for 16 bits and for prepared scales.
+        is_prepared: True if an FP4 weight has prepared scales (``formats.prepared_scales``) instead of block scales.
+        is_interleaved: True if k of FP8 activations is interleaved (``formats.interleave``).
     """
 
     format: FP4Format | FP8Format | torch.dtype
     scale_layout: ScaleLayout | None = None
+    is_prepared: bool = False
+    is_interleaved: bool = False
 
     @cached_property
     def is_fp4(self) -> bool:
@@ -51,8 +57,13 @@ class Operand:
     def row_bytes(self, k: int) -> int:
         """Return the bytes of a row of ``k`` elements, including its scales."""
         if isinstance(self.format, FP4Format):
+            if self.is_prepared:
+                slabs, _, width = prepared_shape(1, k, self.format)
+                return k // 2 + slabs * width
             return k // 2 + k // self.format.block_size
         if isinstance(self.format, FP8Format):
+            if self.is_interleaved:
+                k = -(-k // INTERLEAVED_K) * INTERLEAVED_K
             return k + 4 * self.format.scales_per_row(k)
         return k * self.format.itemsize
 
@@ -112,7 +123,7 @@ class GemmProblem:
             that kernels may read them early.
         prefetches: True if calls pass a matrix for a later launch, which the kernel may prefetch into L2.
         fast_accum: True if tensor cores may add up FP8 products over all of K, False if they may add up at most 512
-            elements of K. With block scales, they add up 128 elements in either case.
+            elements of K. With block scales, they add up 128 elements, and the value is False.
     """
 
     a: Operand

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import FP8_TENSOR, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats import FP8_TENSOR, SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats.interleave import interleave_k
+from torch_cute_ops.formats.prepared_scales import prepared_of_linear
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm import error_bounds
@@ -282,6 +284,8 @@ def _operand(
         return _fp4(lead, k, operand.format, operand.scale_layout, generator)
     if isinstance(operand.format, FP8Format):
         codes = _fp8((*lead, k), generator, exact)
+        if operand.is_interleaved:
+            codes = interleave_k(codes)
         if operand.format == FP8_TENSOR:
             return codes, _fp8_scales((1, 1), generator, exact).expand(math.prod(lead), 1)
         if not operand.has_fp8_blocks:
@@ -296,8 +300,13 @@ def _weight(
 ) -> tuple[Tensor, Tensor]:
     """Return a random weight (..., N, K) and its scales."""
     if isinstance(operand.format, FP4Format):
-        assert operand.scale_layout is not None
-        return _fp4(lead, k, operand.format, operand.scale_layout, generator, exact)
+        layout = SCALE_LAYOUTS["linear"] if operand.is_prepared else operand.scale_layout
+        assert layout is not None
+        codes, scale = _fp4(lead, k, operand.format, layout, generator, exact)
+        if operand.is_prepared:
+            linear = scale.reshape(math.prod(lead), -1)
+            scale = prepared_of_linear(linear, lead[-1], operand.format, lead[0] if len(lead) == 2 else None)
+        return codes, scale
     assert isinstance(operand.format, FP8Format)
     *experts, n = lead
     codes = _fp8((*lead, k), generator, exact)

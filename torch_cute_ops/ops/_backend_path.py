@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.prepared_scales import prepared_shape
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS, layout_of_operand, weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.buckets import bucket
@@ -78,6 +79,11 @@ class BackendPath(CallPath[Call]):
     def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
         """Compile the kernels of the chosen backend for a problem and a target, and return a launcher for them."""
         raise NotImplementedError
+
+    def rows(self, call: Any) -> int:
+        """Return the number of rows of ``a``, in the masked layout the number per expert."""
+        m: int = call.a.shape[-2]
+        return m
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
         """Return the FLOP count of the GEMM as if every token were routed to every expert."""
@@ -184,7 +190,7 @@ class BackendPath(CallPath[Call]):
     def make_launcher(self, call: Any, device: int) -> Launcher[Call]:
         select = gemm_package().select
         problem, target = self.problem(call), select.target_of(torch.device("cuda", device))
-        m = bucket(call.a.shape[-2])
+        m = bucket(self.rows(call))
         may_tune = tuning.is_on() and call.backend == AUTO
         if may_tune and not torch.cuda.is_current_stream_capturing():
             gemm_package().tune.tune(self.op, problem, m, target)
@@ -198,7 +204,7 @@ class BackendPath(CallPath[Call]):
         return launcher
 
     def kernels(self, call: Any, where: torch.device | Arch) -> tuple[KernelSpec, ...]:
-        problem, m = self.problem(call), bucket(call.a.shape[-2])
+        problem, m = self.problem(call), bucket(self.rows(call))
         package = gemm_package()
         targets = package.cost.usual_targets(where) if isinstance(where, Arch) else (package.select.target_of(where),)
         found: dict[KernelSpec, None] = {}
@@ -212,7 +218,7 @@ class BackendPath(CallPath[Call]):
 
     def tactic(self, call: Any, device: torch.device) -> tuple[Any, ...]:
         target = gemm_package().select.target_of(device)
-        choice = self._choose(self.problem(call), bucket(call.a.shape[-2]), target, call.backend)
+        choice = self._choose(self.problem(call), bucket(self.rows(call)), target, call.backend)
         return choice.backend.name, choice.tactic
 
     def backends(self, call: Any, where: torch.device | Arch) -> dict[str, str | None]:
@@ -237,7 +243,8 @@ class BackendLauncher(Launcher[Call]):
         is_kept: True if later calls with the same static key use this launcher.
 
     Attributes:
-        b_scale_shape: shape in which kernels expect the tiled scales of an FP4 weight; None for other scales.
+        b_scale_shape: shape in which kernels expect the tiled or prepared scales of an FP4 weight; None for other
+            scales.
         views_b_scale: True if the calls pass the weight's scales in another library's shape, so that each call must
             reshape them.
     """
@@ -262,6 +269,9 @@ class BackendLauncher(Launcher[Call]):
         if isinstance(b.format, FP4Format) and b.scale_layout is not None and not b.scale_layout.is_linear:
             rows = problem.weight_rows * (problem.experts if problem.grouping.over == "rows" else 1)
             self.b_scale_shape = b.scale_layout.shape((rows,), problem.k // b.format.block_size)
+        elif isinstance(b.format, FP4Format) and b.is_prepared:
+            experts = problem.experts if problem.grouping.over == "rows" else None
+            self.b_scale_shape = prepared_shape(problem.n, problem.k, b.format, experts)
         self.a_scales = self.y_scales = None
         if isinstance(a.format, FP4Format) and a.scale_layout is not None:
             self.a_scales = ScaleRows.of(a.scale_layout, problem.k // a.format.block_size)

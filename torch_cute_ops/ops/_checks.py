@@ -19,6 +19,7 @@ from torch_cute_ops.formats import (
 )
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_major
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, reason_no_tiles
 from torch_cute_ops.formats.shapes import Output
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
@@ -381,7 +382,17 @@ def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> Non
     """Check that ``tensor`` has two dimensions."""
     if tensor.dim() != 2:
         fix = f"; pass {name}.flatten(0, -2)" if tensor.dim() > 2 and name in ("a", "input", "logits", "ids") else ""
+        if name == "a":
+            fix += interleaved_fix(tensor, 3)
         raise ValueError(f"cute::{op}: got {name} with shape {tuple(tensor.shape)}; expected {expected}{fix}")
+
+
+def interleaved_fix(a: torch.Tensor, dimensions: int) -> str:
+    """Return advice, for an error message, if ``a`` has this number of dimensions and could hold interleaved rows, or
+    else an empty string."""
+    if a.dim() != dimensions or a.shape[-1] != INTERLEAVED_K or a.dtype.itemsize != 1:
+        return ""
+    return "; if interleave_k wrote a, pass torch_cute_ops.deinterleave_k(a, K)"
 
 
 def check_transposed(op: str, name: str, weight: torch.Tensor, stored: str) -> None:

@@ -4,14 +4,18 @@ launches the kernel.
 Each kind of GEMM has a class: ``FP4Gemm``, ``ExpertFP4Gemm``, ``FP8Gemm``, ``GroupedFP8Gemm`` and ``TokenFP8Gemm``.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, is_one_column, new_column_scales
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
+from torch_cute_ops.formats.prepared_scales import is_prepared, prepared_shape
 from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.token_scales import has_token_scales, is_interleaved
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.ops import _checks
@@ -75,20 +79,23 @@ class Gemm(BackendPath[GemmCall]):
 
     call_type = GemmCall
     hints = frozenset(("prefetch",))
+    by_a_scale: bool = False
+    """True if the number of scales of a row of ``a`` is part of ``key``, because it decides how ``a`` is scaled."""
     renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
 
     def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:
         a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *static = call
+        shape = a.shape
         return (
-            bucket(a.shape[-2]),
-            a.shape[-1],
+            bucket(shape[-2]) if shape[-1] != INTERLEAVED_K or len(shape) < 3 else self._key_of_rows(shape, offsets),
+            shape[-1],
             a.dtype,
             b.shape,
             b.dtype,
             b_scale.shape,
             b_scale.dtype,
             None if a_scale is None else a_scale.dtype,
-            None if a_scale is None else a_scale.dim(),
+            a_scale.dim() if a_scale is not None and not self.by_a_scale else self._key_of_scale(a_scale),
             None if alpha is None else alpha.shape[-1] if self.over == "k" else alpha.shape,
             None if bias is None else bias.dtype,
             offsets is not None,
@@ -99,6 +106,16 @@ class Gemm(BackendPath[GemmCall]):
             tuning.generation,
             tuning.blocks and tuning.is_on(),
         )
+
+    def _key_of_scale(self, a_scale: Tensor | None) -> Any:
+        """Return the entry of ``key`` for the shape of ``a_scale``, if it is None or ``by_a_scale`` is True."""
+        return None if a_scale is None else (a_scale.dim(), a_scale.shape[-1])
+
+    def _key_of_rows(self, shape: Any, offsets: Tensor | None) -> Any:
+        """Return the entry of ``key`` for the number of rows of activations with at least three dimensions, whose last
+        extent is 256. It is a tuple if k is interleaved."""
+        ordinary = 3 if self.over == "rows" and offsets is None else 2
+        return (bucket(shape[-3]),) if len(shape) > ordinary else bucket(shape[-2])
 
     def run(
         self,
@@ -127,7 +144,9 @@ class Gemm(BackendPath[GemmCall]):
             shape = a.shape
             launcher: Any = self.launchers.get(
                 (
-                    bucket(shape[-2]),
+                    bucket(shape[-2])
+                    if shape[-1] != INTERLEAVED_K or len(shape) < 3
+                    else self._key_of_rows(shape, offsets),
                     shape[-1],
                     a.dtype,
                     b.shape,
@@ -135,7 +154,7 @@ class Gemm(BackendPath[GemmCall]):
                     b_scale.shape,
                     b_scale.dtype,
                     None if a_scale is None else a_scale.dtype,
-                    None if a_scale is None else a_scale.dim(),
+                    a_scale.dim() if a_scale is not None and not self.by_a_scale else self._key_of_scale(a_scale),
                     None if alpha is None else alpha.shape[-1] if self.over == "k" else alpha.shape,
                     None if bias is None else bias.dtype,
                     offsets is not None,
@@ -243,9 +262,13 @@ class Gemm(BackendPath[GemmCall]):
             prologue_quant=quant,
             static_weight=call.static_weight,
             prefetches=call.prefetch is not None,
-            fast_accum=call.fast_accum,
+            fast_accum=call.fast_accum and not self.ignores_fast_accum(call),
         )
         return problem
+
+    def ignores_fast_accum(self, call: GemmCall) -> bool:
+        """Return True if ``fast_accum`` does not affect the result."""
+        return False
 
     def ready_launcher(self, *how: Any, **named: Any) -> "GemmLauncher":
         return GemmLauncher(self, *how, **named)
@@ -256,7 +279,7 @@ class Gemm(BackendPath[GemmCall]):
         declared = {
             "n": size(lambda call: self.problem(call).n),
             "k": size(lambda call: self.problem(call).k),
-            "m": size(lambda call: call.a.shape[-2], default=1),
+            "m": size(self.rows, default=1),
             **self.declare_kind(),
             "bias_dtype": dtype(lambda call: None if call.bias is None else call.bias.dtype),
             "out_dtype": dtype(lambda call: call.result_dtype),
@@ -397,14 +420,23 @@ def check_token_scales(
         experts: (E,), or () for a GEMM without experts.
         n: number of columns.
     """
-    for name, scale, shape, meaning, one in (
-        ("b_scale", b_scale, (*experts, n), "a scale for each column of b", experts or (1,)),
-        ("a_scale", a_scale, (*rows, 1), "a scale for each row of a", (1,)),
-    ):
-        if scale.shape not in (one, shape):
-            raise ValueError(
-                f"cute::{op}: got {name} with shape {tuple(scale.shape)}; expected {shape}, {meaning}, or {one}"
-            )
+    _check_scale_or_one(op, "b_scale", b_scale, (*experts, n), "a scale for each column of b", experts or (1,))
+    check_row_scales(op, a_scale, rows)
+
+
+def check_row_scales(op: str, a_scale: Tensor, rows: tuple[int, ...], fix: str = "") -> None:
+    """Check that ``a_scale`` has a scale for each row of activations with the leading dimensions ``rows``, or one
+    scale. The error message ends with ``fix``."""
+    _check_scale_or_one(op, "a_scale", a_scale, (*rows, 1), "a scale for each row of a", (1,), fix)
+
+
+def _check_scale_or_one(
+    op: str, name: str, scale: Tensor, shape: tuple[int, ...], meaning: str, one: tuple[int, ...], fix: str = ""
+) -> None:
+    if scale.shape not in (one, shape):
+        raise ValueError(
+            f"cute::{op}: got {name} with shape {tuple(scale.shape)}; expected {shape}, {meaning}, or {one}{fix}"
+        )
 
 
 def has_one_a_scale(call: GemmCall) -> bool:
@@ -492,10 +524,12 @@ class TokenFP8Gemm(Gemm):
 
 
 class FP8Gemm(Gemm):
-    """Call path of a GEMM of FP8 activations with block scales, and a weight in FP8 or FP4."""
+    """Call path of a GEMM of FP8 activations with block scales, and a weight in FP8 or FP4. With an FP4 weight, the
+    activations may have per-token scales."""
 
     def __init__(self, b: Literal["fp8", "fp4"]) -> None:
         super().__init__("fp8", b)
+        self.by_a_scale = b == "fp4"
 
     def check_operands(self, call: GemmCall) -> tuple[int, int]:
         op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
@@ -512,7 +546,9 @@ class FP8Gemm(Gemm):
         if n % FP8_N_MULTIPLE:
             raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
         self.check_rows(call, experts, k)
-        if self.has_token_scales(call):
+        if self.has_token_scales(call) and fmt is not None:
+            self._check_fp4_tokens(call, n, k, fmt, layout)
+        elif self.has_token_scales(call):
             check_token_scales(op, a_scale, b_scale, a.shape[:-1], tuple(b.shape[:-2]), n)
         else:
             self._check_block_scales(call, n, k, fmt, layout)
@@ -521,7 +557,72 @@ class FP8Gemm(Gemm):
 
     def has_token_scales(self, call: GemmCall) -> bool:
         """Return True for scales per token, per channel or per matrix, and False for scales per block."""
-        return False
+        if self.b != "fp4" or call.a_scale is None:
+            return False
+        return has_token_scales(call.a, call.b, call.a_scale, call.b_scale, call.block_size, self.is_masked(call))
+
+    def ignores_fast_accum(self, call: GemmCall) -> bool:
+        return not self.has_token_scales(call)
+
+    def is_masked(self, call: GemmCall) -> bool:
+        """Return True if each expert owns the same number of rows of a three-dimensional ``a``."""
+        return self.over == "rows" and call.offsets is None
+
+    def is_prepared(self, call: GemmCall) -> bool:
+        """Return True if an FP4 weight has prepared scales."""
+        return self.b == "fp4" and is_prepared(call.b, call.b_scale, call.block_size)
+
+    def is_interleaved(self, call: GemmCall) -> bool:
+        """Return True if k of the activations is interleaved."""
+        return self.b == "fp4" and is_interleaved(call.a, self.is_masked(call))
+
+    def rows(self, call: GemmCall) -> int:
+        return call.a.shape[-3 if self.is_interleaved(call) else -2]
+
+    def flops(self, a_shape: Any, b_shape: Any) -> int:
+        if self.b == "fp4" and a_shape[-1] != 2 * b_shape[-2]:
+            a_shape = (*a_shape[:-2], 2 * b_shape[-2])  # k is interleaved
+        return super().flops(a_shape, b_shape)
+
+    def fp4_format(self, call: GemmCall) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
+        if not self.is_prepared(call):
+            if self.b == "fp4":
+                self._refuse_other_block_size(call)
+            return super().fp4_format(call)
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, "linear")
+        if call.scale_layout is not None:
+            raise ValueError(
+                f"cute::{self.op}: scale_layout is {call.scale_layout!r}, and b_scale has the shape "
+                f"{tuple(call.b_scale.shape)} of prepared scales; expected None"
+            )
+        return fmt, layout, layout
+
+    def _refuse_other_block_size(self, call: GemmCall) -> None:
+        """Check that ``b_scale`` does not have the shape of prepared scales for a block size that the call does not
+        name."""
+        for fmt in (NVFP4, MXFP4):
+            if is_prepared(call.b, call.b_scale, fmt.block_size):
+                raise ValueError(
+                    f"cute::{self.op}: got b_scale with shape {tuple(call.b_scale.shape)}, which prepared scales have "
+                    f"for block_size={fmt.block_size}; got block_size={call.block_size}"
+                )
+
+    def _check_fp4_tokens(self, call: GemmCall, n: int, k: int, fmt: FP4Format, layout: ScaleLayout | None) -> None:
+        """Check the scales of a call with per-token scales and an FP4 weight."""
+        op, a, b, a_scale, b_scale = self.op, call.a, call.b, call.a_scale, call.b_scale
+        assert a_scale is not None and layout is not None
+        interleaved, lead = self.is_interleaved(call), tuple(b.shape[:-2])
+        rows, fix = a.shape[: -2 if interleaved else -1], ""
+        if a_scale.shape == (*rows, FP8_BLOCK128.scales_per_row(k)):
+            parts = ["b_scale holds prepared scales"] if self.is_prepared(call) else []
+            parts += ["k of a is interleaved; deinterleave_k(a, K) undoes that"] if interleaved else []
+            fix = f". Block scales of a are refused, because {' and '.join(parts)}"
+        check_row_scales(op, a_scale, tuple(rows), fix)
+        if not self.is_prepared(call):
+            self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout, call)
+            return
+        shape = prepared_shape(n, k, fmt, *lead)
+        _checks.check_shape(op, "b_scale", b_scale, shape, f"prepared scales of b in {fmt.name}")
 
     def _check_block_scales(
         self, call: GemmCall, n: int, k: int, fmt: FP4Format | None, layout: ScaleLayout | None
@@ -572,8 +673,18 @@ class FP8Gemm(Gemm):
 
     def check_rows(self, call: GemmCall, experts: int, k: int) -> None:
         """Check the shape of ``a``."""
+        if self.is_interleaved(call):
+            self.check_interleaved(call, (call.a.shape[0],), k)
+            return
         _checks.check_matrix(self.op, "a", call.a, "(M, K)")
         _checks.check_shape(self.op, "a", call.a, (call.a.shape[0], k), f"the K of b{self.hint(call)}")
+
+    def check_interleaved(self, call: GemmCall, rows: tuple[int, ...], k: int) -> None:
+        """Check the shape of ``a`` whose k is interleaved, for leading dimensions ``rows``."""
+        groups = -(-k // INTERLEAVED_K)
+        _checks.check_shape(
+            self.op, "a", call.a, (*rows, groups, INTERLEAVED_K), f"interleaved rows of K = {k}, the K of b"
+        )
 
     def check_expert_rows(self, call: GemmCall, experts: int) -> None:
         """Check ``offsets`` and ``counts``, which locate each expert's rows."""
@@ -584,7 +695,33 @@ class FP8Gemm(Gemm):
         if self.b == "fp8":
             return a, p.Operand(FP8_BLOCK128)
         fmt, _, b_layout = self.fp4_format(call)
+        if self.has_token_scales(call):
+            a_format = FP8_TENSOR if has_one_a_scale(call) else FP8_TOKEN
+            a = p.Operand(a_format, is_interleaved=self.is_interleaved(call))
+        if self.is_prepared(call):
+            return a, p.Operand(fmt, is_prepared=True)
         return a, p.Operand(fmt, b_layout)
+
+    def declare_kind(self) -> dict[str, Property]:
+        return {**(self.declare_fp4_tokens() if self.b == "fp4" else {}), **super().declare_kind()}
+
+    def declare_fp4_tokens(self) -> dict[str, Property]:
+        """Return the static properties that only GEMMs of FP8 activations and an FP4 weight have."""
+        return {
+            "token_scales": flag(self.has_token_scales),
+            "one_a_scale": flag(lambda call: self.has_token_scales(call) and has_one_a_scale(call)),
+            "prepared_scales": flag(self.is_prepared),
+            "interleaved_k": flag(self.is_interleaved),
+            **self.arguments_as_properties("fast_accum"),
+        }
+
+    def declare_layout(self) -> dict[str, Property]:
+        declared = super().declare_layout()
+        if declared:
+            of = declared["scale_layout"].of
+            named = replace(declared["scale_layout"], of=lambda call: None if self.is_prepared(call) else of(call))
+            declared["scale_layout"] = named
+        return declared
 
     def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
         blocks = FP8_BLOCK128.scales_per_row(given.k)
@@ -604,7 +741,23 @@ class FP8Gemm(Gemm):
         else:
             fmt, layout = self.example_format(given)
             made["b"], made["b_scale"] = fp4_zeros((*weights, given.k), fmt, weight_layout(layout), device)
+            made |= self._make_fp4_tokens(given, made["a"], fmt)
         made["b"] = made["b"].mT
+        return made
+
+    def _make_fp4_tokens(self, given: Any, a: Tensor, fmt: FP4Format) -> dict[str, Tensor]:
+        """Return the operands of an example with per-token scales that differ from those with block scales."""
+        made = {}
+        if given.token_scales or given.prepared_scales or given.interleaved_k:
+            shape = (1,) if given.one_a_scale else (*a.shape[:-1], 1)
+            made["a_scale"] = torch.zeros(shape, dtype=torch.float32, device=a.device)
+        if given.prepared_scales:
+            shape = prepared_shape(given.n, given.k, fmt, *((given.experts,) if self.over == "rows" else ()))
+            made["b_scale"] = torch.zeros(shape, dtype=torch.uint8, device=a.device)
+        if given.interleaved_k:
+            groups = -(-given.k // INTERLEAVED_K)
+            shape = (*a.shape[:-1], groups, INTERLEAVED_K)
+            made["a"] = torch.zeros(shape, dtype=torch.uint8, device=a.device).view(a.dtype)
         return made
 
 
@@ -632,13 +785,15 @@ class GroupedFP8Gemm(FP8Gemm):
 
     def check_rows(self, call: GemmCall, experts: int, k: int) -> None:
         op, a = self.op, call.a
-        if call.offsets is not None:
+        if self.is_interleaved(call):
+            self.check_interleaved(call, (experts, a.shape[1]) if self.is_masked(call) else (a.shape[0],), k)
+        elif call.offsets is not None:
             _checks.check_matrix(op, "a", a, "(R, K)")
             _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self.hint(call)}")
         elif a.dim() != 3:
             raise ValueError(
                 f"cute::{op}: got a with shape {tuple(a.shape)}; expected (E, rows of an expert, K), since "
-                f"offsets is None"
+                f"offsets is None{_checks.interleaved_fix(a, 4)}"
             )
         else:
             _checks.check_shape(op, "a", a, (experts, a.shape[1], k), f"the E and K of b{self.hint(call)}")
@@ -657,10 +812,10 @@ class GroupedFP8Gemm(FP8Gemm):
         _checks.check_rows_of_experts(self.op, "a", call.a, call.offsets, call.counts)
 
     def has_token_scales(self, call: GemmCall) -> bool:
-        return self.b == "fp8" and call.b_scale.dim() < 3
+        return call.b_scale.dim() < 3 if self.b == "fp8" else super().has_token_scales(call)
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
-        if not self.has_token_scales(call):
+        if self.b == "fp4" or not self.has_token_scales(call):
             return super().operands(call)
         return token_operands(has_one_a_scale(call), self._has_one_factor(call))
 
@@ -669,9 +824,9 @@ class GroupedFP8Gemm(FP8Gemm):
         return call.b_scale.dim() == 1 and (call.alpha is None or call.alpha.numel() == 1 or call.alpha.dim() < 2)
 
     def alpha_kind(self, call: GemmCall) -> str | None:
-        """Return the kind of ``alpha`` in the epilogue. With per-token scales it is None, because ``alpha`` is
-        multiplied into the weight's scales."""
-        return None if self.has_token_scales(call) else super().alpha_kind(call)
+        """Return the kind of ``alpha`` in the epilogue. With per-token scales and an FP8 weight it is None, because
+        ``alpha`` is multiplied into the weight's scales."""
+        return None if self.b == "fp8" and self.has_token_scales(call) else super().alpha_kind(call)
 
     def experts(self, call: GemmCall) -> int:
         return call.b.shape[0]
@@ -708,7 +863,7 @@ class GroupedFP8Gemm(FP8Gemm):
             "offsets": None if given.masked else zeros(given.experts + 1),
             "counts": zeros(given.experts) if given.masked or given.counts else None,
         }
-        if getattr(given, "token_scales", False):
+        if self.b == "fp8" and given.token_scales:
             a_scale = (1,) if given.one_a_scale else (*made["a"].shape[:-1], 1)
             b_scale = (given.experts,) if given.one_b_scale else (given.experts, given.n)
             for name, shape in (("a_scale", a_scale), ("b_scale", b_scale)):
@@ -722,6 +877,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
     def __init__(self, path: Gemm, problem: "GemmProblem", *how: Any, **named: Any) -> None:
         super().__init__(problem, *how, **named)
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
+        self.is_interleaved, self.is_prepared = problem.a.is_interleaved, problem.b.is_prepared
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
         self.has_fp8_rows = problem.a.has_fp8_blocks
@@ -740,7 +896,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             return None
         a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = tensors
         shape = a.shape
-        m = shape[-2]
+        m = shape[-3 if self.is_interleaved else -2]
         if not m or not self.n:
             return None
         is_changed = False
@@ -784,7 +940,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 if a_scale.shape[:2] != shape[:2]:
                     return None
                 a_scale, is_changed = a_scale.reshape(-1, 1), True
-            if self.is_grouped and alpha is not None:
+            if self.is_grouped and self.fmt is None and alpha is not None:
                 return None
         if copies_scale:
             assert a_scale is not None
@@ -818,15 +974,19 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             a, a_scale = aligned(a), a_scale if is_one_column(a_scale) else new_column_scales(a_scale).copy_(a_scale)
         elif self.has_token_scales:
             assert a_scale is not None
-            a, a_scale = aligned(a), a_scale.reshape(-1).contiguous()[:, None].expand(a.shape[:-1].numel(), 1)
-            b_scale, alpha = with_alpha(b_scale, alpha), None
+            rows = a.shape[: -2 if self.is_interleaved else -1].numel()
+            a, a_scale = aligned(a), a_scale.reshape(-1).contiguous()[:, None].expand(rows, 1)
+            if self.fmt is None:
+                b_scale, alpha = with_alpha(b_scale, alpha), None
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.tile_rows:
             a = aligned(seen_as(a, torch.uint8))
         else:
             a = aligned(a)
-        if self.fmt is not None:
+        if self.is_prepared:
+            b, b_scale = seen_as(b, torch.uint8), aligned(b_scale)
+        elif self.fmt is not None:
             b = seen_as(b, torch.uint8)
             a_scale, b_scale = self.stored_scales(a_scale, b_scale, a.shape[0], self.fmt)
         else:

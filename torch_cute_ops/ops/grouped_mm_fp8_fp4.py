@@ -24,25 +24,36 @@ def grouped_mm_fp8_fp4(
     scale_layout: WeightScaleLayout | None = None,
     backend: str = "auto",
     static_weight: bool = False,
+    fast_accum: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply the FP8 rows of each expert by the expert's FP4 weight, on FP8 tensor cores.
+    """Multiply the FP8 rows of each expert by the expert's FP4 weight, on FP8 tensor cores. The rows have block scales
+    or per-token scales.
 
-    For each row ``r`` of expert ``e``, with k in the j-th block of 128::
+    With block scales, for each row ``r`` of expert ``e``, with k in the j-th block of 128::
 
         w8[e, k, n] = e4m3(e2m1 · block scale · 2^-t[e, n, j])
         sum[r, n] = Σ_j a_scale[r, j] · 2^t[e, n, j] · (Σ_k a[r, k] · w8[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
 
-    In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
-    rounded to nearest even. :func:`mm_fp8_fp4` gives the error. Experts' rows are found on the device and padding is
-    treated as in :func:`grouped_mm_fp8`, so that this op replaces :func:`grouped_mm_fp8` in an FP8 expert pipeline
-    (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM, ``moe_finalize``) whose weights are in FP4.
+    With per-token scales, all elements of a weight row share one power of two::
+
+        w8[e, k, n] = e4m3(e2m1 · block scale · 2^-u[e, n])
+        out[r, n] = (Σ_k a[r, k] · w8[e, k, n]) · a_scale[r] · (alpha · 2^u[e, n]) + bias[e, n]
+
+    ``t`` is the least integer for which the largest number of a row and block fits e4m3, and ``u`` the least integer
+    for which the largest number of a row does. Codes are rounded to nearest even. :func:`mm_fp8_fp4` gives the error.
+    Sums are accumulated as in :func:`mm_fp8_fp4`.
+
+    Experts' rows are found on the device and padding is treated as in :func:`grouped_mm_fp8`, so that this op replaces
+    :func:`grouped_mm_fp8` in an FP8 expert pipeline (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM,
+    ``moe_finalize``) whose weights are in FP4.
 
     Args:
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
-            max_rows, K).
+            max_rows, K). With per-token scales also (R, ⌈K/256⌉, 256), masked (E, max_rows, ⌈K/256⌉, 256), as
+            :func:`interleave_k` returns it.
         b: (E, K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of weights stacked row-major, (E, N, K/2), as checkpoints store them. N is a multiple of
             8, E at most 1,024. A row-major tensor is refused. Square weights that are stored transposed cannot be
@@ -50,10 +61,13 @@ def grouped_mm_fp8_fp4(
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, even with padding between the columns; scales with other
             strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
-            that the scales are transposed.
+            that the scales are transposed. Or per-token scales: (R, 1), one scale per row, masked (E, max_rows, 1); or
+            (1,), one scale for all rows.
         b_scale: block scales of the weights: tiles over the rows of all experts, 128x4 (⌈(E·N)/128⌉, ⌈K/B/4⌉, 32, 4,
             4), as :func:`fp4_quantize` of the weights (E, N, K) writes them, so that a tile may span two experts; or
-            linear (E, N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+            linear (E, N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4). With
+            per-token scales also uint8 (E, 1 + ⌈K/256⌉, N, 256/B), which :func:`prepare_scales` computes once from the
+            block scales.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
@@ -70,11 +84,12 @@ def grouped_mm_fp8_fp4(
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and the rows of
-            an expert are a multiple of 128.
+            an expert are a multiple of 128. With prepared scales it is ``None``.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
+        fast_accum: argument of :func:`mm_fp8`, which decides how per-token calls accumulate. Block scales ignore it.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

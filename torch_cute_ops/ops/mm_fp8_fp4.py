@@ -1,4 +1,4 @@
-"""``mm_fp8_fp4``: GEMM of FP8 activations with block scales and an FP4 weight."""
+"""``mm_fp8_fp4``: GEMM of FP8 activations, with block scales or per-token scales, and an FP4 weight."""
 
 import torch
 from torch import Tensor
@@ -23,39 +23,52 @@ def mm_fp8_fp4(
     backend: str = "auto",
     static_weight: bool = False,
     prefetch: Tensor | None = None,
+    fast_accum: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply FP8 activations with block scales by an FP4 weight, on FP8 tensor cores.
+    """Multiply FP8 activations by an FP4 weight, on FP8 tensor cores. The activations have block scales or per-token
+    scales.
 
-    The weight is re-encoded in FP8, with powers of two as scales. With k in the j-th block of 128::
+    The weight is re-encoded in FP8, with powers of two as scales. With block scales, and k in the j-th block of 128::
 
         w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])
         sum[m, n] = Σ_j a_scale[m, j] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k])
         out[m, n] = alpha · sum[m, n] + bias[n]
 
-    In each row and block of 128 elements, ``t`` is the least integer for which the largest number fits e4m3; codes are
-    rounded to nearest even. For MXFP4, the conversion is exact unless scales within 128 elements differ by more than a
-    factor of 2^14. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by up to
-    4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale needs up to 6.
-    For a Gaussian weight, the relative rms error is 9.69 %, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and
-    :func:`mm_fp4_weight_only` never re-encode.
+    With per-token scales, all elements of a weight row share one power of two::
 
-    The weight stays in 4 bits in memory. With many rows, ``"auto"`` may take the backend ``recode``, which holds an FP8
-    copy of the weight for the duration of the call. Activations are stored as the quantising ops write them
-    (``granularity="block128"``). Sums are accumulated as in :func:`mm_fp8_block` and rounded once to ``out_dtype``.
+        w8[n, k] = e4m3(e2m1 · block scale · 2^-u[n])
+        out[m, n] = (Σ_k a[m, k] · w8[n, k]) · a_scale[m] · (alpha · 2^u[n]) + bias[n]
+
+    ``t`` is the least integer for which the largest number of a row and block fits e4m3, and ``u`` the least integer
+    for which the largest number of a row does. Codes are rounded to nearest even. For MXFP4, the conversion is exact
+    for blocks whose scale is at most a factor of 2^14 below the largest scale within the 128 elements, or within the
+    row. Smaller numbers are rounded by up to 2^-10 · 2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2
+    and 4 stay exact; 1.5, 3 and 6 are rounded by up to 4.8 %, because e4m3 holds 4 significant bits, and the product of
+    such an element and a block scale needs up to 6. For a Gaussian weight, the relative rms error is 9.69 % with either
+    exponent, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+
+    The weight stays in 4 bits in memory. With block scales and many rows, ``"auto"`` may take the backend ``recode``,
+    which holds an FP8 copy of the weight for the duration of the call. Activations are stored as the quantising ops
+    write them (``granularity="block128"``, ``"token"`` or ``"tensor"``). Sums are accumulated as in
+    :func:`mm_fp8_block`, or with per-token scales as in :func:`mm_fp8`, and rounded once to ``out_dtype``.
 
     Args:
-        a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
+        a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. With per-token
+            scales also (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it, so that a kernel need not reorder the
+            rows. If K is 256, activations (B, T, 256) that were not flattened have this shape for T = 1.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
             ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. A square weight
             that is stored transposed cannot be detected.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, even with padding between the columns; scales with other strides are copied first. Pass
             scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
+            Or per-token scales: (M, 1), one scale per row; or (1,), one scale for all rows.
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
-            or float8_e8m0fnu (MXFP4).
+            or float8_e8m0fnu (MXFP4). With per-token scales also uint8 (1 + ⌈K/256⌉, N, 256/B), which
+            :func:`prepare_scales` computes once from the block scales.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
             column. Pass ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -66,7 +79,7 @@ def mm_fp8_fp4(
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits.
+            shape fits. With prepared scales it is ``None``.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
@@ -75,6 +88,7 @@ def mm_fp8_fp4(
             next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
             be written during the call.
+        fast_accum: argument of :func:`mm_fp8`, which decides how per-token calls accumulate. Block scales ignore it.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

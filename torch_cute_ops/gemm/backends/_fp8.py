@@ -115,6 +115,11 @@ def has_token_scales(problem: GemmProblem) -> bool:
     return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
 
 
+def has_tokens_and_fp4(problem: GemmProblem) -> bool:
+    """Return True if the problem multiplies FP8 activations without block scales by an FP4 weight."""
+    return problem.a.is_fp8 and problem.b.is_fp4 and not problem.a.has_fp8_blocks
+
+
 def epilogue_of_token_scales(problem: GemmProblem) -> Epilogue:
     """Return the epilogue of a problem without block scales, in which the weight's scales are ``alpha``."""
     has_one = problem.b.format == FP8_TENSOR
@@ -124,10 +129,10 @@ def epilogue_of_token_scales(problem: GemmProblem) -> Epilogue:
 
 
 class FP8FP4Backend(FP8Backend):
-    """Base class of the Hopper backends with FP8 activations and an FP4 weight."""
+    """Base class of the Hopper backends with block-scaled FP8 activations and an FP4 weight."""
 
     def handles(self, problem: GemmProblem) -> bool:
-        return problem.a.is_fp8 and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+        return problem.a.has_fp8_blocks and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_wgmma(target)

@@ -6,16 +6,17 @@ import torch
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import merged
+from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import has_token_scales
+from torch_cute_ops.gemm.backends._fp8 import has_token_scales, has_tokens_and_fp4
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
-from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.gemm.problem import GemmProblem, Operand, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
-from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight, prepared_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -70,6 +71,8 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
         return scaled_gemm(given.a, given.b.t(), *scales, given.bias, problem.out_dtype)
     weight = given.b.mT
     assert given.a_scale is not None
+    if has_tokens_and_fp4(problem):
+        return _tokens_and_fp4(problem, given)
     if isinstance(fmt, FP4Format):
         assert problem.b.scale_layout is not None
         weight, factors = fp8_weight(weight, given.b_scale, fmt, problem.b.scale_layout)
@@ -79,6 +82,30 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
     if over == "rows":
         return grouped_gemm(*operands, given.offsets, given.counts, *epilogue)
     return block_scaled_gemm(*operands, *epilogue)
+
+
+def _tokens_and_fp4(problem: GemmProblem, given: Operands) -> Tensor:
+    fmt, a, a_scale, alpha = problem.b.format, given.a, given.a_scale, given.alpha
+    assert isinstance(fmt, FP4Format) and a_scale is not None
+    if problem.a.is_interleaved:
+        a = deinterleave_k(a, problem.k)
+    weight, powers = weight_of_rows(given.b.mT, given.b_scale, problem.b)
+    if problem.grouping.over == "rows":
+        epilogue = alpha, given.bias, problem.out_dtype
+        return grouped_token_gemm(a, weight, a_scale, powers, given.offsets, given.counts, *epilogue)
+    factor = powers if alpha is None else powers * alpha
+    return scaled_gemm(a, weight, a_scale, factor, given.bias, problem.out_dtype)
+
+
+def weight_of_rows(codes: Tensor, scale: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
+    """Convert the FP4 weight (..., N, K/2) of a problem with per-token scales to FP8. Return the weight (..., N, K)
+    float8_e4m3fn, and the power of two of each row, (..., N) float32."""
+    assert isinstance(operand.format, FP4Format)
+    if operand.is_prepared:
+        return prepared_weight(codes, scale, operand.format)
+    assert operand.scale_layout is not None
+    weight, powers = fp8_weight(codes, scale, operand.format, operand.scale_layout, by_row=True)
+    return weight, powers.squeeze(-1)
 
 
 def _fp4(problem: GemmProblem, given: Operands) -> Tensor:
