@@ -19,6 +19,7 @@ from support.checkpoints import FP8_TENSOR_INPUT, FP8_TENSOR_WEIGHT, KINDS, MXFP
 from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint import LayerScheme, QuantSpec
 from torch_cute_ops.checkpoint.spec import spec_of
+from torch_cute_ops.nn import QuantLinear
 
 N, K = 192, 256
 Tensors = checkpoints.Tensors
@@ -30,11 +31,16 @@ def config(quantization: dict, folder) -> QuantSpec:
 
 def loaded(folder, tensors: Tensors, quantization: dict, **given) -> np.ndarray:
     """Load a layer (N, K) and return its decoded weight."""
+    return loaded_layer(folder, tensors, quantization, **given).dequantize(torch.float64).numpy()
+
+
+def loaded_layer(folder, tensors: Tensors, quantization: dict, **given) -> QuantLinear:
+    """Load a layer (N, K)."""
     checkpoints.write(folder, {f"0.{name}": tensor for name, tensor in tensors.items()}, quantization)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(K, N, bias=False)).bfloat16()
     checkpoint.load_(model, folder, **given)
-    return model[0].dequantize(torch.float64).numpy()
+    return model[0]
 
 
 def assert_equal(got: np.ndarray, want: np.ndarray) -> None:
@@ -190,8 +196,23 @@ def test_nvfp4_for_fp8_activations(block, tmp_path):
         want = weights.fp4(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"].double().numpy())
         with pytest.raises(ValueError, match=r"weight_scale in .* with shape \(192, 8\); expected \(192, 16\)"):
             loaded(tmp_path, tensors, modelopt("NVFP4"))
-    for activations in ("auto", "fp8"):
-        assert_equal(loaded(tmp_path, tensors, quantization, activations=activations), want)
+    for activations in ("auto", "fp8", "fp8_token"):
+        layer = loaded_layer(tmp_path, tensors, quantization, activations=activations)
+        assert_equal(layer.dequantize(torch.float64).numpy(), want)
+        assert layer.has_input_scale == (activations == "fp8_token")
+    x = torch.randn(3, K).bfloat16()
+    codes, scale = layer.quantize(x).operands
+    assert torch.equal(scale, tensors["input_scale"].reshape(1).float())
+    step = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.float(), step.float())
+    # The scale of FP4 activations does not fit FP8 activations.
+    tensors, _ = checkpoints.random_layer(KINDS["modelopt W4A4"], N, K)
+    assert not loaded_layer(tmp_path, tensors, modelopt("NVFP4"), activations="fp8_token").has_input_scale
+    tensors["input_scale"].zero_()
+    with pytest.warns(UserWarning, match="1 layers have no input scale, or 0"):
+        layer = loaded_layer(tmp_path, tensors, modelopt("W4A8_NVFP4_FP8"), activations="fp8_token")
+    assert not layer.has_input_scale
+    del tensors["input_scale"]
     with pytest.raises(ValueError, match=r"input_scale is missing; activations='fp4' needs it"):
         loaded(tmp_path, tensors, quantization, activations="fp4")
 

@@ -61,12 +61,13 @@ class Model(nn.Module):
             self.lm_head.weight = self.embed.weight
 
 
-def quantised(scheme: str, activations: str, **given) -> Model:
-    def calibrate(model: nn.Module) -> None:
-        model.q_proj(torch.randn(4, H).bfloat16())
-        model.k_proj(torch.randn(4, H).bfloat16())
-        model.mlp(torch.randn(4, 256).bfloat16())
+def calibrate(model: nn.Module) -> None:
+    model.q_proj(torch.randn(4, H).bfloat16())
+    model.k_proj(torch.randn(4, H).bfloat16())
+    model.mlp(torch.randn(4, 256).bfloat16())
 
+
+def quantised(scheme: str, activations: str, **given) -> Model:
     is_calibrated = activations in ("fp4", "fp8_static")
     model = Model(**given).bfloat16()
     return quantize_(model, scheme, activations=of_layers(activations), calibrate=calibrate if is_calibrated else None)
@@ -230,6 +231,21 @@ def test_reciprocals():
     values = scales.reciprocal()
     assert torch.equal(_inverse(values).reciprocal(), values)
     assert torch.allclose(_inverse(scales).double() * scales.double(), torch.ones(()).double(), rtol=2.0**-23)
+
+
+def test_fp8_activations_per_token_of_fp4_weights(tmp_path):
+    """Check that NVFP4 layers with dynamic scales are saved as weights for 16-bit activations, which load again, and
+    that static scales of FP8 activations are refused."""
+    model = quantised("nvfp4", "fp8_token")
+    checkpoint.save(model, tmp_path / "dynamic", "modelopt", config={})
+    read = checkpoint.load_(Model().bfloat16(), tmp_path / "dynamic", activations="fp8_token")
+    assert_same(read, model)
+    x = torch.randn(3, H).bfloat16()
+    assert torch.equal(read.q_proj(x), model.q_proj(x))
+    static = quantize_(Model().bfloat16(), "nvfp4", activations="fp8_token", calibrate=calibrate)
+    assert static.q_proj.has_input_scale
+    with pytest.raises(ValueError, match="does not support nvfp4 with a static scale of FP8 activations"):
+        checkpoint.save(static, tmp_path / "static", "modelopt", config={})
 
 
 def test_errors(tmp_path):

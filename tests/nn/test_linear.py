@@ -372,7 +372,7 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
         given.clear()
         assert torch.equal(layer(x), want[i]) and torch.equal(layer(x[:1]), layer(x[:1]))
         following = layers[i + 1].weight if i < 2 else None
-        assert all(each is following for each in given) and (given or activations == "fp8")
+        assert all(each is following for each in given) and (given or activations.startswith("fp8"))
     assert layers[0].state_dict().keys() == state.keys() and len([*layers[0].modules()]) == 1
     prefetch_(layers[:1])
     given.clear()
@@ -423,3 +423,41 @@ def test_compiled_programs_exclude_the_prefetch_chain():
         assert torch.equal(program.module()(x), layers[0](x))
     names = {*program.state_dict, *program.constants}
     assert names == {*dict(layers[0].named_buffers()), *dict(layers[0].named_parameters())}
+
+
+@torch.no_grad()
+def test_static_scale_of_fp8_activations(monkeypatch):
+    """Check layers that quantise all rows with one calibrated scale, and merged layers, which use the largest scale;
+    and that the layers pass ``fast_accum``."""
+    given, multiply = [], fp4_linear.mm_fp8_fp4
+    spy = lambda *args, **named: given.append(named) or multiply(*args, **named)  # noqa: E731
+    monkeypatch.setattr(fp4_linear, "mm_fp8_fp4", spy)
+    layers = [quantised(NVFP4Linear, "fp8_token", n=n, input_amax=amax) for n, amax in ((N, 3.0), (64, 5.0))]
+    x = torch.randn(6, K).bfloat16()
+    for layer in (*layers, merge(layers)):
+        assert layer.quantize(x).operands[1].shape == (1,)
+        assert_computes(layer, x)
+    assert [layer.input_scale.item() for layer in layers] == [np.float32(amax) / np.float32(448) for amax in (3, 5)]
+    assert merge(layers).input_scale.item() == layers[1].input_scale.item()
+    assert not any(named["fast_accum"] for named in given)
+    layers[0].fast_accum = True
+    layers[0](x)
+    assert given[-1]["fast_accum"] is True
+
+
+@pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear])
+@torch.no_grad()
+def test_prepared_scales_follow_the_weight(cls):
+    """Check that prepared scales are in no state dict, follow a loaded state dict in place, and are not cast."""
+    layer, other = (quantised(cls, "fp8_token") for _ in range(2))
+    x = torch.randn(5, K).bfloat16()
+    before, place = layer(x), layer.prepared_scale.data_ptr()
+    assert "prepared_scale" not in layer.state_dict()
+    assert layer.state_dict().keys() == quantised(cls, "fp8").state_dict().keys()
+    layer.load_state_dict(other.state_dict())
+    assert layer.prepared_scale.data_ptr() == place
+    assert torch.equal(layer(x), other(x)) and not torch.equal(layer(x), before)
+    assert layer.half().prepared_scale.dtype == torch.uint8
+    blank = cls(K, N, activations="fp8_token")
+    assert blank(x).isnan().all()
+    blank.load_state_dict(quantised(cls, "fp8").state_dict(), strict=False)

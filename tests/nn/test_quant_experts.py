@@ -44,7 +44,7 @@ def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
 def computed(experts: QuantExperts, *given) -> np.ndarray:
     """Return the expected results, with activations rounded at the granularity that the experts use."""
     x, ids, factors, *rest = given
-    granularity = "token" if experts.scheme == "fp8_channel" else "block128"
+    granularity = "token" if experts.has_token_scales else "block128"
     return support.computed(x, ids, factors, *support.multiplied(experts), *rest, granularity=granularity)
 
 
@@ -548,3 +548,33 @@ def test_global_scales_of_an_expert(scale, form, activations):
         else:
             assert not got[with_it].isfinite().any() and not want[with_it].isfinite().any()
     assert want[2].any() == (form is GptOssExperts or scale != 0)
+
+
+# Scales of tokens
+
+
+@pytest.mark.parametrize("form", [Experts, GptOssExperts])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
+@torch.no_grad()
+def test_scales_of_tokens(scheme, form, device):
+    """Check experts that quantise activations with one scale per token. Their prepared scales follow the weights in
+    place, and are in no state dict."""
+    experts = block_of(form(), scheme).mlp.experts.to(device)
+    keys = experts.state_dict().keys()
+    assert experts.scale_tokens_() is experts and experts.state_dict().keys() == keys
+    given = routed(9, device)
+    biases = [layer.bias for layer in (experts.gate_up_proj, experts.down_proj) if layer.bias is not None]
+    stacked = [bias.double().cpu().numpy().reshape(E, -1) for bias in biases] or None
+    assert_close(experts(*given), computed(experts, *given, stacked, experts.swiglu))
+    torch.manual_seed(2)
+    other = block_of(form(), scheme).mlp.experts.to(device)
+    place = experts.prepared.down_scale.data_ptr()
+    experts.load_state_dict(other.state_dict())
+    assert experts.prepared.down_scale.data_ptr() == place
+    assert torch.equal(experts(*given), other.scale_tokens_()(*given))
+    assert experts.half().prepared.gate_up_scale.dtype == torch.uint8
+
+
+def test_scales_of_tokens_of_fp8_weights():
+    with pytest.raises(ValueError, match="scale_tokens_: the weights are in fp8_block, which decides"):
+        block_of(Experts(), "fp8_block").mlp.experts.scale_tokens_()

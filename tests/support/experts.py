@@ -116,7 +116,7 @@ def multiplied(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
     if experts.scheme in ("fp8_block", "fp8_channel"):
         return decoded(experts)
     gate_up, down = (
-        layers.recoded({name: each.cpu() for name, each in layer.tensors().items()}, layer)
+        layers.recoded({name: each.cpu() for name, each in layer.tensors().items()}, layer, experts.has_token_scales)
         for layer in (experts.gate_up_proj, experts.down_proj)
     )
     return gate_up.reshape(experts.experts, -1, gate_up.shape[1]), down.reshape(experts.experts, -1, down.shape[1])

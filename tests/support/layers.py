@@ -26,14 +26,19 @@ by_kind = pytest.mark.parametrize(
 )
 
 
+def has_row_scales(layer: QuantLinear) -> bool:
+    """Return True if the layer's FP8 activations have one scale per row, or one scale for all rows."""
+    return layer.scheme in ("fp8_tensor", "fp8_channel") or layer.activations == "fp8_token"
+
+
 def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
     """Return the rows (M, K) that the layer's GEMM multiplies for the input ``x``, in float64."""
     rows = x.flatten(0, -2).float().cpu().numpy()
     if layer.activations == "16bit":
         rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
         return rows.astype(np.float64)
-    if layer.activations == "fp8":
-        has_rows = layer.scheme in ("fp8_tensor", "fp8_channel")
+    if layer.activations in ("fp8", "fp8_token"):
+        has_rows = has_row_scales(layer)
         granularity, scale = "token" if has_rows else "block128", None
         if has_rows and layer.has_input_scale:
             granularity, scale = "tensor", layer.input_scale.item()
@@ -59,15 +64,18 @@ def weight_multiplied(layer: QuantLinear) -> np.ndarray:
     """Return the weight (N, K) that the layer's GEMM multiplies, in float64. If activations are FP8, an FP4 weight is
     re-encoded in FP8."""
     tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
-    if layer.activations != "fp8" or layer.scheme not in ("nvfp4", "mxfp4"):
+    if layer.activations not in ("fp8", "fp8_token") or layer.scheme not in ("nvfp4", "mxfp4"):
         return weights.decoded(tensors, layer.parts)
-    return recoded(tensors, layer)
+    return recoded(tensors, layer, has_row_scales(layer))
 
 
-def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
-    """Return the FP8 weight by which an FP4 layer multiplies FP8 activations, computed from the layer's tensors."""
-    elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
-    whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
+def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear, by_row: bool) -> np.ndarray:
+    """Return the FP8 weight by which an FP4 layer multiplies FP8 activations, computed from the layer's tensors. If
+    ``by_row``, the activations have one scale per row."""
+    span = layer.in_features if by_row else BLOCK
+    given = tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size
+    elements, factors = fp4_weight(*given, span)
+    whole = elements * factors.repeat(span, 1)[:, : layer.in_features]
     if layer.scheme == "nvfp4":
         whole *= tensors["weight_scale_2"].double().numpy().repeat(layer.parts)[:, None]
     return whole
@@ -80,7 +88,7 @@ def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> No
     a, b = as_multiplied(x, layer), weight_multiplied(layer)
     want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
     bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (k + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
-    if layer.scheme in ("fp8_tensor", "fp8_channel"):
+    if has_row_scales(layer):
         bound += sum_of_tokens(a, b, PROMOTED // BLOCK, x.device.type)[1]
     elif layer.activations == "fp8":
         blocks = [slice(begin, begin + BLOCK) for begin in range(0, k, BLOCK)]

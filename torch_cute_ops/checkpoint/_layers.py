@@ -146,8 +146,11 @@ def read_layer(
         ValueError: as :func:`read_tensors`; for activations that the format does not support or whose scale is missing;
             for sizes that the ops do not support.
     """
-    stored = read_tensors(files, name, scheme, has_input_scale=has_input_scale)
-    tensors = {key: each.to(device, copy=True) for key, each in stored}
+    if activations == "fp8_token":
+        # Only a static FP8 scale fits per-token FP8 activations. A scale of FP4 activations is six times smaller.
+        has_input_scale = has_input_scale and scheme.activations == "fp8_static"
+    stored = read_tensors(files, name, scheme, activations, has_input_scale=has_input_scale)
+    tensors = {key: each.to(device, copy=True) for key, each in stored if has_input_scale or key != "input_scale"}
     bias = None
     if f"{name}.bias" in files:
         bias = files.read(f"{name}.bias")
@@ -185,7 +188,12 @@ def _is_uncalibrated(files: Files, stored: str, field: Field) -> bool:
 
 
 def read_tensors(
-    files: Files, name: str, scheme: LayerScheme, *, has_input_scale: bool = True
+    files: Files,
+    name: str,
+    scheme: LayerScheme,
+    activations: Activations = "auto",
+    *,
+    has_input_scale: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (buffer name, tensor on the CPU) for each tensor of the layer ``name`` except its bias.
 
@@ -195,8 +203,10 @@ def read_tensors(
         files: tensors of the checkpoint.
         name: layer name in the checkpoint.
         scheme: quantisation of the layer.
+        activations: format of the module's activations.
         has_input_scale: False to leave out the input scale, which may then be missing or 0. It is always left out for
-            FP4 weights that were made for static FP8 activations.
+            FP4 weights that were made for static FP8 activations, unless they are NVFP4 and ``activations`` is
+            ``"fp8_token"``.
 
     Raises:
         ValueError: for a tensor that is missing or unknown, or that has a wrong shape, dtype or value.
@@ -206,8 +216,8 @@ def read_tensors(
         _refuse_unknown(files, name, scheme, {each.rpartition(".")[2] for each in names.values()})
         yield from torchao.read_linear(files, f"{name}.weight").items()
         return
-    is_fp4 = scheme.format in ("nvfp4", "mxfp4")
-    is_left_out = not has_input_scale or (is_fp4 and scheme.activations == "fp8_static") or scheme.format == "mxfp4"
+    is_unused = scheme.activations == "fp8_static" and scheme.format == "nvfp4" and activations != "fp8_token"
+    is_left_out = not has_input_scale or is_unused or scheme.format == "mxfp4"
     fields = [
         field for field in READ[scheme.style, scheme.format] if not (field.is_optional and scheme.activations == "fp8")
     ]

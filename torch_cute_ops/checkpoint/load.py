@@ -510,8 +510,7 @@ class Loader:
         gate_up, down = new
         swiglu = self._verified(name, given) if current is None else current.swiglu
         if current is not None and overwrite_(current.gate_up_proj, gate_up) and overwrite_(current.down_proj, down):
-            if current.side_by_side is not None:
-                current.side_by_side.renew(current)
+            current.renew_derived()
             return
         try:
             experts = QuantExperts(gate_up, down, given.experts, swiglu=swiglu, topk=topk_of(self.model, name))

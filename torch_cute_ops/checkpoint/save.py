@@ -221,6 +221,13 @@ def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     # With an FP4 weight, an input scale means that the activations are FP4. Only MXFP4 supports FP4 activations without
     # an input scale. With an FP8 weight, an input scale means that the activations are static FP8.
     activations = layer.activations
+    if activations == "fp8_token":
+        if layer.scheme == "nvfp4" and layer.has_input_scale:
+            raise ValueError(
+                f"style {style!r} does not support nvfp4 with a static scale of FP8 activations; expected 16-bit or "
+                "FP4 activations, or FP8 activations without an input scale"
+            )
+        activations = "fp8"  # the configuration does not say that a row has a single scale
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"
     elif "input_scale" in layer.layout():

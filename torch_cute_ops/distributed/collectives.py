@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cute_ops.distributed.rules import is_byte_float
 from torch_cute_ops.formats import convert_scales
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
-from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
 
 Group = dist.ProcessGroup
 # torch 2.13 renamed these functions and warns about the old names.
@@ -102,10 +101,10 @@ def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Ten
         k = layer.in_features
         linear = all_gather(convert_scales(scale, count, k, "128x4", "linear"), group)
         return convert_scales(linear, linear.shape[0], k, "linear", "128x4")
-    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # FP8 block scales are column-major
+    if layer.has_fp8_blocks:  # column-major scales
         return all_gather(scale.t(), group, dim=1).t()
     # A static scale need not be sent, because it is equal on all ranks.
-    return scale if layer.has_input_scale else all_gather(scale, group)
+    return all_gather(scale, group) if layer.has_computed_row_scales else scale
 
 
 class Sent(NamedTuple):

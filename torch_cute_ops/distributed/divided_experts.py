@@ -119,6 +119,7 @@ class DividedExperts(Style):
             if reason is not None:
                 raise ValueError(f"DividedExperts: for {mesh.size()} ranks, {reason}")
         few, module.side_by_side = module.side_by_side, None
+        scales_tokens, module.prepared = module.prepared is not None, None
         if self.by == "tensor":
             for dim, layer in enumerate((module.gate_up_proj, module.down_proj)):
                 shard_(layer, WeightShard(dim, mesh.get_local_rank(), mesh.size()))
@@ -128,6 +129,8 @@ class DividedExperts(Style):
             keep_parts_(module.down_proj, begin, end)
             module.experts = end - begin
         self.bind_experts(module, mesh)
+        if scales_tokens:
+            module.scale_tokens_()
         if few is not None:
             hidden_scale = few.hidden_global_scale
             if hidden_scale is not None and self.by == "expert":
@@ -141,10 +144,10 @@ class DividedExperts(Style):
 
     def _refuse_shared_scales(self, module: QuantExperts) -> None:
         """Check that each scale of the activations between an expert's two layers covers elements of only one rank."""
-        if self.by == "tensor" and module.scheme == "fp8_channel":
+        if self.by == "tensor" and module.has_token_scales:
             raise ValueError(
-                "DividedExperts: by is 'tensor', but with weights in fp8_channel the activations of a token share one "
-                "scale; expected by='expert'"
+                f"DividedExperts: by is 'tensor', but with weights in {module.scheme} the activations of a token share "
+                "one scale; expected by='expert'"
             )
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:

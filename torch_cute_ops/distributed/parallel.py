@@ -297,7 +297,7 @@ class _Row(Divided):
 
     def _own_rows(self, x: Tensor) -> QuantizedRows:
         assert isinstance(self, QuantLinear)
-        if isinstance(self, FP8TensorLinear | FP8ChannelLinear) and not self.has_input_scale:
+        if self.has_computed_row_scales:
             return _by_shared_scale(x, self.group)
         return self.quantize(x)
 

@@ -19,7 +19,7 @@ from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.quantized import autocast
 from torch_cute_ops.runtime.dispatch import is_proxy
 
-Activations = Literal["auto", "16bit", "fp4", "fp8"]
+Activations = Literal["auto", "16bit", "fp4", "fp8", "fp8_token"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor, keyed by the tensor's name."""
 
@@ -94,8 +94,8 @@ class QuantLinear(nn.Module):
         parts: number of rows of each layer that was merged into this layer, such as q, k and v; ``None`` if none was
             merged.
         has_input_scale: True to add an ``input_scale``, in formats that use one. NVFP4 activations need it. If the
-            weight is FP8 with tensor or channel scales, activations are quantised with ``input_scale`` if it exists,
-            and otherwise with one computed scale per row.
+            weight is FP8 with tensor or channel scales, or NVFP4 with activations ``"fp8_token"``, activations are
+            quantised with ``input_scale`` if it exists, and otherwise with one computed scale per row.
         dtype: dtype of the bias: float32, or the dtype of the activations.
         device: device of all tensors.
 
@@ -397,6 +397,16 @@ class QuantLinear(nn.Module):
         """Return :meth:`quantization` without the arguments that are tensors."""
         raise NotImplementedError
 
+    @property
+    def has_fp8_blocks(self) -> bool:
+        """True if the input is quantised to FP8 with a scale for each 128 elements of a row."""
+        return self._input_quantization == FP8_BLOCKS
+
+    @property
+    def has_computed_row_scales(self) -> bool:
+        """True if the input is quantised to FP8 with a scale per row that each call computes."""
+        return self._input_quantization is not None and self._input_quantization == Quantization("fp8", {})
+
     def _activation_scale(self) -> Tensor | None:
         """Return the scale or global scale of the input, or None if scales are computed per row or block."""
         return None
@@ -540,8 +550,9 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
 
     if layer.weight.is_meta or not is_writable(layer.weight):
         return False
-    if layer.has_input_scale and not new.has_input_scale and layer.scheme == "nvfp4" and layer.activations != "fp4":
-        del layer._buffers[_SHARED]  # an NVFP4 layer uses its input scale only for FP4 activations
+    is_unused = layer.scheme == "nvfp4" and layer.activations not in ("fp4", "fp8_token")
+    if layer.has_input_scale and not new.has_input_scale and is_unused:
+        del layer._buffers[_SHARED]
         layer.has_input_scale = False
     if described(layer) != described(new):
         return False

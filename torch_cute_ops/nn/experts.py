@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from torch_cute_ops.formats.expert_weights import moe_fc2_weight
 from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn._tracing import one_node
@@ -95,7 +96,7 @@ class QuantExperts(nn.Module):
 
     If FP8 weights have one scale per channel (``"fp8_channel"``), activations have one scale per token: in step 2,
     ``fp8_quantize`` quantises the tokens and torch copies its rows into the experts' order; in step 4,
-    ``silu_mul_fp8quant`` gates and quantises.
+    ``silu_mul_fp8quant`` gates and quantises. :meth:`scale_tokens_` does the same for FP4 weights.
 
     The host never waits for the device, and no shape depends on the routing, so calls can be captured. After
     :meth:`route_few_`, calls with few tokens use other ops. :class:`ExpertLayer` adds the router.
@@ -142,8 +143,39 @@ class QuantExperts(nn.Module):
                 raise ValueError(f"QuantExperts: {name} has {got}; expected {len(parts)} with {width}")
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self.side_by_side: _SideBySide | None = None
+        self.prepared: _PreparedScales | None = None
         self.tokens_of_expert: int | None = None
         self.register_load_state_dict_post_hook(_renew)
+
+    def scale_tokens_(self) -> Self:
+        """Quantise the FP8 activations of FP4 weights with one scale per token instead of one per 128 elements.
+
+        :func:`torch_cute_ops.prepare_scales` prepares the scales of the weights: 1/8 to 1/16 byte per element in
+        addition. The state dict does not change. After weights are loaded, the prepared scales are computed again, in
+        place. ``grouped_mm_fp8_fp4`` is called with ``fast_accum=False``. The calls that :meth:`route_few_` changes
+        take other activations and stay as they are.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            ValueError: for FP8 weights, whose format decides how activations are scaled.
+        """
+        if self.scheme not in ("nvfp4", "mxfp4"):
+            raise ValueError(
+                f"QuantExperts.scale_tokens_: the weights are in {self.scheme}, which decides how activations are "
+                "scaled; expected 'nvfp4' or 'mxfp4'"
+            )
+        if self.prepared is None:
+            self.prepared = _PreparedScales(self)
+        else:
+            self.prepared.renew(self)
+        return self
+
+    @property
+    def has_token_scales(self) -> bool:
+        """True if activations in FP8 have one scale per token."""
+        return self.scheme == "fp8_channel" or self.prepared is not None
 
     def route_few_(
         self,
@@ -397,13 +429,12 @@ class QuantExperts(nn.Module):
         shared: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        has_token_scales = self.scheme == "fp8_channel"
-        if has_token_scales:
+        if self.has_token_scales:
             a, a_scale = _permuted_tokens(hidden_states, permuted, weights.shape[-1])
         else:
             a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, hidden_states.dtype)
-        if has_token_scales:
+        if self.has_token_scales:
             a, a_scale = silu_mul_fp8quant(h, None, "token", None, *self.swiglu)
         else:
             a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
@@ -421,9 +452,17 @@ class QuantExperts(nn.Module):
         if alpha is not None and alpha.numel() > 1:
             alpha = alpha.unflatten(0, (self.experts, -1))
         scale, block = layer.weight_scale, layer.format.block_size
+        if self.prepared is not None:
+            scale = self.prepared.gate_up_scale if layer is self.gate_up_proj else self.prepared.down_scale
         return grouped_mm_fp8_fp4(
             a, weight, a_scale, scale, offsets, None, alpha, bias, dtype, block, static_weight=True
         )
+
+    def renew_derived(self) -> None:
+        """Compute derived buffers again after the weights changed."""
+        for derived in (self.side_by_side, self.prepared):
+            if derived is not None:
+                derived.renew(self)
 
     def split(self) -> Iterator[tuple[QuantLinear, QuantLinear, QuantLinear]]:
         """Yield the three layers (gate, up, down) of each expert. Codes are views, scales are copies."""
@@ -453,6 +492,44 @@ def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int) -> tupl
     tokens = (permuted // topk).clamp(min=0)
     # index bytes, because torch 2.9 does not index FP8 tensors
     return codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype), scale.index_select(0, tokens)
+
+
+class _PreparedScales(nn.Module):
+    """Prepared scales of both layers of a :class:`QuantExperts`, for per-token scales of the activations.
+
+    The buffers ``gate_up_scale`` and ``down_scale``, uint8 (E, slabs, N, 256/block size), are in no state dict.
+    """
+
+    gate_up_scale: Tensor
+    down_scale: Tensor
+
+    def __init__(self, experts: QuantExperts) -> None:
+        super().__init__()
+        for name, value in self._derived(experts).items():
+            self.register_buffer(name, value, persistent=False)
+
+    @torch.no_grad()
+    def renew(self, experts: QuantExperts) -> None:
+        """Compute the buffers again after weights changed, in place, because CUDA graphs may read them."""
+        for name, value in self._derived(experts).items():
+            self.get_buffer(name).copy_(value)
+
+    def _derived(self, given: QuantExperts) -> dict[str, Tensor]:
+        layers: dict[str, Any] = {"gate_up_scale": given.gate_up_proj, "down_scale": given.down_proj}
+        return {
+            name: prepare_scales(
+                layer.weight_scale,
+                layer.out_features // given.experts,
+                layer.in_features,
+                experts=given.experts,
+                block_size=layer.format.block_size,
+            )
+            for name, layer in layers.items()
+        }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(lambda tensor: moved(fn, tensor), recurse)
+        return self
 
 
 class _SideBySide(nn.Module):
@@ -543,8 +620,7 @@ class _SideBySide(nn.Module):
 
 def _renew(experts: Any, incompatible_keys: Any) -> None:
     """Hook that updates the derived buffers after a state dict was loaded."""
-    if experts.side_by_side is not None:
-        experts.side_by_side.renew(experts)
+    experts.renew_derived()
 
 
 def check_routing(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> None:

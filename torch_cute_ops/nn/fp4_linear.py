@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
+from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
 from torch_cute_ops.nn._base import (
     FP8_BLOCKS,
@@ -28,22 +29,29 @@ from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
-from torch_cute_ops.quantized import encode
+from torch_cute_ops.quantized import encode, fp8_scale_of
 
 
 class _FP4Linear(QuantLinear):
-    """Base class of layers with an FP4 weight: the buffers are ``weight``, and ``weight_scale`` in the 128x4 layout."""
+    """Base class of layers with an FP4 weight: the buffers are ``weight``, and ``weight_scale`` in the 128x4 layout.
 
-    choices = ("16bit", "fp4", "fp8")
+    Attributes:
+        fast_accum: argument of ``mm_fp8_fp4`` with activations ``"fp8_token"``. Set it to True on a layer, or on a
+            class, to accumulate all of K in the tensor cores.
+    """
+
+    choices = ("16bit", "fp4", "fp8", "fp8_token")
     multiples = (8, 32)
     format: ClassVar[FP4Format]
+    fast_accum: bool = False
 
     weight_scale: Tensor
+    prepared_scale: Tensor
 
     @classmethod
     def multiples_for(cls, activations: Activations) -> tuple[int, int]:
         """Return the required divisors of N and of K for these activations."""
-        return (8, 64) if activations == "fp8" else cls.multiples
+        return (8, 64) if activations in ("fp8", "fp8_token") else cls.multiples
 
     def layout(self) -> Layout:
         """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
@@ -62,6 +70,11 @@ class _FP4Linear(QuantLinear):
     def _converted(self, scale: Tensor, source: FP4ScaleLayout, target: FP4ScaleLayout) -> Tensor:
         return convert_scales(scale, self.out_features, self.in_features, source, target)
 
+    def _derive(self) -> None:
+        if self.activations == "fp8_token":
+            n, k, block_size = self.out_features, self.in_features, self.format.block_size
+            self._set_derived("prepared_scale", prepare_scales(self.weight_scale, n, k, block_size=block_size))
+
     def _alpha(self) -> Tensor | None:
         """Return the GEMM's ``alpha``: one factor for all columns, one factor per column, or None for a factor of 1."""
         return None
@@ -71,6 +84,8 @@ class _FP4Linear(QuantLinear):
             return None
         if self.activations == "fp8":
             return FP8_BLOCKS
+        if self.activations == "fp8_token":
+            return Quantization("fp8", {} if self._activation_scale() is None else {"granularity": "tensor"})
         return Quantization("fp4", {"block_size": self.format.block_size})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -78,8 +93,11 @@ class _FP4Linear(QuantLinear):
             return self._multiply_16bit(operands[0], dtype, mm_fp4_weight_only, fp4quant_mm_fp4)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
-        multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         options: dict[str, Any] = {"static_weight": True, "prefetch": self._prefetch_weight()}
+        if self.activations == "fp8_token":
+            options["fast_accum"] = self.fast_accum
+            return mm_fp8_fp4(a, weight, a_scale, self.prepared_scale, alpha, self.bias, dtype, block, **options)
+        multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **options)
 
     def prologue_quantises(self, rows: Tensor) -> bool:
@@ -99,7 +117,7 @@ class _FP4Linear(QuantLinear):
         return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
 
     def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        if self.activations == "fp8":
+        if self.activations in ("fp8", "fp8_token"):
             return super()._gated_product(operands, dtype)
         return self._multiply_16bit(operands[0], dtype, silu_mul_mm_fp4_weight_only, silu_mul_fp4quant_mm_fp4)
 
@@ -150,6 +168,9 @@ class NVFP4Linear(_FP4Linear):
     - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``, with an ``input_scale`` from calibration or the checkpoint.
     - ``"fp8"``: ``fp8_quantize`` with one scale per 128 elements of a row, and ``mm_fp8_fp4``, which rounds the weight
       to FP8; K is a multiple of 64.
+    - ``"fp8_token"``: ``fp8_quantize`` with one scale per row, or with a calibrated ``input_scale``, and ``mm_fp8_fp4``
+      with ``fast_accum=False`` unless the attribute ``fast_accum`` is True; K is a multiple of 64. The buffer
+      ``prepared_scale`` is derived from ``weight_scale`` when tensors are loaded, and in no state dict.
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32
     (number of parts,); ``input_scale`` float32 (1,). As in ModelOpt, decoded numbers are multiplied by
@@ -175,6 +196,7 @@ class NVFP4Linear(_FP4Linear):
         return layout
 
     def _derive(self) -> None:
+        super()._derive()
         alpha = self.weight_scale_2
         if self.activations == "fp4":
             self._set_derived("input_global_scale", self.input_scale.reciprocal())
@@ -190,6 +212,8 @@ class NVFP4Linear(_FP4Linear):
         return self.alpha if "alpha" in self._buffers else self.weight_scale_2
 
     def _activation_scale(self) -> Tensor | None:
+        if self.activations == "fp8_token" and self.has_input_scale:
+            return self.input_scale
         return self.input_global_scale if self.activations == "fp4" else None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,7 +243,8 @@ class NVFP4Linear(_FP4Linear):
             weight_scale_2: float32, one element, or one per part, by which decoded weights are multiplied, as in
                 ModelOpt. It is 1 / ``weight_global_scale`` of compressed-tensors.
             input_scale: float32, one element, by which decoded activations are multiplied, as in ModelOpt.
-                ``activations="fp4"`` needs it.
+                ``activations="fp4"`` needs it. With ``activations="fp8_token"`` it is the scale of FP8 activations,
+                amax / 448, and ``None`` means one scale per row; scales of FP4 activations are amax / 2688.
             bias, parts, activations: as in :class:`QuantLinear`.
         """
         tensors = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2.reshape(-1)}
@@ -244,7 +269,7 @@ class NVFP4Linear(_FP4Linear):
             amax: largest magnitude that the global scale covers, for layers that share a global scale; ``None`` uses
                 the largest magnitude of this weight.
             input_amax: largest magnitude of the input, from calibration; larger values saturate. ``activations="fp4"``
-                needs it.
+                needs it. ``activations="fp8_token"`` without it uses one scale per row.
 
         Raises:
             ValueError: for unsupported sizes or activations, or a missing ``input_amax``.
@@ -255,13 +280,16 @@ class NVFP4Linear(_FP4Linear):
         amax = None if amax is None else float32_like(amax, weight)
         codes, scale, global_scale = encode(weight, cls.scheme, amax, "linear")
         assert global_scale is not None
+        input_scale = None
+        if input_amax is not None:
+            largest = float32_like(input_amax, weight)
+            is_fp8 = cls._chosen(activations) == "fp8_token"
+            input_scale = fp8_scale_of(largest) if is_fp8 else nvfp4_global_scale(largest).reciprocal()
         return cls.from_tensors(
             codes,
             scale,
             global_scale.reciprocal(),
-            input_scale=None
-            if input_amax is None
-            else nvfp4_global_scale(float32_like(input_amax, weight)).reciprocal(),
+            input_scale=input_scale,
             bias=linear.bias,
             activations=activations,
         )
@@ -279,6 +307,7 @@ class MXFP4Linear(_FP4Linear):
     - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``.
     - ``"fp8"``: ``fp8_quantize`` with a scale for each 128 elements of a row, and ``mm_fp8_fp4``; K is a multiple of
       64.
+    - ``"fp8_token"``: the same with a scale for each row, as in :class:`NVFP4Linear`.
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32).
     """

@@ -62,8 +62,9 @@ def quantize_(
         scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. With ``"fp8_tensor"``
             and ``"fp8_channel"``, activations use one scale per row, or with ``calibrate`` one static scale for all
             rows.
-        activations: format of the layers' activations: ``"16bit"``, ``"fp4"`` or ``"fp8"`` for FP4 weights, ``"fp8"``
-            for FP8 weights. ``"auto"`` selects the first of these that the scheme supports.
+        activations: format of the layers' activations: ``"16bit"``, ``"fp4"``, ``"fp8"`` or ``"fp8_token"`` for FP4
+            weights, ``"fp8"`` for FP8 weights. ``"auto"`` selects the first of these that the scheme supports. With
+            ``"nvfp4"`` and ``"fp8_token"``, activations use one scale per row, or with ``calibrate`` one static scale.
         ignore: layers to leave unchanged, as one pattern or several patterns. A pattern is a name, the last component
             of a name, a wildcard (``"model.layers.0.*"``), or ``re:`` followed by a regular expression. Your patterns
             replace the default. A pattern that matches nothing gives a warning.
@@ -90,7 +91,8 @@ def quantize_(
     if float_experts(model) is not None:
         raise ValueError("quantize_: the model is itself a module of experts; pass a module that contains it")
     needs_input = cls._chosen(activations) == "fp4" and cls is NVFP4Linear
-    takes_input = needs_input or cls in (FP8TensorLinear, FP8ChannelLinear)
+    is_static = cls in (FP8TensorLinear, FP8ChannelLinear) or (cls is NVFP4Linear and activations == "fp8_token")
+    takes_input = needs_input or is_static
     if needs_input and calibrate is None:
         raise ValueError(
             "quantize_: calibrate is None; NVFP4 activations need a function that runs the model on typical inputs"

@@ -164,7 +164,7 @@ def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object
     bias = None if module.down_proj.bias is None else module.down_proj.bias.dtype
     width = (module.experts, module.topk, module.hidden_size, module.intermediate_size)
     few = None if module.side_by_side is None else (module.side_by_side.activations, module.tokens_of_expert)
-    return (module.scheme, width, module.swiglu, bias, few, module.down_proj.weight.device)
+    return (module.scheme, module.has_token_scales, width, module.swiglu, bias, few, module.down_proj.weight.device)
 
 
 def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dtype: torch.dtype) -> None:
