@@ -12,6 +12,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.kernels import (
     fp8_fp4_recode,
+    fp8_fp4_token_wgmma,
     fp8_fp4_wgmma_codes,
     fp8_fp4_wgmma_rs,
     fp8_fp4_wgmma_ss,
@@ -131,6 +132,54 @@ class FP8TokenGemmCase(KernelCase):
             fast_accum=self.fast_accum,
         )
         return fp8_token_wgmma.FP8TokenWgmmaKernel(config)
+
+
+@dataclass(frozen=True)
+class FP8FP4TokenGemmCase(KernelCase):
+    """A GEMM of FP8 activations with per-token scales and an FP4 weight.
+
+    Attributes:
+        fmt: format of the weight.
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        tile: a tile of the family's ``TILES``.
+        fast_accum, epilogue, arch, static_weight, prefetches: fields of the configuration.
+    """
+
+    fmt: FP4Format
+    layout: str
+    tile: tuple[int, ...]
+    fast_accum: bool
+    epilogue: Epilogue
+    arch: str = "sm_90a"
+    static_weight: bool = False
+    prefetches: bool = False
+
+    @property
+    def id(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        family = ("fp8_fp4_token_wgmma", *hints_of(self), *["fast"] * self.fast_accum, self.fmt.name)
+        return "-".join((*family, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        kind = self.fmt, self.tile, self.fast_accum, has_factors(self.epilogue), self.prefetches
+        return self if self.static_weight else kind
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel, built as the op builds it."""
+        config = fp8_fp4_token_wgmma.plan(
+            fmt=self.fmt,
+            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            epilogue=self.epilogue,
+            **dict(zip(("tile_m", "tile_n", "split_k"), self.tile, strict=True)),
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+            static_weight=self.static_weight,
+            prefetches=self.prefetches,
+            fast_accum=self.fast_accum,
+        )
+        return fp8_fp4_token_wgmma.FP8FP4TokenWgmmaKernel(config)
 
 
 @dataclass(frozen=True)
@@ -280,6 +329,23 @@ def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:
                 cases.append(FP8TokenGemmCase(layout, tile, fast_accum, epilogue))
     many = (fp8_token_wgmma.MANY, 192, 1)
     return cases + [FP8TokenGemmCase("plain", many, fast, one) for fast in (False, True) for one in PER_COLUMN]
+
+
+def fp8_fp4_token_gemm_cases(every: bool) -> list[FP8FP4TokenGemmCase]:
+    """Return cases in which every tile appears with both values of ``fast_accum``, and if ``every`` also in both
+    formats. Layouts, formats and epilogues alternate."""
+    layouts, formats = itertools.cycle(FP8_LAYOUTS), itertools.cycle((NVFP4, MXFP4, MXFP4))
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle([*PER_COLUMN, *epilogues(("one",))])
+    hinted = FP8FP4TokenGemmCase(NVFP4, "plain", (64, 128, 2), False, PER_COLUMN[0], static_weight=True)
+    cases = [hinted, replace(hinted, prefetches=True)]
+    for tile in fp8_fp4_token_wgmma.TILES:
+        for fast_accum in (False, True) if tile[0] not in fp8_fp4_token_wgmma.FAST_TILE_M else (True,):
+            for fmt in (NVFP4, MXFP4) if every else (next(formats),):
+                layout = next(layouts)
+                epilogue = next(by_column if layout == "plain" else by_expert)
+                cases.append(FP8FP4TokenGemmCase(fmt, layout, tile, fast_accum, epilogue))
+    return cases
 
 
 def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:

@@ -1,7 +1,6 @@
 """Device code of the GEMM with an NVFP4 weight decoded to registers. The package's docstring describes roles, data path
 and pipelines."""
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import cutlass
@@ -9,21 +8,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp8.consumers import (
     K_STEP,
     Consumer,
     GemmEpilogue,
+    RegisterMma,
     Results,
-    register_operand,
-    tiled_mma,
-    token_operand,
 )
 from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of_bytes, table_of_own_unit
-from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, arrive, tell_decoded
+from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, tell_decoded
+from torch_cute_ops.kernels.common.fp8.k_groups import K_GROUP_THREADS, KGroupSums
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
 from torch_cute_ops.kernels.common.fp8.units import IS_LAST, Units, UnitScales, record_words
@@ -37,8 +34,6 @@ BLOCKS: Final = 2
 """Number of scale blocks of a quarter."""
 PASS: Final = 16
 """Number of rows of ``a`` that a decoder warp rearranges at once."""
-GROUP_THREADS: Final = GROUPS * WARPGROUP
-"""Number of threads of a K group."""
 ROWS: Final = 2
 """Number of weight rows of a lane."""
 
@@ -106,30 +101,6 @@ class QuarterDecoder:
             for i in range_constexpr(LANES):
                 piece = LANES * odd + i ^ swizzle
                 store_words([words[i] for words in quarters], piece_at(base, of_row + piece * VECTOR_BYTES))
-
-
-class RegisterMma:
-    """MMAs of a k tile. The A operand is the decoded weight, in registers."""
-
-    def __init__(self, config: Config):
-        self.config = config
-
-    def begin(self, smem) -> Callable:
-        """Return a function that starts a consumer's MMAs of a k tile."""
-        c = self.config
-        operand = token_operand(c, smem)
-
-        def multiply(slot, words, partial) -> None:
-            weight = register_operand(words, STEPS)
-            mma = tiled_mma(c.mma_n, warpgroup.OperandSource.RMEM)
-            acc = cute.make_tensor(partial.iterator, mma.partition_shape_C((WGMMA_M, c.mma_n)))
-            warpgroup.fence()
-            for step in range(STEPS):
-                mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-                cute.gemm(mma, acc, weight[None, None, step], operand[None, None, step, slot], acc)
-            warpgroup.commit_group()
-
-        return multiply
 
 
 class Loaded(NamedTuple):
@@ -241,12 +212,13 @@ class KGroupConsumers:
 
     def __init__(self, config: Config, stages: Stages, mma: RegisterMma, loop: DecodingLoop, results: Results):
         self.config, self.stages, self.mma, self.loop, self.results = config, stages, mma, loop, results
+        self.sums = KGroupSums(config)
 
     @cute.jit
     def run(self, tid, work, smem):
         c = self.config
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
-        k_group, in_group = group // GROUPS, tid % GROUP_THREADS
+        k_group, in_group = group // GROUPS, tid % K_GROUP_THREADS
         first = in_group // 32 * 16
         consumer = Consumer(in_group, lane, lane % 4, first, first + lane // 4, Int32(0), smem.stores)
         multiply = self.mma.begin(smem)
@@ -259,9 +231,9 @@ class KGroupConsumers:
             finish = self.results.finish(column, expert, consumer, work)
             stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
             if k_group > 0:
-                self._leave(acc, turn, consumer, smem)
+                self.sums.leave(acc, turn, consumer, smem)
             else:
-                self._join(acc, turn, consumer, smem)
+                self.sums.join(acc, turn, consumer, smem)
                 if const_expr(c.split_k > 1):
                     is_last = number + work.num_clusters >= work.num_tiles
                     self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
@@ -270,26 +242,3 @@ class KGroupConsumers:
             turn = turn ^ 1
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def _leave(self, acc, turn, consumer, smem):
-        """Store the second group's accumulators for the first group. Before that, wait until the first group has read
-        the previous tile's accumulators."""
-        ptx.wait(smem.k_groups.empty, turn ^ 1)
-        for i in range_constexpr(0, self.config.mma_n // 2, 4):
-            store_words([ptx.bits_of(acc[i + j]) for j in range(4)], self._left(i, consumer, smem))
-        arrive(smem.k_groups.full, consumer.lane)
-
-    @cute.jit
-    def _join(self, acc, turn, consumer, smem):
-        """Wait for the second group's accumulators, and add them to the first group's accumulators."""
-        ptx.wait(smem.k_groups.full, turn)
-        for i in range_constexpr(0, self.config.mma_n // 2, 4):
-            words = load_words(self._left(i, consumer, smem))
-            for j in range_constexpr(4):
-                acc[i + j] = ptx.add_rn(acc[i + j], ptx.float_of(words[j]))
-        arrive(smem.k_groups.empty, consumer.lane)
-
-    def _left(self, i: int, consumer, smem) -> cute.Tensor:
-        """Return a view of four of a thread's accumulators in the workspace, starting with the ``i``-th accumulator."""
-        return piece_at(smem.workspace, (i // 4 * GROUP_THREADS + consumer.tid) * VECTOR_BYTES)

@@ -40,6 +40,7 @@ class Config(FP8GemmConfig):
     fast_accum: bool = False
     tiles: ClassVar = TILES
     stage_counts: ClassVar = range(12, 3, -1)
+    has_token_scales: ClassVar = True
     scale_warps: ClassVar = 0
     slot_words: ClassVar = 0
     in_flight: ClassVar = 1

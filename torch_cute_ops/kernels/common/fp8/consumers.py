@@ -156,6 +156,31 @@ def register_operand(words, steps: int) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
 
 
+class RegisterMma:
+    """MMAs of a k tile. The A operand is a decoded weight, in registers."""
+
+    def __init__(self, config: FP8GemmConfig):
+        self.config = config
+
+    def begin(self, smem: Smem) -> Callable:
+        """Return a function that starts a consumer's MMAs of a k tile."""
+        c = self.config
+        operand = token_operand(c, smem)
+
+        def multiply(slot, words, partial, adds: bool = False) -> None:
+            """Start the MMAs on a slot. They add to ``partial`` if ``adds``, otherwise they overwrite it."""
+            weight = register_operand(words, K_TILE // K_STEP)
+            mma = tiled_mma(c.mma_n, warpgroup.OperandSource.RMEM)
+            acc = cute.make_tensor(partial.iterator, mma.partition_shape_C((WGMMA_M, c.mma_n)))
+            warpgroup.fence()
+            for step in range(K_TILE // K_STEP):
+                mma.set(warpgroup.Field.ACCUMULATE, adds or step > 0)
+                cute.gemm(mma, acc, weight[None, None, step], operand[None, None, step, slot], acc)
+            warpgroup.commit_group()
+
+        return multiply
+
+
 # Promotion
 
 
@@ -494,7 +519,7 @@ class Results:
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, schedule: WorkSchedule, epilogue: Any):
         self.config, self.stages, self.schedule, self.epilogue = config, stages, schedule, epilogue
-        self.has_token_scales = config.scale_warps == 0
+        self.has_token_scales = config.has_token_scales
 
     @cute.jit
     def await_tile(self, number, stage, parity, lane, work, smem):

@@ -127,7 +127,7 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
     else:
         products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs([word])]
         numbers = [ptx.both_halves(product, half) for product in products for half in range(2)]
-    return [_table_of(number) for number in numbers]
+    return [table_of(number) for number in numbers]
 
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
@@ -166,7 +166,7 @@ def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
     return tables_of_own_unit(byte * Uint32(0x0101), exponent, fmt)[0]
 
 
-def _table_of(number: Uint32) -> list:
+def table_of(number: Uint32) -> list:
     """Return the decoding table of a block. Both halves of ``number`` are the block's scale divided by the unit, in
     float16."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]

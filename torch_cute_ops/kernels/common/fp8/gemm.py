@@ -217,7 +217,7 @@ class WorkSchedule:
     def __init__(self, config: FP8GemmConfig, weight: Any, raster: int = RASTER_WIDTH):
         self.config = config
         tile = config.tile_m * config.cluster_m, config.tile_n
-        self.tiles = ExpertTiles(config.rows, *tile, weight, raster, by_token=config.scale_warps == 0)
+        self.tiles = ExpertTiles(config.rows, *tile, weight, raster, by_token=config.has_token_scales)
 
     def find(self, number, lane, work: Work, smem: Smem) -> Tile:
         """Return the rows and columns of tile ``number`` that this CTA computes."""
@@ -232,7 +232,7 @@ class FP8Gemm:
     Args:
         config: configuration of the kernel.
         schedule: work schedule. It contains the weight source.
-        scales: scale source, or None if the epilogue applies all scales.
+        scales: scale source, or None without scale loaders.
         consumers: code of the consumer warps.
         decoder: decoder, or None without decoder warps.
     """
@@ -292,10 +292,10 @@ class FP8Gemm:
             cute.arch.cluster_arrive_relaxed()
         m, n = out.shape
         self.schedule.tiles.prepare(*rows, b_map[1].shape[2], space, smem.table, tid, c.threads)
-        if const_expr(c.scale_warps):
-            k_stages = cute.ceil_div(scales[0].shape[0], c.span)
-        else:
+        if const_expr(c.has_token_scales):
             k_stages = cute.ceil_div(a_map[1].shape[1], c.span * K_TILE)
+        else:
+            k_stages = cute.ceil_div(scales[0].shape[0], c.span)
         work = Work(
             m=m,
             n=n,
@@ -320,9 +320,11 @@ class FP8Gemm:
                 cute.arch.setmaxregister_decrease(c.registers[1])
                 if warp == c.consumer_warps:
                     self.producer.run(a_map, b_map, tid % 32, work, smem)
+                elif const_expr(c.scale_warps == SCALE_WARPS):
+                    self._load_scales(warp, tid, work, smem)
                 elif const_expr(c.scale_warps):
-                    self._wait_if_static()
-                    self.scale_loader.run(warp - (c.consumer_warps + 1), tid % 32, work, smem)
+                    if warp <= c.consumer_warps + c.scale_warps:
+                        self._load_scales(warp, tid, work, smem)
             elif const_expr(c.decoder_warps):
                 cute.arch.setmaxregister_decrease(c.registers[2])
                 decoder = warp - (c.consumer_warps + 1 + SCALE_WARPS)
@@ -335,6 +337,11 @@ class FP8Gemm:
             # Other CTAs of the cluster may still access this CTA's shared memory. Wait for them before the CTA ends.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def _load_scales(self, warp, tid, work, smem) -> None:
+        """Run a scale loader."""
+        self._wait_if_static()
+        self.scale_loader.run(warp - (self.config.consumer_warps + 1), tid % 32, work, smem)
 
     def _wait_if_static(self) -> None:
         """Wait for the previous kernels if the weight is static. Otherwise the whole CTA has already waited.
@@ -421,7 +428,7 @@ class Producer:
 
 
 class ScaleLoader:
-    """Scale-loader warps. Each warp loads the scales of every ``SCALE_WARPS``-th stage.
+    """Scale-loader warps. They take stages in turn.
 
     A load takes as long as the MMAs of several stages, so a warp has the loads of several of its stages in flight. The
     pipeline has at least one stage per scale loader, so a warp's previous stage was at most one round ago. A warp is
@@ -434,25 +441,25 @@ class ScaleLoader:
 
     @cute.jit
     def run(self, own, lane, work, smem):
-        """Run scale loader number ``own`` of the ``SCALE_WARPS`` scale loaders."""
-        c = self.config
+        """Run scale loader number ``own`` of the ``scale_warps`` scale loaders."""
+        c, warps = self.config, self.config.scale_warps
         before = Int32(0)  # number of stages of this CTA's earlier tiles
         for number in range(work.first, work.num_tiles, work.num_clusters):
             tile = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(tile.expert, tile.column, work)
             begun = self.scales.begin(tile, lane, work)
-            start = work.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
-            for first in cutlass.range(start, work.end, SCALE_WARPS * c.scales_ahead, unroll=1):
+            start = work.begin + (own + warps - before % warps) % warps
+            for first in cutlass.range(start, work.end, warps * c.scales_ahead, unroll=1):
                 loaded = []
                 for i in range_constexpr(c.scales_ahead):
-                    k_stage = cutlass.min(first + i * SCALE_WARPS, work.end - 1)
+                    k_stage = cutlass.min(first + i * warps, work.end - 1)
                     loaded.append(self.scales.load(k_stage, tile, lane, work))
                 for i in range_constexpr(c.scales_ahead):
-                    if first + i * SCALE_WARPS < work.end:
-                        turn = before + (first + i * SCALE_WARPS - work.begin)
+                    if first + i * warps < work.end:
+                        turn = before + (first + i * warps - work.begin)
                         stage = turn % c.stages
                         ptx.wait(smem.stages.empty + stage, turn // c.stages % 2 ^ 1, SLEEP)
-                        is_last = first + i * SCALE_WARPS + 1 == work.end
+                        is_last = first + i * warps + 1 == work.end
                         self.scales.store(loaded[i], begun, is_last, stage, lane, work, smem)
                         arrive(smem.copies.full + stage, lane)
             before += work.end - work.begin

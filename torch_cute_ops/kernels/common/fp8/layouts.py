@@ -117,7 +117,7 @@ SPLITS: Final = (1, 2, 3, 4, 6)
 NARROW_SPLITS: Final = (1, 2)
 """Supported values of ``split_k`` for tiles with 64 weight rows. Clusters of two CTAs are enough to fill a GPU."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
-"""Number of scale-loader warps: the rest of the producer's warpgroup."""
+"""Largest number of scale-loader warps: the rest of the producer's warpgroup."""
 BARRIER_BYTES: Final = 272
 """Bytes of shared memory for barriers. The largest configuration needs three barriers for each of ten stages, and four
 other barriers."""
@@ -170,7 +170,8 @@ class FP8GemmConfig:
         span: number of k tiles of a stage.
         k_groups: number of sets of ``GROUPS`` consumer warpgroups. With two sets, set i multiplies the i-th k tile of
             each stage, and the accumulators of both sets are added up after the last stage of a tile.
-        scale_warps: number of scale-loader warps, or 0 if the epilogue applies all scales.
+        has_token_scales: True if ``a`` has per-token scales, False if it has block scales.
+        scale_warps: number of scale-loader warps, or 0 if consumers load all scales.
         scales_ahead: number of stages whose scales a scale loader loads together.
         prefetch_tile_m: largest ``tile_m`` for which the producer prefetches memory into L2.
         workspace_bytes: bytes of shared memory that only this kind of kernel needs.
@@ -198,8 +199,9 @@ class FP8GemmConfig:
     in_flight: ClassVar[Any] = 2
     line: ClassVar[int] = K_TILE
     span: ClassVar[int] = 1
-    k_groups: ClassVar[int] = 1
-    scale_warps: ClassVar[int] = SCALE_WARPS
+    k_groups: ClassVar[Any] = 1
+    has_token_scales: ClassVar[bool] = False
+    scale_warps: ClassVar[Any] = SCALE_WARPS
     scales_ahead: ClassVar[Any] = 1
     prefetch_tile_m: ClassVar[int] = 16
     workspace_bytes: ClassVar[Any] = 0

@@ -1,0 +1,344 @@
+"""Device code of the FP8 x FP4 GEMM with per-token scales. The package's docstring describes roles, data path and
+pipelines."""
+
+from typing import Final, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+from torch_cute_ops.formats import MXFP4, SCALE_LAYOUTS
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.fp8.consumers import (
+    K_STEP,
+    Consumer,
+    GemmEpilogue,
+    RegisterMma,
+    Results,
+    load_token_scales,
+    pair,
+)
+from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of
+from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Smem, Stages, WorkSchedule, wait_if
+from torch_cute_ops.kernels.common.fp8.k_groups import K_GROUP_THREADS, KGroupSums
+from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
+from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
+from torch_cute_ops.kernels.common.fp8.tiles import Tile
+from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
+from torch_cute_ops.kernels.fp8_fp4_token_wgmma.config import TABLE_BYTES, TABLES, Config
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+ROWS: Final = 2
+"""Number of weight rows of a lane."""
+STEPS: Final = K_TILE // K_STEP
+NAN_INDEX: Final = 255
+NAN: Final = 0x7E00
+"""Index of the table for blocks whose scale is NaN, and float16 bits of NaN."""
+TABLES_READY: Final = 2
+TOKEN_SCALES: Final = 3
+"""Numbers of named barriers: of all consumers, and the first of two that belong to one warpgroup each."""
+
+
+class FP8FP4TokenWgmmaKernel:
+    """GEMM kernel for per-token scales and an FP4 weight, compiled for a ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        stages = Stages(config)
+        weight = PreparedWeight(config)
+        schedule = WorkSchedule(config, weight)
+        results = Results(config, stages, schedule, GemmEpilogue(config))
+        loop = DecodingLoop(config, stages, weight)
+        consumers = DecodingConsumers(config, RegisterMma(config), loop, results)
+        self.gemm = FP8Gemm(config, schedule, IndexLoader(config, stages), consumers)
+
+    def arguments(self) -> Arguments:
+        return self.gemm.arguments()
+
+    @cute.jit
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
+        self.gemm.launch(given, stream)
+
+
+class PreparedWeight(FP4Weight):
+    """Weight source for an FP4 weight whose scales are prepared: (slabs, N, scale_bytes) or (E, slabs, N, scale_bytes).
+
+    The first slab holds the rows' units as float32, in the first four bytes of each row. Each further slab holds the
+    indices of the decoding tables of one stage.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__(config.fmt, SCALE_LAYOUTS["linear"], config.rows.is_plain, config.copied_n, config.line)
+        self.scale_bytes = config.scale_bytes
+
+    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
+        b, _ = super().arguments(n, k, blocks, experts)
+        shape, strides = (Dim("slabs"), n, self.scale_bytes), (Dim("b_scale_slab", bits=64, divisibility=64),)
+        if experts is not None:
+            shape, strides = (experts, *shape), (Dim("b_scale_of_expert", bits=64, divisibility=64), *strides)
+        return b, TensorArg("Uint8", shape, (*strides, self.scale_bytes, 1), align=16)
+
+    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
+        """Return the codes as (N, K/2, E), and the prepared scales unchanged."""
+        codes, _ = super().views(b, b_scale)
+        return codes, b_scale
+
+    def row_of_slab(self, scale: cute.Tensor, expert, slab, row) -> cute.Pointer:
+        """Return the address of a weight row in a slab of the prepared scales."""
+        offset = Int64(slab) * scale.stride[-3] + Int64(row) * self.scale_bytes
+        if not self.is_plain:
+            offset += Int64(expert) * scale.stride[0]
+        return scale.iterator + cute.assume(offset, divby=self.scale_bytes)
+
+    def code_piece(self, stage, row, quad, k_tile, smem: Smem) -> cute.Tensor:
+        """Return the codes of a lane's quarter of a row's k tile, as four words in shared memory. Quarter ``quad`` of k
+        tile ``k_tile`` is the 16-byte piece ``2 * quad + k_tile`` of the row's line, so that the lanes of two
+        neighbouring rows access different banks."""
+        index = quad * LINE_SPAN + k_tile
+        return piece_at(smem.b, self.line_offset(stage * LINE_SPAN, row, index, LINE_SPAN))
+
+
+class IndexLoader:
+    """Scale source that copies a stage's indices of decoding tables to shared memory. A lane copies every 32nd row."""
+
+    def __init__(self, config: Config, stages: Stages):
+        self.config, self.stages, self.weight = config, stages, PreparedWeight(config)
+        self.row_words = config.scale_bytes // 4
+
+    def begin(self, tile: Tile, lane, work) -> None:
+        return None
+
+    def load(self, k_stage, tile: Tile, lane, work) -> list:
+        first = tile.column + lane
+        at = self.weight.row_of_slab(work.b_scale, tile.expert, k_stage + 1, first)
+        loaded = []
+        for i in range(self.config.tile_n // 32):
+            loaded.append(ptx.load_if(at, first + 32 * i < work.n, self.row_words, 32 * i * self.config.scale_bytes))
+        return loaded
+
+    def store(self, loaded, begun, is_last, stage, lane, work, smem) -> None:
+        for i, words in enumerate(loaded):
+            at = (lane + 32 * i) * self.row_words
+            store_words(words, self.stages.words(stage * LINE_SPAN, at, self.row_words, smem))
+
+
+class Loaded(NamedTuple):
+    """What a lane decodes: its quarter of a k tile, in both of its weight rows.
+
+    Attributes:
+        codes: four words of codes per row.
+        tables: decoding table of each block, two words per table.
+    """
+
+    codes: cute.Tensor
+    tables: cute.Tensor
+
+
+class DecodingLoop:
+    """Mainloop of a consumer. While the MMAs of a k tile run, the consumer decodes the next k tile."""
+
+    def __init__(self, config: Config, stages: Stages, weight: PreparedWeight):
+        self.config, self.stages, self.weight = config, stages, weight
+        self.blocks = K_TILE // 4 // config.fmt.block_size
+        self.k_tiles = LINE_SPAN // config.k_groups
+
+    @cute.jit
+    def compute_tables(self, tid, smem):
+        """Compute the decoding tables, with all consumer threads."""
+        threads = self.config.consumer_warps * 32
+        for index in range(tid, TABLES, threads):
+            # Indices are the exponent and the first bits of the mantissa of float16 numbers (``prepare_scales``).
+            if const_expr(self.config.fmt == MXFP4):
+                number = Uint32(index + 1) << 10
+            else:
+                number = Uint32(index + 15) << 7
+            number = ptx.select(index == NAN_INDEX, Uint32(NAN), number)
+            number = ptx.select(index == 0, Uint32(0), number & Uint32(0xFFFF))
+            store_words(table_of(number * Uint32(0x00010001)), self._table(index, smem))
+        cute.arch.barrier(barrier_id=TABLES_READY, number_of_threads=threads)
+
+    @cute.jit
+    def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
+        """Multiply the k tiles of an output tile that belong to K group ``k_group``. The caller has waited for the
+        first stage. Return the next stage and its parity."""
+        c = self.config
+        acc.fill(0.0)
+        partial = cute.make_rmem_tensor((c.mma_n // 2,), Float32) if const_expr(c.promotes) else acc
+        words = [cute.make_rmem_tensor((4 * STEPS,), Uint32) for _ in range(2)]
+        loaded = Loaded(
+            cute.make_rmem_tensor((ROWS * STEPS,), Uint32), cute.make_rmem_tensor((ROWS * self.blocks * 2,), Uint32)
+        )
+        count = work.end - work.begin
+        if count > 0:
+            self._load(loaded, stage, k_group, consumer, smem)
+        self._decode(words[0], loaded)
+        args = multiply, acc, partial, words, loaded, k_group
+        for rest in cutlass.range(count - c.pass_stages, -1, -c.pass_stages, unroll=1):
+            stage, parity = self._multiply_stages(*args, c.pass_stages, rest, stage, parity, consumer, smem)
+        for rest in cutlass.range(count % c.pass_stages - 1, -1, -1, unroll=1):
+            stage, parity = self._multiply_stages(*args, 1, rest, stage, parity, consumer, smem)
+        return stage, parity
+
+    def _multiply_stages(
+        self, multiply, acc, partial, words, loaded, k_group, count: int, follow, stage, parity, consumer, smem
+    ) -> tuple:
+        """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. The caller has waited
+        for the first stage, and has decoded its first k tile to ``words[0]``. Return the next stage and its parity."""
+        done, last = None, count * self.k_tiles - 1
+        for i in range(last + 1):
+            within = i % self.k_tiles
+            multiply(
+                stage * LINE_SPAN + k_group + within, words[i % 2], partial, adds=i > 0 or not self.config.promotes
+            )
+            # Load the next k tile, and wait for the previous k tile's MMAs, while this k tile's MMAs run.
+            read = None
+            if within == self.k_tiles - 1:
+                read = stage
+                stage, parity = smem.stages.next(stage, parity)
+                if i < last:
+                    smem.stages.wait_full(stage, parity)
+            if i < last:
+                self._load(loaded, stage, k_group + (i + 1) % self.k_tiles, consumer, smem)
+            else:
+                self._load_if(follow > 0, loaded, stage, parity, k_group, consumer, smem)
+            warpgroup.wait_group(1)
+            if done is not None:
+                self.stages.release(done, consumer.lane, smem)
+            self._decode(words[(i + 1) % 2], loaded)
+            done = read
+        warpgroup.wait_group(0)
+        self.stages.release(done, consumer.lane, smem)
+        if self.config.promotes:
+            for i in range(self.config.mma_n // 2):
+                acc[i] = ptx.add_rn(acc[i], partial[i])
+        return stage, parity
+
+    @cute.jit
+    def _load_if(self, condition, loaded: Loaded, stage, parity, k_group, consumer, smem):
+        """Wait for a stage, and load its first k tile, if ``condition``."""
+        wait_if(condition, smem.stages.full + stage, parity)
+        if condition:
+            self._load(loaded, stage, k_group, consumer, smem)
+
+    def _load(self, loaded: Loaded, stage, k_tile, consumer: Consumer, smem) -> None:
+        """Load a lane's codes and decoding tables of a k tile of a stage."""
+        width = self.config.scale_bytes // LINE_SPAN // 4  # bytes of indices of a quarter
+        dtype = Uint8 if width == 1 else Uint16
+        base = cute.recast_ptr(self.stages.scales(stage * LINE_SPAN, smem).iterator, dtype=Uint8)
+        for r in range(ROWS):
+            row = consumer.row + 8 * r
+            codes = load_words(self.weight.code_piece(stage, row, consumer.quad, k_tile, smem))
+            for i in range(STEPS):
+                loaded.codes[r * STEPS + i] = codes[i]
+            at = row * self.config.scale_bytes + (consumer.quad * LINE_SPAN + k_tile) * width
+            at = cute.recast_ptr(base + cute.assume(at, divby=width), dtype=dtype)
+            indices = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
+            for block in range(self.blocks):
+                table = load_words(self._table((indices >> 8 * block) & Uint32(0xFF), smem))
+                for i in range(2):
+                    loaded.tables[(r * self.blocks + block) * 2 + i] = table[i]
+
+    def _decode(self, words, loaded: Loaded) -> None:
+        """Decode a lane's quarter of a k tile, for both weight rows, into ``words``: the A operands of the MMAs."""
+        for r in range(ROWS):
+            for step in range(STEPS):
+                at = (r * self.blocks + step * self.blocks // STEPS) * 2
+                numbers = look_up([loaded.tables[at], loaded.tables[at + 1]], loaded.codes[r * STEPS + step])
+                for half in range(2):
+                    words[4 * step + 2 * half + r] = numbers[half]
+
+    def _table(self, index, smem) -> cute.Tensor:
+        """View a decoding table as two words."""
+        at = smem.workspace + cute.assume(self.config.tables_at + index * TABLE_BYTES, divby=TABLE_BYTES)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2))
+
+
+class DecodingConsumers:
+    """Consumer warpgroups: one or two K groups of two. Each group multiplies 128 weight rows."""
+
+    def __init__(self, config: Config, mma: RegisterMma, loop: DecodingLoop, results: Results):
+        self.config, self.mma, self.loop, self.results = config, mma, loop, results
+        self.weight = loop.weight
+        self.sums = KGroupSums(config)
+
+    @cute.jit
+    def run(self, tid, work, smem):
+        c = self.config
+        group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
+        k_group = group // GROUPS if const_expr(c.k_groups > 1) else Int32(0)
+        in_group = tid % K_GROUP_THREADS
+        first = in_group // 32 * 16
+        consumer = Consumer(in_group, lane, lane % 4, first, first + lane // 4, Int32(0), smem.stores)
+        self.loop.compute_tables(tid, smem)
+        multiply = self.mma.begin(smem)
+        acc = cute.make_rmem_tensor((c.mma_n // 2,), Float32)
+        stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        self.results.meet_cluster()
+        for number in range(work.first, work.num_tiles, work.num_clusters):
+            row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
+            # Load alpha, bias, scales and units before the MMAs, so that the MMAs hide the latency of the loads.
+            finish = self.results.finish(column, expert, consumer, work)
+            factors = self._token_scales(row, rows, tid, work), self._units(expert, column, consumer, work)
+            stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
+            tile = row, rows, column, number + work.num_clusters >= work.num_tiles
+            if const_expr(c.k_groups == 1):
+                self._finish(acc, factors, finish, tile, turn, group, consumer, work, smem)
+            elif k_group > 0:
+                self.sums.leave(acc, turn, consumer, smem)
+            else:
+                self.sums.join(acc, turn, consumer, smem)
+                self._finish(acc, factors, finish, tile, turn, group, consumer, work, smem)
+            turn = turn ^ 1
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def _finish(self, acc, factors, finish, tile, turn, group, consumer, work, smem) -> None:
+        """Multiply the accumulators of a tile by their factors, apply the epilogue, and store the results. Under
+        split-K, first add up the partial sums of the cluster's CTAs.
+
+        Args:
+            factors: results of ``_token_scales`` and ``_units``.
+            tile: first row, number of rows, and first column of the tile; and True for the CTA's last tile.
+        """
+        row, rows, column, is_last = tile
+        self._scale(acc, *factors, turn * GROUPS + group, group, consumer, smem)
+        if self.config.split_k > 1:
+            self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
+        else:
+            store_columns(acc, work.out, row, rows, column + consumer.first, consumer.lane, finish)
+
+    def _token_scales(self, row, rows, tid, work) -> list:
+        """Load this thread's share of the scales of a tile's rows of ``a``: every 128th row."""
+        tid = tid % WARPGROUP
+        return load_token_scales(row, rows, [tid + i for i in range(0, self.config.tile_m, WARPGROUP)], work)
+
+    def _units(self, expert, column, consumer: Consumer, work) -> list:
+        """Load the units of this lane's two weight rows."""
+        at = self.weight.row_of_slab(work.b_scale, expert, 0, column + consumer.row)
+        units = []
+        for r in range(ROWS):
+            exists = column + consumer.row + 8 * r < work.n
+            units += ptx.load_if(at, exists, 1, 8 * r * self.weight.scale_bytes)
+        return [ptx.float_of(unit) for unit in units]
+
+    @cute.jit
+    def _scale(self, acc, of_tokens: list, units: list, buffer, group, consumer, smem):
+        """Multiply the accumulators by the scales of their rows of ``a``, which the threads of a warpgroup exchange,
+        and by the units of their weight rows. Successive tiles use different buffers, because other threads may still
+        load the previous tile's scales."""
+        c, tid = self.config, consumer.tid % WARPGROUP
+        at = smem.workspace + cute.assume(c.token_scales_at + buffer * (c.tile_m * 4), divby=16)
+        scales = cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(c.tile_m))
+        for i in range_constexpr(len(of_tokens)):
+            if tid + i * WARPGROUP < c.tile_m:
+                scales[tid + i * WARPGROUP] = of_tokens[i]
+        cute.arch.barrier(barrier_id=TOKEN_SCALES + group, number_of_threads=WARPGROUP)
+        for eight in range_constexpr(c.mma_n // 8):
+            of_columns = pair(scales, eight, consumer)
+            for i in range_constexpr(4):
+                at = 4 * eight + i
+                acc[at] = ptx.mul_rn(ptx.mul_rn(acc[at], of_columns[i % 2]), units[i // 2])
