@@ -25,9 +25,10 @@ from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4TokenGemmCase
 
 from ptx_emulator import EmulationError
-from ptx_emulator.adapter import run_kernel
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from ptx_emulator.memory import Deadlock
 from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.kernels import interleave_k
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp8_fp4_token_wgmma import Arguments
 from torch_cute_ops.runtime.arch import ARCHS
@@ -247,3 +248,16 @@ def test_what_orders_a_gemm_is_enough_and_needed(run: Run) -> None:
     for edit in (MMAS_DONE, changed(WAIT, None, PASSED), *barriers):
         with pytest.raises((EmulationError, Deadlock, AssertionError)):
             check_in_orders(execute, run, 3, edit)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(3, 64), (5, 448), (2, 1024)])
+def test_interleaving(rows: int, k: int) -> None:
+    """Check the kernel that interleaves k, with whole and partial groups of 256 elements, and that it spills
+    nothing."""
+    a = torch.randint(256, (rows, k), dtype=torch.uint8)
+    kernel = interleave_k.InterleaveKKernel(interleave_k.Config(pdl=True))
+    out = torch.full((rows, -(-k // 256) * 256), 0xEE, dtype=torch.uint8)
+    run_kernel(kernel, ARCHS["sm_90a"], a.view(E4M3), out.view(E4M3), strict=True)
+    assert torch.equal(out, interleaved(a.float()).to(torch.uint8))
+    (resources,) = compile_ptx(kernel, ARCHS["sm_90a"]).resources
+    assert resources.spill_bytes == 0
