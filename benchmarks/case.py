@@ -152,8 +152,11 @@ class Benchmark(ABC):
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Return the expected outputs of `ours`, computed by plain torch operations on the same device."""
 
-    def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """Return the fraction of elements that differ, in the worst output."""
+    def mismatch(
+        self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], case: Case | None = None
+    ) -> float:
+        """Return the fraction of elements that differ, in the worst output. The accepted error may depend on the
+        case."""
         return mismatch(got, expected)
 
     @abstractmethod

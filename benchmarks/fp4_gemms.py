@@ -172,7 +172,9 @@ class FP4GemmBenchmark(GemmBenchmark):
         total = self.decoded_a(tensors, torch.float64) @ weight.t()
         return ((total * tensors["alpha"].double()).to(DTYPE),)
 
-    def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    def mismatch(
+        self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], case: Case | None = None
+    ) -> float:
         """Return the fraction of wrong elements. An element is wrong if its error exceeds one ulp, and also exceeds
         2^-8 of the root mean square of the results.
 

@@ -186,7 +186,9 @@ class QuantisedGates(GatedExpertBenchmark):
         new = to_128x4(scale).view(torch.uint8)
         return y, torch.where(left, tensors["scale"].view(torch.uint8), new).view(torch.float8_e4m3fn)
 
-    def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    def mismatch(
+        self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], case: Case | None = None
+    ) -> float:
         """Compare codes and scales with the expected values. Return the larger of the two fractions of differing
         elements."""
         return super(FP4GemmBenchmark, self).mismatch(got, expected)

@@ -71,7 +71,7 @@ def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: d
     expected, wrong = benchmark.expected(case, sets[0]), {}
     for variant_name, variant in variants.items():
         if variant.checked:
-            wrong[variant_name] = benchmark.mismatch(variant.call(0), expected)
+            wrong[variant_name] = benchmark.mismatch(variant.call(0), expected, case)
             restore(sets[0], made)
     return wrong
 

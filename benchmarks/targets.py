@@ -114,6 +114,10 @@ TOKEN_FEW_ROWS, TOKEN_MANY_ROWS = 1.3, 0.97
 """Smallest accepted rate of GEMMs with per-token scales, divided by torch's rate: first for up to 64 rows, then for
 more rows."""
 
+TOKEN_FP4_OVER_PEER = 0.95
+"""Smallest accepted rate of GEMMs with per-token scales and an FP4 weight, divided by torch's rate with an FP8
+weight."""
+
 FP8_FP4_OVER_FP8 = 0.95
 """Smallest accepted rate of large GEMMs with FP8 activations and an FP4 weight, divided by the rate with an FP8
 weight."""

@@ -16,11 +16,15 @@ SMALL = [
     ("grouped_mm_fp8", Case({"M": 4, "N": 136, "K": 256, "E": 16}, choices={"layout": "routed"})),
 ]
 WITH_FP4 = [
-    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "mxfp4"})),
-    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "nvfp4"})),
+    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "mxfp4", "scales": "blocks"})),
+    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "nvfp4", "scales": "blocks"})),
     *(("grouped_mm_fp8_fp4", Case(case.sizes, choices={**case.choices, "weight": "nvfp4"})) for _, case in SMALL[3:]),
 ]
-by_any = pytest.mark.parametrize(("op", "case"), SMALL + WITH_FP4)
+WITH_TOKENS = [
+    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": weight, "scales": scales}))
+    for weight, scales in (("mxfp4", "tokens"), ("nvfp4", "tokens_fast"))
+]
+by_any = pytest.mark.parametrize(("op", "case"), SMALL + WITH_FP4 + WITH_TOKENS)
 
 
 @by_any
@@ -29,7 +33,7 @@ def test_the_formula_is_the_bytes_of_the_tensors(op, case):
     benchmark = ops.load(op)
     tensors = benchmark.make_set(case, CPU)
     padding = 0
-    if tensors["b"].dtype == torch.uint8:  # an FP4 weight, whose scales are tiled
+    if tensors["b"].dtype == torch.uint8 and tensors["b_scale"].dim() > 3:  # an FP4 weight with tiled scales
         block = benchmark.problem(case).b.format.block_size
         padding = tensors["b_scale"].nbytes - tensors["b"].nbytes * 2 // block
     moved = sum(t.nbytes for t in tensors.values() if t.dtype != torch.int32)
@@ -42,7 +46,7 @@ def test_ours_passes_the_check_and_others_do_not(op, case):
     sets = [benchmark.make_set(case, CPU)]
     got = benchmark.ours(case, sets).call(0)
     expected = benchmark.expected(case, sets[0])
-    assert benchmark.mismatch(got, expected) == 0.0
+    assert benchmark.mismatch(got, expected, case) == 0.0
     wrong = got[0].clone()
     # Add a large absolute error: an error of 50 % in a small element is within the tolerance.
     wrong.view(-1)[7] += wrong.abs().max()
