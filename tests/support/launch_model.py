@@ -15,19 +15,23 @@ import torch
 
 from support.cases import forget
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
+from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, separate_prologue
 from torch_cute_ops.gemm.backends import fp8_fp4_recode as recoded
+from torch_cute_ops.gemm.backends import fp8_fp4_token_wgmma as tokens
 from torch_cute_ops.kernels import (
     fp4_experts,
     fp4_gated_experts,
     fp4_mma,
     fp8_fp4_recode,
+    fp8_fp4_token_wgmma,
     fp8_token_wgmma,
     fp8_wgmma,
+    interleave_k,
     moe_finalize,
     moe_permute,
     moe_route,
@@ -43,7 +47,7 @@ from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
-from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight, prepared_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
@@ -70,7 +74,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, recoded, separate_prologue)
+COMPILING = (_call, decode, _fp4, _fp8, recoded, separate_prologue, tokens)
 """Modules that call ``compile_kernel``, which the model replaces."""
 
 
@@ -330,6 +334,27 @@ def compute_fp8_token(config: Any, *args: Any) -> None:
     out.data[used] = grouped_token_gemm(a, call.b.mT, call.a_scale, call.alpha, *rest)[used]
 
 
+def compute_interleaved(config: Any, *args: Any) -> None:
+    call = interleave_k.Arguments(*args)
+    write(call.out, formats_interleave.interleave_k(call.a.data).flatten(1))
+
+
+def compute_fp8_fp4_token(config: Any, *args: Any) -> None:
+    call = fp8_fp4_token_wgmma.Arguments(*args)
+    assert call.max_ctas > 0
+    a, out, codes = as_if_contiguous(call.a), as_if_contiguous(call.out), call.b.mT
+    k = 2 * codes.shape[-1]
+    a = formats_interleave.deinterleave_k(a.unflatten(-1, (-1, fp8_fp4_token_wgmma.SPAN_K)), k)
+    weight, powers = prepared_weight(codes, call.b_scale, config.fmt)
+    if config.rows.is_plain:
+        factor = powers if call.alpha is None else powers * call.alpha
+        write(out, scaled_gemm(a, weight, call.a_scale, factor, call.bias, out.dtype))
+        return
+    used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
+    rest = call.offsets, call.counts, call.alpha, call.bias, out.dtype
+    out.data[used] = grouped_token_gemm(a, weight, call.a_scale, powers, *rest)[used]
+
+
 def compute_fp8_tcgen05(config: Any, *args: Any) -> None:
     (compute_fp8 if config.has_blocks else compute_fp8_token)(config, *args)
 
@@ -447,6 +472,8 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4GatedExpertsKernel": compute_gated_experts,
     "FP8WgmmaKernel": compute_fp8,
     "FP8TokenWgmmaKernel": compute_fp8_token,
+    "FP8FP4TokenWgmmaKernel": compute_fp8_fp4_token,
+    "InterleaveKKernel": compute_interleaved,
     "FP8FP4WgmmaSSKernel": compute_fp8,
     "FP8FP4WgmmaCodesKernel": compute_fp8,
     "FP8FP4WgmmaRSKernel": compute_fp8,

@@ -280,11 +280,12 @@ class DecodingConsumers:
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
-            # Load alpha, bias, scales and units before the MMAs, so that the MMAs hide the latency of the loads.
-            finish = self.results.finish(column, expert, consumer, work)
+            # Load alpha, bias, scales and units before the MMAs, so that the MMAs hide the latency of the loads. Under
+            # split-K, the exchange of partial sums hides the loads of alpha and bias, which would need many registers.
+            finish = self.results.finish(column, expert, consumer, work) if const_expr(c.split_k == 1) else None
             factors = self._token_scales(row, rows, tid, work), self._units(expert, column, consumer, work)
             stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
-            tile = row, rows, column, number + work.num_clusters >= work.num_tiles
+            tile = row, rows, column, expert, number + work.num_clusters >= work.num_tiles
             if const_expr(c.k_groups == 1):
                 self._finish(acc, factors, finish, tile, turn, group, consumer, work, smem)
             elif k_group > 0:
@@ -302,11 +303,13 @@ class DecodingConsumers:
 
         Args:
             factors: results of ``_token_scales`` and ``_units``.
-            tile: first row, number of rows, and first column of the tile; and True for the CTA's last tile.
+            finish: functions that apply the epilogue, or None under split-K.
+            tile: first row, number of rows, first column and expert of the tile; and True for the CTA's last tile.
         """
-        row, rows, column, is_last = tile
+        row, rows, column, expert, is_last = tile
         self._scale(acc, *factors, turn * GROUPS + group, group, consumer, smem)
         if self.config.split_k > 1:
+            finish = self.results.finish(column, expert, consumer, work)
             self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
         else:
             store_columns(acc, work.out, row, rows, column + consumer.first, consumer.lane, finish)

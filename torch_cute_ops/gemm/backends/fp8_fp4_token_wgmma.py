@@ -1,0 +1,150 @@
+"""GEMMs of FP8 activations with per-token scales and an FP4 weight, by Hopper's wgmma: ``kernels/fp8_fp4_token_wgmma``.
+
+The GEMM may be plain or have experts over rows. If k of the activations is not interleaved, a first kernel interleaves
+it (``kernels/interleave_k``). If the weight's scales are not prepared, torch's operations prepare them at each call."""
+
+import itertools
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
+from torch_cute_ops.formats.prepared_scales import prepared_of_linear
+from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8Tactic, has_tokens_and_fp4, plan_of_tile
+from torch_cute_ops.gemm.cost import bytes_per_second
+from torch_cute_ops.gemm.decode import fp4_format, reason_no_wgmma, weight_scales
+from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of_expert
+from torch_cute_ops.gemm.operands import Operands
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.kernels import fp8_fp4_token_wgmma, interleave_k
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
+
+FEW_ROWS: Final = 64
+"""Number of rows of the largest tile whose K several CTAs may divide."""
+FEW_K_TILE_CLOCKS: Final = 400.0
+FEW_ROW_CLOCKS: Final = 1.5
+"""SM clocks per k tile for tiles of up to 64 rows: fixed clocks, and clocks per row. Not measured: derived from the
+clocks of larger tiles and the number of instructions."""
+K_TILE_CLOCKS: Final = {128: 919.0, 192: 1022.0, 256: 1125.0}
+"""SM clocks per k tile, keyed by ``tile_m``, with ``fast_accum``. Measured on an H200 with a prototype in CUDA C++ that
+has the same data path; 192 is interpolated."""
+PROMOTED: Final = 1.12
+"""Factor on these clocks without ``fast_accum`` (measured on an H200 with the prototype)."""
+TILE_CLOCKS: Final = 6400.0
+"""SM clocks between two tiles, in which no MMAs run (measured on an H200 with the prototype)."""
+SHARE_CLOCKS: Final = 1500.0
+"""SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100 with
+another FP8 kernel)."""
+INTERLEAVE_SECONDS: Final = 1.5e-6
+"""Time in seconds by which a separate launch that interleaves few rows delays the GEMM. Not measured."""
+PREPARE_SECONDS: Final = 80e-6
+"""Time in seconds to prepare the scales of a small weight at each call, by some 25 launches. Not measured."""
+SIGNS: Final = 0x80
+"""Sign bit of an e4m3 scale."""
+
+
+class FP8FP4TokenWgmma(FP8Backend):
+    """Backend for FP8 activations with per-token scales and an FP4 weight, on Hopper."""
+
+    name = "wgmma"
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return has_tokens_and_fp4(problem) and problem.grouping.over in ("none", "rows")
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_wgmma(target)
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tactic, ...]:
+        rows = rows_of_expert(problem, m)
+        # With random routing, most experts own less than twice the mean number of rows.
+        most = 2 * rows if has_random_rows(problem) else rows
+        tactics = [
+            tactic
+            for tactic in itertools.starmap(FP8Tactic, fp8_fp4_token_wgmma.TILES)
+            if (problem.fast_accum or tactic.tile_m not in fp8_fp4_token_wgmma.FAST_TILE_M)
+            and (tactic.split_k == 1 or rows <= tactic.tile_m)
+        ]
+        widest = min((tactic.tile_m for tactic in tactics if tactic.tile_m >= most), default=max(tactics).tile_m)
+        return tuple(tactic for tactic in tactics if tactic.tile_m <= widest)
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tactic, target: Target) -> float:
+        tile = self.tile(tactic)
+        clocks = K_TILE_CLOCKS.get(tile.tile_m, FEW_K_TILE_CLOCKS + FEW_ROW_CLOCKS * tile.tile_m)
+        if not problem.fast_accum:
+            clocks *= PROMOTED
+        clocks += TILE_CLOCKS * K_TILE / max(problem.k, K_TILE) * tile.tile_m / max(K_TILE_CLOCKS)
+        seconds = tile.seconds(problem, m, target, clocks, 0.0, problem.b.row_bytes(K_TILE), SHARE_CLOCKS)
+        if not problem.a.is_interleaved:
+            seconds += INTERLEAVE_SECONDS + 2 * m * problem.k / bytes_per_second(target)
+        if not problem.b.is_prepared:
+            seconds += PREPARE_SECONDS + problem.experts * problem.n * problem.k / bytes_per_second(target)
+        return seconds
+
+    def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        if not problem.a.is_interleaved:
+            # The kernel that interleaves k waits for all earlier kernels before it lets the GEMM start. So the weight
+            # is complete when the GEMM starts.
+            problem = replace(problem, static_weight=True)
+        elif not problem.b.is_prepared:
+            problem = replace(problem, static_weight=False)  # the launches right before the GEMM write the weight
+        given = plan_of_tile(problem, self.tile(tactic), arch)
+        config = fp8_fp4_token_wgmma.plan(**given, fmt=fp4_format(problem), fast_accum=problem.fast_accum)
+        multiply = KernelSpec(fp8_fp4_token_wgmma.KERNEL, config)
+        if problem.a.is_interleaved:
+            return (multiply,)
+        return KernelSpec(interleave_k.KERNEL, interleave_k.Config(settings.PDL)), multiply
+
+    def launcher(self, problem: GemmProblem, tactic: FP8Tactic, target: Target) -> Launch:
+        assert target.arch is not None
+        kernels = self.kernels(problem, tactic, target.arch)
+        *first, multiply = (compile_kernel(kernel, target.arch) for kernel in kernels)
+        tile, device, k = self.tile(tactic), target.device, problem.k
+        max_ctas, prefetches = tile.clusters(target.sms) * tile.cluster, kernels[-1].config.prefetches
+        padded = -(-k // INTERLEAVED_K) * INTERLEAVED_K
+
+        def launch(given: Operands, out: torch.Tensor) -> None:
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = given
+            if not problem.b.is_prepared:
+                b, b_scale = prepared(problem, b, b_scale)
+            if first:
+                shape = (*a.shape[:-1], padded)
+                to = allocator(device)(shape, contiguous_strides(shape), a.dtype)
+                first[0](a.reshape(-1, k), to.view(-1, padded))
+                a = to
+            else:
+                a = a.flatten(-2)
+            following = prefetch if prefetches else None
+            multiply(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, following, max_ctas)
+
+        return launch
+
+    def checks_operands(self, problem: GemmProblem, tactic: FP8Tactic) -> bool:
+        return problem.a.is_interleaved and problem.b.is_prepared
+
+    def tile(self, tactic: FP8Tactic) -> Tile:
+        return Tile(*tactic)
+
+
+def prepared(problem: GemmProblem, b: torch.Tensor, b_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prepare the scales of a weight during a call. Return the weight and its prepared scales.
+
+    Prepared scales have no sign. So the signs of negative scales move to the codes of their blocks, in a copy.
+    """
+    fmt, layout = fp4_format(problem), weight_scales(problem)
+    experts = problem.experts if problem.grouping.over == "rows" else None
+    rows, blocks = problem.n * (experts or 1), problem.k // fmt.block_size
+    linear = to_linear(b_scale.view(fmt.scale_dtype), layout, rows, blocks).view(rows, blocks)
+    scales = prepared_of_linear(linear, problem.n, fmt, experts)
+    if fmt == MXFP4:
+        return b, scales
+    signs = linear.view(torch.uint8) & SIGNS
+    flips = (signs | signs >> 4).repeat_interleave(fmt.block_size // 2, 1)
+    codes = b.mT
+    return (codes.view(torch.uint8) ^ flips.view(codes.shape)).mT, scales
