@@ -108,7 +108,7 @@ def assert_rule_holds(op: OpSpec, given: dict[str, Any], rule: Rule, mesh: Any) 
         assert comm.get_total_counts() == 0
         assert [each.placements for each in found] == [(rule.outputs.get(name, Replicate()),) for name in op.outputs]
         assert [each.placements for each in placed.values()] == before
-    whole = tuple(map(joined, (*found, *(placed[name] for name in op.updated))))
+    whole = tuple(map(joined, (*found, *(placed[name] for name in op.updated if name in placed))))
     assert [each.shape for each in found] == [each.shape for each in whole[: len(found)]]
     if op.defined is not None:
         outputs = op.defined(whole[: len(found)], **given)

@@ -288,7 +288,8 @@ def test_copies(op, name, launches):
     enter(op, sample)
     ((_, args),) = launches.calls
     assert (args[0].data_ptr() == sample.args[0].data_ptr()) == (name in IN_PLACE)
-    for target in updated(op, sample):
+    if "residual" in op.updated:
+        (target,) = updated(op, sample)
         assert (args[1].data_ptr() == target.data_ptr()) == (name in IN_PLACE)
 
 
@@ -302,7 +303,7 @@ def test_copies_of_residuals(op, name, launches):
     assert (args[1].data_ptr() == target.data_ptr()) == (name.removeprefix("residual-") not in COPIED)
 
 
-@pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
+@pytest.mark.parametrize("op", [case for case in op_cases() if "residual" in case.values[0].updated])
 @pytest.mark.parametrize("columns", [0, 8, 16, 80], ids=lambda columns: f"{columns}-columns-on")
 @pytest.mark.parametrize("rows", [0, 1, 5])
 def test_residual_overlapping_the_input(op, rows, columns, launches):
@@ -323,7 +324,7 @@ def test_residual_overlapping_the_input(op, rows, columns, launches):
         assert not launches.calls
 
 
-@pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
+@pytest.mark.parametrize("op", [case for case in op_cases() if "residual" in case.values[0].updated])
 @pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
 def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):

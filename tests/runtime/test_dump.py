@@ -58,7 +58,8 @@ def test_a_replay_gives_the_same_bits(op, tmp_path):
         call, _, outputs = replay(dump, op, CPU)
         assert all(map(same_bits, outputs, want))
         for name in op.updated:  # the updated argument itself was changed after the dump
-            assert same_bits(op.path.arguments(call)[name], given[name])
+            if given[name] is not None:
+                assert same_bits(op.path.arguments(call)[name], given[name])
 
 
 def test_what_a_dump_says(tmp_path):

@@ -41,7 +41,8 @@ def _replay(options: argparse.Namespace) -> int:
         print(f"not stored, replaced by zeros: {', '.join(dump.missing)}")
     call, old, outputs = dumps.replay(dump, spec, device, options.backend)
     given = spec.path.arguments(call)
-    for name, output in (*zip(spec.outputs, outputs, strict=True), *((name, given[name]) for name in spec.updated)):
+    updated = ((name, given[name]) for name in spec.updated if given[name] is not None)
+    for name, output in (*zip(spec.outputs, outputs, strict=True), *updated):
         content = output.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if output.numel() else b""
         kind, digest = str(output.dtype).removeprefix("torch."), hashlib.sha256(content).hexdigest()[:16]
         print(f"{name}: {kind}{list(output.shape)} on {output.device}, SHA-256 {digest}")

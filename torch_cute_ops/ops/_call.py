@@ -239,7 +239,7 @@ class CallPath(abc.ABC, Generic[Call]):
         if out is not None:
             mark_written((out,) if self.is_single else out)
         if self.updated:
-            mark_written([values[i] for i in self.updated])
+            mark_written([values[i] for i in self.updated if values[i] is not None])
         return result
 
     def run_verified(self, out: Any, device: int | None, *values: Any) -> Any:

@@ -185,6 +185,16 @@ def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: 
         check_scalar(op, "scale", scale, other, device)
 
 
+def check_scalar_or_heads(
+    op: str, name: str, tensor: torch.Tensor, heads: int, other: str, device: torch.device
+) -> None:
+    """Check that ``tensor`` is one fp32 element, or a vector of one element per head, on ``device``."""
+    check_dtype(op, name, tensor, (torch.float32,))
+    fits = tensor.numel() == 1 or tuple(tensor.shape) == (heads,)
+    _check_sizes(op, name, tensor, fits, f"one element or ({heads},), one for each head")
+    check_device(op, name, tensor, other, device)
+
+
 def check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
     """Check that ``tensor`` is one fp32 element on ``device``, the device of the argument named ``other``."""
     check_dtype(op, name, tensor, (torch.float32,))
@@ -259,9 +269,11 @@ def check_no_sharing(
 ) -> None:
     """Check that no output, and no argument that is updated in place, shares memory with another tensor of the call.
 
-    Three cases are allowed. An updated argument may be the same view as ``input``. An updated argument and ``input``
-    may be different columns of the same rows. The output and the argument of ``may_share`` may be the same view.
+    Four cases are allowed. An updated argument may be the same view as ``input``. An updated argument and ``input``
+    may be different columns of the same rows. The output and the argument of ``may_share`` may be the same view. Two
+    updated arguments may alternate in memory, as the keys and values of a cache often do.
     """
+    updated = [name for name in updated if name in arguments]
     written = {**outputs, **{name: arguments[name] for name in updated}}
     others = {**arguments, **outputs}
     for name, tensor in written.items():
@@ -272,6 +284,8 @@ def check_no_sharing(
             if (with_input or (name, other) == may_share) and _is_same_view(tensor, read):
                 continue
             if with_input and _are_columns_apart(tensor, read):
+                continue
+            if name in updated and other in updated and _alternate(tensor, read):
                 continue
             what = "is updated in place and shares" if name in updated else "shares"
             same = " without being the same view" if with_input else ""
@@ -326,6 +340,29 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     assert mine is not None and others is not None
     pitch, width = (extent * one.element_size() for extent in (min(steps), one.shape[-1]))
     return width <= (others[1] - mine[1]) % pitch <= pitch - width
+
+
+def _alternate(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if two tensors whose memory ranges overlap share no byte, because they alternate in memory: a stride
+    of ``one`` divides all larger strides of both, and the inner dimensions of the two lie apart within this stride."""
+    mine, others = _place(one), _place(other)
+    assert mine is not None and others is not None
+    steps = [
+        [(stride * tensor.element_size(), extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)]
+        for tensor in (one, other)
+    ]
+    steps = [[step for step in each if step[1] > 1] for each in steps]
+    for pitch in {stride for stride, _ in steps[0] if stride > 0}:
+        if any(stride % pitch for each in steps for stride, _ in each if stride >= pitch):
+            continue
+        reaches = [
+            tensor.element_size() + sum(stride * (extent - 1) for stride, extent in each if stride < pitch)
+            for tensor, each in zip((one, other), steps, strict=True)
+        ]
+        ahead = (others[1] - mine[1]) % pitch
+        if reaches[0] <= ahead <= pitch - reaches[1]:
+            return True
+    return False
 
 
 def check_output(op: str, name: str, tensor: torch.Tensor, expected: Output, device: torch.device) -> None:

@@ -109,10 +109,10 @@ class OpSpec:
         return getattr(self._reference, self.name)(**arguments)
 
     def copies_of_updated(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return copies, by name, of the arguments that a call will update, and of ``input``, which may be one of them;
-        an empty dict if the op updates nothing."""
+        """Return copies, by name, of the arguments that a call will update, and of ``input``, which may be one of them.
+        The dict is empty if the op updates nothing, and lacks arguments that are None."""
         names = (*self.updated, "input") if self.updated else ()
-        return {name: arguments[name].clone() for name in names}
+        return {name: arguments[name].clone() for name in names if arguments.get(name) is not None}
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """Allocate uninitialised outputs with the shapes and dtypes of a call's results, on the device of its first
