@@ -269,3 +269,74 @@ def moe_route(
     weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
     ids = ids.to(torch.int32)
     return weights, ids, *moe_route_ids(ids, logits.shape[1], alignment)
+
+
+# --- around attention: norm and rotation of q and k, and the write of k and v to paged caches ---
+
+
+def rotated_heads(
+    q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Rotate pairs of elements of the two halves of the heads of q and k, (M, heads, D); return them in their dtype."""
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
+    results = []
+    for heads in (q, k):
+        a, b = heads.to(torch.float32).chunk(2, -1)
+        results.append(torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(heads.dtype))
+    return tuple(results)
+
+
+def append_heads(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    block_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """Write heads of k and v, (M, heads, D), to slots of contiguous caches: in 16 bits, in FP8 with scales, or in NVFP4
+    with scales and block scales."""
+    for heads, cache, scale, block_scale in zip((k, v), caches, scales, block_scales, strict=True):
+        if block_scale is not None:
+            assert scale is not None
+            codes, scales_of_blocks = nvfp4_quantize((heads.to(torch.float32) * (1.0 / scale)).flatten(0, 1))
+            flat = block_scale.view(torch.uint8).flatten(0, 1)
+            flat[slots] = scales_of_blocks.view(torch.uint8).view(len(slots), *flat.shape[1:])
+            cache.flatten(0, 1)[slots] = codes.view(len(slots), *cache.shape[2:])
+        elif scale is not None:
+            fp8, _ = e4m3_quantize(heads.to(torch.float32), scale, "tensor", "row")
+            cache.view(torch.uint8).flatten(0, 1)[slots] = fp8.view(torch.uint8)
+        else:
+            cache.flatten(0, 1)[slots] = heads
+
+
+def qkv_norm_rope_append(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_heads: int,
+    kv_heads: int,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    eps: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    key_block_scale: torch.Tensor | None = None,
+    value_block_scale: torch.Tensor | None = None,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """Normalise and rotate the heads of q and k, write k and v to the caches, and return q. Each step rounds to the
+    dtype of `qkv`, as engines do. With `compiled`, Inductor compiles each step by itself."""
+    norm, rotate, write = (
+        torch.compile(each, fullgraph=True, dynamic=False) if compiled else each
+        for each in (rmsnorm, rotated_heads, append_heads)
+    )
+    heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
+    q, k, v = heads.split((q_heads, kv_heads, kv_heads), 1)
+    q, k = rotate(norm(q, q_norm, eps), norm(k, k_norm, eps), cos_sin, positions)
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    write(k, v, slots, caches, scales, (key_block_scale, value_block_scale))
+    return q

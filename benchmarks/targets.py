@@ -22,6 +22,14 @@ MOE_OF_COPY = 0.88
 MOE_DECODE_US = 4.0
 """Largest time in µs with up to 64 tokens."""
 
+# --- steps around attention ---
+
+QKV_OF_COPY = 0.85
+QKV_DECODE_US = 3.0
+"""Largest time in µs with up to 64 rows, 32 heads of q and 8 heads of k and v."""
+QKV_SAVED_US = 2.5
+"""Smallest difference in µs to the time of separate steps, with up to 64 rows."""
+
 # --- FP4 GEMMs ---
 
 FP4_DECODE_US = 42.0

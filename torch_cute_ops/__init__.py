@@ -35,6 +35,7 @@ from torch_cute_ops.ops.moe_route import moe_route
 from torch_cute_ops.ops.moe_route_dense import moe_route_dense
 from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+from torch_cute_ops.ops.qkv_norm_rope_append import qkv_norm_rope_append
 from torch_cute_ops.ops.rmsnorm import rmsnorm
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
@@ -91,6 +92,7 @@ __all__ = [
     "precompile",
     "prepare_scales",
     "properties_of",
+    "qkv_norm_rope_append",
     "quantize",
     "rmsnorm",
     "rmsnorm_fp4quant",

@@ -35,6 +35,10 @@ DTYPES: Final = {
         torch.bfloat16: ("bfloat16", "bf16"),
         torch.float16: ("float16", "fp16", "half"),
         torch.float32: ("float32", "fp32", "float"),
+        torch.float8_e4m3fn: ("float8_e4m3fn",),
+        torch.uint8: ("uint8",),
+        torch.int32: ("int32",),
+        torch.int64: ("int64",),
     }.items()
     for name in names
 }

@@ -113,7 +113,7 @@ def _register(spec: OpSpec) -> None:
         # that writes the inner tensor does not increment.
         outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
         given = path.arguments(bind(*args, **kwargs))
-        mark_written([given[name] for name in spec.updated])
+        mark_written([given[name] for name in spec.updated if given[name] is not None])
         return outputs
 
     if settings.CHECK:
@@ -197,7 +197,9 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
             ``m`` rows of each expert) and ``counts`` (True if calls in the contiguous layout pass it). Steps of an
             expert layer take ``hidden``, ``dtype``, ``topk``, and a bool for each optional tensor that calls pass
             (``residual``, ``offsets``, ``counts``). ``moe_route`` takes ``experts``, ``dtype``, ``bias`` and ``masked``
-            (True if calls use them), and its own arguments that choose experts.
+            (True if calls use them), and its own arguments that choose experts. ``qkv_norm_rope_append`` takes
+            ``head_dim``, ``dtype``, the dtypes of its other tensors (``key_dtype``, ``q_norm_dtype``, …), a bool for
+            each scale that calls pass (``k_scale``, …), and its own arguments for heads and rotation.
 
     Raises:
         ValueError: for an unknown op, or a property whose value the op refuses.

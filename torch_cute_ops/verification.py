@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout, resolve_fp4_format
+from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout, resolve_fp4_format
 from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.formats.fp4 import unpack_e2m1
 from torch_cute_ops.formats.interleave import deinterleave_k
@@ -69,7 +69,8 @@ class Verifier:
         self.compare = _comparison_of(spec)
 
     def before(self, call: Any) -> dict[str, Tensor]:
-        """Check the values of a call before it runs. Return copies of the arguments that the op will update, by name.
+        """Check the values of a call before it runs. Return copies of the arguments that the op will update, by name,
+        except caches, which are too large to copy and whose old contents affect no result.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured.
@@ -93,7 +94,7 @@ class Verifier:
                 expected = "positive, finite numbers" if name == "global_scale" else "finite numbers"
                 wrong = scale[is_wrong].flatten()[0].item()
                 raise ValueError(f"cute::{self.op}: {name} holds {wrong}; expected {expected}")
-        return self.spec.copies_of_updated(given)
+        return {} if self.compare is _appended else self.spec.copies_of_updated(given)
 
     @torch.no_grad()
     def after(self, call: Any, old: dict[str, Tensor], outputs: tuple[Tensor, ...]) -> None:
@@ -121,6 +122,7 @@ def _scales_of(spec: OpSpec) -> tuple[str, ...]:
         found.append("alpha")
     if "scale" in names and "granularity" in spec.signature.names:  # the static scale of a whole tensor
         found.append("scale")
+    found += [name for name in ("q_scale", "k_scale", "v_scale") if name in names]
     return tuple(found)
 
 
@@ -149,6 +151,7 @@ def _comparison_of(spec: OpSpec) -> Comparison:
         "moe_route": _routed,
         "moe_route_ids": _ordered,
         "moe_route_dense": _routed_dense,
+        "qkv_norm_rope_append": _appended,
     }
     return by_name.get(spec.name, _rows)
 
@@ -385,6 +388,46 @@ def _routed_dense(
     want = spec.compute({**before, "logits": before["logits"][rows]})
     # Compare sorted: among experts with equal scores, any may be chosen.
     return _compared({"out": (out[rows].sort(1).values, want.sort(1).values)}, None)
+
+
+def _appended(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    """Compare rows of q, and the slots of the caches that belong to these rows."""
+    (q,) = outputs
+    rows = _chosen(len(q), q.device)
+    all_slots = torch.full((len(q),), -1, dtype=torch.int64, device=q.device)
+    all_slots[: len(before["slots"])] = before["slots"]
+    slots = all_slots[rows]
+    kept = slots >= 0
+    count, page = len(rows), before["key_cache"].shape[1]
+    own = {name: before[name][rows] for name in ("qkv", "positions")}
+    own["slots"] = torch.where(kept, torch.arange(count, device=q.device), -1)
+    # Caches of a single block, with a slot for each compared row.
+    own |= {
+        name: after[name].new_empty(1, count, *after[name].shape[2:])
+        for name in spec.updated
+        if after[name] is not None
+    }
+    want = spec.compute({**before, **own})
+    found = _compared({"out": (q[rows].reshape(count, -1), want.reshape(count, -1))}, None)
+    slots = slots[kept]
+    if not len(slots):
+        return found
+    for kind in ("key", "value"):
+        pairs = {}
+        for name in (f"{kind}_cache", f"{kind}_block_scale"):
+            if name in own:
+                got = _raw_rows(after[name])[slots // page, slots % page].reshape(len(slots), -1)
+                expected = _raw_rows(own[name])[0][kept].reshape(len(slots), -1)
+                pairs[name] = got.view(after[name].dtype), expected.view(after[name].dtype)
+        found = found or _compared(pairs, NVFP4 if f"{kind}_block_scale" in own else None)
+    return found
+
+
+def _raw_rows(cache: Tensor) -> Tensor:
+    """View a cache of one-byte elements as bytes, because torch before 2.13 cannot index FP8 tensors."""
+    return cache.view(torch.uint8) if cache.itemsize == 1 else cache
 
 
 # GEMMs

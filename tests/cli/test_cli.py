@@ -501,6 +501,8 @@ OPTIONS = {
     "moe_finalize": "--hidden 256 --dtype bf16 --topk 4 --residual",
     "grouped_mm_fp8": "--n 256 --k 512 --experts 4 --masked --m 16",
     "fp4_quantize": "--hidden 256 --dtype bf16 --scale-format e4m3",
+    "qkv_norm_rope_append": "--head-dim 128 --dtype bf16 --q-heads 8 --kv-heads 2 --q-norm-dtype fp32 --no-interleaved "
+    "--rotary-dim 64 --key-dtype float8_e4m3fn --value-dtype uint8 --position-dtype int32 --k-scale",
 }
 
 
@@ -572,7 +574,7 @@ def test_wrong_properties_name_the_op(op):
     for name in ("colour", "device"):
         with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*{name}"):
             torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **properties, **{name: 0})
-    needed = "k" if "k" in properties else "hidden" if "hidden" in properties else "experts"
+    needed = next(name for name in ("k", "hidden", "experts", "head_dim") if name in properties)
     del properties[needed]
     with pytest.raises(TypeError, match=rf"^cute::{op.name} needs the property {needed}"):
         torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **properties)

@@ -3,6 +3,7 @@
 import itertools
 
 from support import kernel_grid
+from support.kernel_grid.qkv_rope import qkv_rope_cases
 from test_pipelines import GEMM_CASES
 
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
@@ -17,7 +18,8 @@ def test_no_wide_stride_follows_a_narrow_stride() -> None:
     """
     cases = (case for cases in GEMM_CASES for case in cases(every=False))
     checked = 0
-    for case in itertools.chain(kernel_grid.covering_cases(), kernel_grid.moe_cases(), cases):
+    rows = (*kernel_grid.covering_cases(), *kernel_grid.moe_cases(), *qkv_rope_cases())
+    for case in itertools.chain(rows, cases):
         for argument in case.kernel.arguments():
             if isinstance(argument, TensorArg):
                 bits = [stride.bits for stride in argument.stride if isinstance(stride, Dim)]

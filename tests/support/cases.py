@@ -292,6 +292,10 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
     name, dtype = op.name, torch.bfloat16
     if name == "moe_route_ids":
         return {"experts": 16}
+    if name == "qkv_norm_rope_append":
+        kinds = {"key_dtype": torch.uint8, "value_dtype": torch.uint8, "q_dtype": torch.float8_e4m3fn}
+        kinds |= {"q_norm_dtype": dtype, "k_norm_dtype": torch.float32, "q_scale": True, "k_scale": True}
+        return {"head_dim": 128, "dtype": dtype, "q_heads": 4, "kv_heads": 2, "v_scale": True, **kinds}
     if name.startswith("moe_route"):
         factor = {"expert_factor": True} if name == "moe_route_dense" else {}
         return {"experts": 16, "dtype": dtype, "topk": 2, "bias": True, "scoring": "sigmoid", **factor}
@@ -373,9 +377,9 @@ def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tens
 
 
 def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
-    """Return the sample's arguments that the op updates in place."""
+    """Return the sample's arguments that the op updates in place, except those that are None."""
     given = arguments(op, sample)
-    return tuple(given[name] for name in op.updated)
+    return tuple(given[name] for name in op.updated if given[name] is not None)
 
 
 def copy_updated(op: OpSpec, sample: Input) -> Input:

@@ -37,6 +37,7 @@ from torch_cute_ops.kernels import (
     moe_route,
     moe_route_dense,
     moe_route_ids,
+    qkv_rope,
     row_quant,
 )
 from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
@@ -63,6 +64,7 @@ finalize = OPS["moe_finalize"].reference
 route = OPS["moe_route"].reference
 route_dense = OPS["moe_route_dense"].reference
 route_ids = OPS["moe_route_ids"].reference
+qkv_norm_rope_append = OPS["qkv_norm_rope_append"].compute
 
 DSL_NAMES = {
     torch.bfloat16: "BFloat16",
@@ -71,6 +73,7 @@ DSL_NAMES = {
     torch.float8_e4m3fn: "Float8E4M3FN",
     torch.uint8: "Uint8",
     torch.int32: "Int32",
+    torch.int64: "Int64",
 }
 
 
@@ -177,6 +180,7 @@ class LaunchFailed(Exception):
 
 
 ROUTE_OUTPUTS = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
+CACHES = ("key_cache", "value_cache", "key_block_scale", "value_block_scale")
 WRITTEN = {
     "RowQuantKernel": ("residual", "y", "scale", "scale_linear", "norm"),
     "MoeRouteKernel": ROUTE_OUTPUTS,
@@ -184,6 +188,7 @@ WRITTEN = {
     "MoePermuteKernel": ("y", "scale"),
     "FP4GatedExpertsKernel": ("y", "scale"),
     "RecodeWeightKernel": ("weight", "notes"),
+    "QkvRopeKernel": ("q", *CACHES),
 }
 """Fields of ``Arguments`` that a kernel writes, for kernels that write more than ``out``. Workspaces are not listed,
 because each call allocates a new one."""
@@ -204,13 +209,17 @@ def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
         if _checks._is_same_view(one, other) or _checks._are_columns_apart(one, other):
             tensors.pop(may_share[1])
     outputs = {field: tensors.pop(field) for field in written}
+    updated = [field for field in CACHES if field in outputs]
     try:
-        _checks.check_no_sharing("model", outputs, tensors, (), None)
+        _checks.check_no_sharing("model", outputs, outputs | tensors, updated, None)
     except ValueError as error:
         raise LaunchFailed(str(error)) from None
     residual = outputs.get("residual")
     if residual is not None and _checks.overlaps_itself(residual):
         raise LaunchFailed("rows of the residual overlap")
+    for cache in CACHES:
+        if cache in outputs and _checks.overlaps_itself(outputs[cache]):
+            raise LaunchFailed(f"{cache} overlaps itself")
 
 
 def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
@@ -429,6 +438,17 @@ def compute_permute(config: Any, *args: Any) -> None:
     write_copies(*quantize_fp8_rows(x.float(), FP8_BLOCK128, None, COLUMN), places, pairs, y, scale)
 
 
+def compute_qkv_rope(config: Any, *args: Any) -> None:
+    call, spec = qkv_rope.Arguments(*args), config.spec
+    given = call._asdict()
+    out = given.pop("q")
+    assert len(call.slots) <= len(call.qkv)
+    given |= {name: given[name].data for name in CACHES if given[name] is not None}  # keep the version counters
+    given |= {"q_heads": spec.q_heads, "kv_heads": spec.kv_heads, "rotary_dim": None, "q_dtype": spec.q_dtype}
+    given |= {"norm_plus_one": spec.norm_plus_one, "interleaved": spec.interleaved}
+    write(out, qkv_norm_rope_append(given))
+
+
 def compute_rows(config: Any, *args: Any) -> None:
     call = row_quant.Arguments(*args)
     x, spec = call.input, config.spec
@@ -487,6 +507,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "MoeRouteDenseKernel": compute_route_dense,
     "MoePermuteKernel": compute_permute,
     "RowQuantKernel": compute_rows,
+    "QkvRopeKernel": compute_qkv_rope,
 }
 
 

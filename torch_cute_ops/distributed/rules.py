@@ -35,6 +35,8 @@ WITHOUT: Final[dict[str, str]] = {
     "of each rank by themselves, as ExpertParallel does",
     "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route the tokens of each rank by "
     "themselves, as ExpertParallel does",
+    "qkv_norm_rope_append": "a row holds the heads of q, then of k, then of v; call the op on each rank with the heads "
+    "of that rank",
 }
 """Ops that support only replicated tensors, each with the reason."""
 OUT_REASON: Final = (
