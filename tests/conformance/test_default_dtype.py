@@ -8,6 +8,7 @@ import torch
 from expected import assert_same
 from support.cases import each_sample, form_cases, get_sample, op_cases, properties_for, run
 from support.gemm_problems import CPU, problem_id, problems
+from support.results import results_of
 
 from torch_cute_ops import registry
 from torch_cute_ops.gemm.tune import Bench
@@ -28,7 +29,7 @@ def bfloat16_by_default():
 @each_sample(form_cases())
 def test_same_bits(op, name, device):
     sample = get_sample(op, name, device)
-    want = run(op, sample)
+    want = results_of(op, name, device)
     with bfloat16_by_default():
         got = run(op, sample)
     assert_same(got, want)

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from samples import sample_inputs
 from support.cases import forget, get_sample, op_cases, plain_sample, properties_for, sample_cases
 
 import torch_cute_ops
@@ -86,9 +85,9 @@ def advised(error: Exception) -> str:
 def samples_by_kernel(op):
     """Return the plain sample and 40 random samples, which are enough to cover all kernels, launchers and
     properties."""
-    samples = list(sample_inputs(op.name, "cpu"))
-    random.shuffle(samples)
-    return [plain_sample(op, "cpu"), *samples[:40]]
+    names = [case.values[1] for case in sample_cases() if case.values[0] is op]
+    random.shuffle(names)
+    return [plain_sample(op, "cpu"), *(get_sample(op, name, "cpu") for name in names[:40])]
 
 
 @by_op

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from expected import assert_same, raw
-from samples import Sample, sample_inputs
+from samples import Sample
 from support.cases import (
     arguments,
     compiled_op_cases,
@@ -33,6 +33,7 @@ from support.cases import (
     updated,
     with_usable_backend,
 )
+from support.results import results_of
 
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.ops import _call
@@ -72,7 +73,7 @@ def test_result(op, name, launches):
     """Check the first call, which makes the launcher, and a second call, which finds it. Only arguments that the op
     updates may change, and no launch may fail, so that a graph can capture the call."""
     sample = get_sample(op, name, "cpu")
-    want = run(op, sample)
+    want = results_of(op, name, "cpu")
     for _ in range(2):
         given = copy_updated(op, sample)
         with only_updates(op, given):
@@ -100,7 +101,7 @@ STRIDED = [
 def test_result_after_contiguous(op, name, launches):
     """Check that a call with unusual strides is correct after a contiguous call with the same shapes."""
     sample = get_sample(op, name, "cpu")
-    want = run(op, sample)
+    want = results_of(op, name, "cpu")
     packed = {key: contiguous(value) for key, value in arguments(op, sample).items()}
     with contextlib.suppress(ValueError):  # a residual may no longer be the input's view
         enter(op, named(op, packed))
@@ -181,7 +182,7 @@ RECODED = [
 def test_a_recoded_weight(op, name, launches):
     """Check that two kernels run, and that the FP8 weight is passed from the first to the second."""
     sample = get_sample(op, name, "cpu")
-    want = run(op, sample)
+    want = results_of(op, name, "cpu")
     given = arguments(op, sample) | {"backend": "recode"}
     assert_same(run_entry(op, named(op, given)), want)
     kernels = [type(kernel).__name__ for kernel, _ in launches.calls]
@@ -238,7 +239,7 @@ def has_work(op, sample, want) -> bool:
 @by_form
 def test_without_gradients(op, name, launches):
     sample = get_sample(op, name, "cpu")
-    want = run(op, sample)
+    want = results_of(op, name, "cpu")
     require_grad(sample)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
@@ -362,9 +363,9 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_launchers_are_not_confused(op, launches):
     """Check that each sample finds its own launcher if all other launchers exist, in random order."""
-    samples = list(sample_inputs(op.name, "cpu"))
-    for i in torch.randperm(len(samples)).tolist():
-        assert_same(run_entry(op, samples[i]), run(op, samples[i]))
+    names = [case.values[1] for case in sample_cases() if case.values[0] is op]
+    for i in torch.randperm(len(names)).tolist():
+        assert_same(run_entry(op, get_sample(op, names[i], "cpu")), results_of(op, names[i], "cpu"))
     assert len(launches.compiled) < len(launches.calls)
 
 

@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from samples import sample_inputs
-from support.cases import arguments, copy_updated, op_cases, overload
-from support.interpreters import python
+from support.cases import arguments, copy_updated, get_sample, op_cases, overload, sample_cases
+from support.interpreters import forked
 from torch import distributed
 
 import torch_cute_ops
@@ -39,7 +38,8 @@ def same_bits(a, b):
 @pytest.mark.parametrize("op", op_cases())
 def test_a_replay_gives_the_same_bits(op, tmp_path):
     """For samples of all kinds: tensors return with dtype, shape, strides and alignment, and the op with its bits."""
-    every = [each for each in sample_inputs(op.name, "cpu") if each.args[0].numel() < 2**16]
+    every = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
+    every = [each for each in every if each.args[0].numel() < 2**16]
     recorder = recorder_of(op.name, tmp_path)
     for sample in every[:: max(1, len(every) // SAMPLES)]:
         sample = copy_updated(op, sample)
@@ -200,7 +200,7 @@ except ValueError:
 def test_the_setting(tmp_path):
     """The last call of each op stays when the process is killed, also a call that fails. Without the setting, nothing
     is loaded."""
-    done = python(PROGRAM, TORCH_CUTE_OPS_DUMP=str(tmp_path / "dumps"))
+    done = forked(PROGRAM, TORCH_CUTE_OPS_DUMP=str(tmp_path / "dumps"))
     assert done.returncode < 0, done.stderr
     norm, quantize = (
         Dump.read(next((tmp_path / "dumps").glob(f"{op}-*.safetensors"))) for op in ("rmsnorm", "fp4_quantize")
@@ -209,7 +209,7 @@ def test_the_setting(tmp_path):
     assert quantize.about["number"] == 2 and norm.about["number"] == 4
     assert torch.equal(quantize.arguments(CPU)["input"][:2], norm.arguments(CPU)["input"])
     code = "import sys, torch_cute_ops; print([m for m in sys.modules if 'safetensors' in m or 'dump' in m])"
-    assert python(code).stdout == "[]\n"
+    assert forked(code).stdout == "[]\n"
     assert settings.DUMP is None and "torch_cute_ops.dump" in sys.modules
 
 
