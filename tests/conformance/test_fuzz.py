@@ -1,6 +1,7 @@
 """Random calls: each returns results that match its fake and independent formulas, or raises a ``ValueError`` or
 ``TypeError`` that names the op."""
 
+import functools
 import math
 import os
 import re
@@ -11,7 +12,6 @@ import torch
 from hypothesis import strategies as st
 from support.cases import (
     arguments,
-    copied,
     defined,
     expected_of,
     form_cases,
@@ -20,9 +20,10 @@ from support.cases import (
     op_cases,
     overload,
     poisoned,
-    run,
     tensors_in,
 )
+from support.results import results_of
+from support.strategies import one_of
 from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops.ops._define import as_tuple
@@ -35,6 +36,8 @@ DTYPES = (
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32, torch.int64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
 )
+KINDS = ("dtype", "shape", "strides", "device", "gradient", "sparse", "other", "none")
+"""Kinds of changes of a tensor."""
 NO_TENSOR = (None, 3, 1.5, True, "x", [1.0], (), b"", object())
 VALUES = {
     "int": (0, -1, 1, 3, 16, 32, 2**31, 2**40, 2**63 - 1, 2**63, -(2**63), True, 1.5, math.nan, "16", None, [1]),
@@ -60,6 +63,8 @@ VALUES = {
     "ScalarType": (*DTYPES, "bfloat16", 15, 1000, -1, 1.0, None, torch.strided, torch.device("cpu")),
 }
 VALUES["SymInt"] = VALUES["int"]
+EACH_VALUE = {kind: st.sampled_from(values) for kind, values in VALUES.items()}
+"""Strategies that draw one of the values."""
 
 
 # Tensors
@@ -76,7 +81,7 @@ def like(tensor, shape, dtype=None, device=None):
 
 
 def shapes_near(draw, shape):
-    shape, kind = list(shape), draw(st.sampled_from(("drop", "add", "size", "turn")))
+    shape, kind = list(shape), draw(one_of(("drop", "add", "size", "turn")))
     if not shape or kind == "add":
         shape.insert(draw(st.integers(0, len(shape))), draw(st.integers(0, 2)))
     elif kind == "drop":
@@ -92,7 +97,7 @@ def shapes_near(draw, shape):
 
 def strided(draw, tensor):
     """Draw a copy of the tensor with other strides."""
-    kind = draw(st.sampled_from(("columns first", "transposed", "step", "offset", "expanded", "overlapping")))
+    kind = draw(one_of(("columns first", "transposed", "step", "offset", "expanded", "overlapping")))
     shape, strides, offset = tensor.shape, list(torch.empty(tensor.shape, device="meta").stride()), 0
     if kind == "columns first":
         strides = list(torch.empty(tuple(reversed(shape)), device="meta").stride())[::-1]
@@ -115,8 +120,11 @@ def strided(draw, tensor):
     return data.view(tensor.dtype).as_strided(shape, strides, offset)
 
 
+INTEGERS = st.lists(st.sampled_from((-(2**31), -1, 0, 1, 5, 1000, 2**31 - 1)), min_size=1, max_size=4)
+
+
 def random_integers(draw, tensor):
-    values = draw(st.lists(st.sampled_from((-(2**31), -1, 0, 1, 5, 1000, 2**31 - 1)), min_size=1, max_size=4))
+    values = draw(INTEGERS)
     count = tensor.numel()
     return torch.tensor(values * (count // len(values) + 1), dtype=torch.int32)[:count].view(tensor.shape)
 
@@ -126,12 +134,11 @@ def changed_tensor(draw, tensor, others):
     if not isinstance(tensor, torch.Tensor):
         others = [other for other in others if isinstance(other, torch.Tensor)]
         return draw(st.sampled_from((*NO_TENSOR, *others)))
-    kinds = ["dtype", "shape", "strides", "device", "gradient", "sparse", "other", "none"]
     if tensor.layout != torch.strided:
         return tensor
-    kind = draw(st.sampled_from(kinds + ["integers"] * 3 * (tensor.dtype == torch.int32)))
+    kind = draw(one_of(KINDS + ("integers",) * 3 * (tensor.dtype == torch.int32)))
     if kind == "dtype":
-        return like(tensor, tensor.shape, draw(st.sampled_from(DTYPES)))
+        return like(tensor, tensor.shape, draw(one_of(DTYPES)))
     if kind == "shape":
         return like(tensor, shapes_near(draw, tensor.shape))
     if kind == "strides":
@@ -164,24 +171,24 @@ def overlapping(draw, output, tensors):
 @st.composite
 def calls(draw, op):
     """Draw arguments by name, and outputs: a sample in which some arguments are changed."""
-    sample = draw(st.sampled_from(samples_of(op)))
-    sample = copied(get_sample(op, sample, "cpu"))
+    name = draw(one_of(samples_of(op)))
+    sample = get_sample(op, name, "cpu")
     given = arguments(op, sample)
-    outputs = list(poisoned(run(op, sample)[: len(op.outputs)]))
+    outputs = list(poisoned(results_of(op, name, "cpu")[: len(op.outputs)]))
     everything = [*tensors_in(sample), *outputs]
     if draw(st.integers(0, 9)) == 0:
         given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         outputs = [output.to("meta") for output in outputs]
-    for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 2, 3)))):
+    for _ in range(draw(one_of((0, 1, 1, 1, 2, 2, 3)))):
         where = draw(st.integers(0, 9))
         if where < 7:
-            parameter = draw(st.sampled_from(op.signature.parameters))
+            parameter = draw(one_of(tuple(op.signature.parameters)))
             if draw(st.integers(0, 11)) == 0:
                 given.pop(parameter.name, None)
             elif parameter.is_tensor:
                 given[parameter.name] = changed_tensor(draw, given.get(parameter.name), everything)
             else:
-                given[parameter.name] = draw(st.sampled_from(VALUES[parameter.type]))
+                given[parameter.name] = draw(EACH_VALUE[parameter.type])
         elif where == 7 and len(outputs) > 1:
             outputs = draw(st.sampled_from((outputs[:-1], [*outputs, outputs[0]], outputs[::-1], [])))
         elif outputs:
@@ -193,6 +200,7 @@ def calls(draw, op):
     return given, tuple(outputs)
 
 
+@functools.cache
 def samples_of(op):
     """Return the names of small samples that cover every form."""
     names = [case.values[1] for case in form_cases() if case.values[0] is op]
@@ -200,7 +208,7 @@ def samples_of(op):
         name: sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(get_sample(op, name, "cpu")))
         for name in names
     }
-    return [name for name in names if size[name] <= SMALL] or sorted(names, key=size.get)[:3]
+    return tuple(name for name in names if size[name] <= SMALL) or tuple(sorted(names, key=size.get)[:3])
 
 
 def fits_schema(op, given):

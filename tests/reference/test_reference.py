@@ -11,7 +11,7 @@ from expected import assert_same, fp4_dequantize, fp4_quantize, residual_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import spec
-from support.strategies import DTYPES, KINDS, generators, leads, values
+from support.strategies import DTYPES, KINDS, generators, leads, one_of, values
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.ops._define import as_tuple
@@ -23,37 +23,42 @@ from torch_cute_ops.registry import OPS
 quantized, dequantized = OPS["fp4_quantize"].reference, OPS["fp4_dequantize"].reference
 
 
+FP4_POWERS = st.one_of(st.integers(-10, 10), st.integers(-60, 59))
+FP8_POWERS = st.one_of(st.integers(-10, 10), st.integers(-100, 100))
+"""Powers of two of a global scale: mostly small, sometimes as large as the scales allow."""
+
+
 @st.composite
 def rows(draw, kinds=KINDS, parts=1):
     """Draw a tensor (..., K), or (..., 2K) with two ``parts``, the arguments of its format, and a random generator."""
-    fmt = draw(st.sampled_from([NVFP4, MXFP4]))
+    fmt = draw(one_of((NVFP4, MXFP4)))
     shape = [*draw(leads()), draw(st.integers(1, 9)) * fmt.block_size * parts]
-    dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
-    value = values(draw(st.sampled_from(kinds)), shape, dtype, generator)
+    dtype, generator = draw(one_of(DTYPES)), draw(generators())
+    value = values(draw(one_of(kinds)), shape, dtype, generator)
     arguments = {
         "block_size": fmt.block_size,
-        "scale_format": draw(st.sampled_from([None, fmt.scale_format])),
-        "scale_layout": draw(st.sampled_from(list(SCALE_LAYOUTS))),
+        "scale_format": draw(one_of((None, fmt.scale_format))),
+        "scale_layout": draw(one_of(tuple(SCALE_LAYOUTS))),
         "global_scale": None,
     }
     if fmt == NVFP4 and draw(st.booleans()):
         mantissa = torch.rand(1, generator=generator) + 1
-        arguments["global_scale"] = mantissa * 2.0 ** draw(st.one_of(st.integers(-10, 10), st.integers(-60, 59)))
+        arguments["global_scale"] = mantissa * 2.0 ** draw(FP4_POWERS)
     return value, arguments, generator
 
 
 @st.composite
 def fp8_rows(draw, parts=1):
     """Draw a tensor, the arguments of an FP8 format, and a random generator."""
-    choices = [("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]
-    granularity, layout = draw(st.sampled_from(choices))
+    choices = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
+    granularity, layout = draw(one_of(choices))
     width = draw(st.integers(1, 6)) * 64 if granularity == "block128" else draw(st.integers(1, 300))
-    dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
-    value = values(draw(st.sampled_from(KINDS)), [*draw(leads()), width * parts], dtype, generator)
+    dtype, generator = draw(one_of(DTYPES)), draw(generators())
+    value = values(draw(one_of(KINDS)), [*draw(leads()), width * parts], dtype, generator)
     arguments = {"granularity": granularity, "scale_layout": layout, "scale": None}
     if granularity == "tensor":
         mantissa = torch.rand(1, generator=generator) + 1
-        arguments["scale"] = mantissa * 2.0 ** draw(st.one_of(st.integers(-10, 10), st.integers(-100, 100)))
+        arguments["scale"] = mantissa * 2.0 ** draw(FP8_POWERS)
     return value, arguments, generator
 
 
@@ -215,9 +220,9 @@ def test_add_rows(lead, dtype, kind, other, generator):
 def routes(draw):
     """Draw experts (M, topk), some of them invalid and some twice in a token, and the arguments of the layout."""
     experts, tokens, topk = draw(st.integers(1, 20)), draw(st.integers(0, 30)), draw(st.integers(1, 16))
-    beyond = draw(st.sampled_from([0, 1, 5]))
+    beyond = draw(one_of((0, 1, 5)))
     ids = torch.randint(-beyond, experts + beyond, (tokens, topk), generator=draw(generators()), dtype=torch.int32)
-    alignment, max_rows = draw(st.sampled_from([(1, None), (8, None), (128, None), (128, 1), (128, 7)]))
+    alignment, max_rows = draw(one_of(((1, None), (8, None), (128, None), (128, 1), (128, 7))))
     return {"ids": ids, "experts": experts, "alignment": alignment, "max_rows": max_rows}
 
 
@@ -227,23 +232,26 @@ def test_route_ids(call):
     check("moe_route_ids", call)
 
 
+EXTREMES = st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 3e38]), max_size=2)
+
+
 @st.composite
 def choices(draw):
     """Draw logits, some of which are not finite, and the arguments that choose experts, with sizes up to the
     largest."""
-    groups = draw(st.sampled_from([1, 1, 2, 3, 4, 17, 32]))
+    groups = draw(one_of((1, 1, 2, 3, 4, 17, 32)))
     group_size = draw(st.integers(1, 1024 // groups) | st.just(1024 // groups))
     experts, generator = groups * group_size, draw(generators())
     topk_groups = draw(st.integers(1, groups))
     logits = torch.randn(draw(st.integers(0, 6)), experts, generator=generator)
-    logits *= draw(st.sampled_from([1.0, 30.0]))
-    for value in draw(st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 3e38]), max_size=2)):
+    logits *= draw(one_of((1.0, 30.0)))
+    for value in draw(EXTREMES):
         logits = torch.where(torch.rand(logits.shape, generator=generator) < 0.02, value, logits)
     return {
-        "logits": logits.to(draw(st.sampled_from(DTYPES))),
+        "logits": logits.to(draw(one_of(DTYPES))),
         "topk": draw(st.integers(1, min(32, topk_groups * group_size))),
         "bias": torch.randn(experts, generator=generator) if draw(st.booleans()) else None,
-        "scoring": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "scoring": draw(one_of(("softmax", "sigmoid"))),
         "num_groups": groups,
         "topk_groups": topk_groups,
         "renormalize": draw(st.booleans()),

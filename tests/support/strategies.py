@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 from samples._moe import unaligned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = ("normal", "bits", "grid", "sparse", "tiny", "huge")
+SIZES = st.lists(st.integers(0, 5), max_size=3)
 
 
+@functools.cache
+def one_of(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    """Return the strategy that draws one of these values. It is made once, because hypothesis takes longer to check a
+    new strategy than to draw from it."""
+    return st.sampled_from(choices)
+
+
+@functools.cache
 @st.composite
 def leads(draw) -> list[int]:
     """Draw zero to three leading dimensions. Sometimes a dimension is 0, sometimes the product is large."""
-    lead = draw(st.lists(st.integers(0, 5), max_size=3))
-    return [*lead[:-1], lead[-1] * draw(st.sampled_from([1, 1, 30]))] if lead else lead
+    lead = draw(SIZES)
+    return [*lead[:-1], lead[-1] * draw(one_of((1, 1, 30)))] if lead else lead
 
 
+@functools.cache
 @st.composite
 def generators(draw) -> torch.Generator:
     return torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
