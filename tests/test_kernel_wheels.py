@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.interpreters import python
+from support.interpreters import forked
 
 import torch_cute_ops
 from torch_cute_ops import kernel_wheels
@@ -174,7 +174,7 @@ print("the program goes on")
 def ran(folder, tmp_path):
     """Run the program without the DSL and without a C compiler; return its lines."""
     variables = {"PYTHONPATH": ":".join([str(folder), *sys.path]), "PATH": "/nowhere", "TORCH_CUTE_OPS_LOG": ""}
-    done = python(PROGRAM, **variables, TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path / "cache"))
+    done = forked(PROGRAM, **variables, TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path / "cache"))
     assert not done.returncode, done.stderr
     return done.stdout.splitlines()
 

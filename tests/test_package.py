@@ -14,7 +14,7 @@ import tarfile
 import pytest
 import torch
 from support.cases import op_cases
-from support.interpreters import PACKAGE, python, python_in_each
+from support.interpreters import PACKAGE, forked, python, python_in_each
 
 import torch_cute_ops
 from torch_cute_ops.registry import OPS
@@ -53,7 +53,7 @@ def test_import_is_quick():
 def test_import_is_light():
     """Check that the import loads no DSL, TVM-FFI, Triton, DTensor, kernels or samples, and does not initialise
     CUDA."""
-    done = python(
+    done = forked(
         "import sys, torch; before = set(sys.modules); import torch_cute_ops\n"
         "heavy = 'cutlass', 'tvm_ffi', 'cuda', 'numpy', 'triton', 'torch_cute_ops.kernels', 'torch_cute_ops.testing'\n"
         "heavy += 'torch.distributed.tensor', 'torch_cute_ops.distributed'\n"
@@ -64,7 +64,7 @@ def test_import_is_light():
 
 def test_ops_on_a_cpu_need_no_dsl():
     """Check that ops on CPU tensors run if the DSL is not installed."""
-    done = python(
+    done = forked(
         "import sys\n"
         "sys.modules['cutlass'] = sys.modules['tvm_ffi'] = None\n"
         "import torch, torch_cute_ops\n"
@@ -148,7 +148,7 @@ for path in sys.argv[1:]:
 def test_private_names_of_torch_are_optional():
     """Check that, if a private name of torch is missing, ops on a CPU still give correct results and refuse inputs that
     require grad."""
-    done = python(WITHOUT_A_NAME, arguments=PRIVATE_NAMES)
+    done = forked(WITHOUT_A_NAME, arguments=PRIVATE_NAMES)
     assert done.stdout.splitlines() == [f"fine without {name}" for name in PRIVATE_NAMES], done.stderr
 
 

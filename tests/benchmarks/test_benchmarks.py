@@ -1,15 +1,12 @@
 """Test the benchmarks without a GPU: bytes moved, sizes, checks of results, and a whole run with a simulated clock."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.interpreters import forked_module
 
 from benchmarks import __main__ as cli
 from benchmarks import fp8_rows, host, ops, peers, performance, report, runner
@@ -262,10 +259,7 @@ def test_every_op_from_its_cases_to_reports(op, tmp_path, monkeypatch, capsys, f
 
 @pytest.mark.parametrize("what", ["rmsnorm_fp4quant", "host"])
 def test_without_a_gpu_one_clear_line_and_status_2(what, tmp_path):
-    command = [sys.executable, "-m", "benchmarks", what, "--output", str(tmp_path / "results")]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=300)
+    done = forked_module("benchmarks", what, "--output", str(tmp_path / "results"), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and "needs a CUDA GPU" in done.stderr
     assert not (tmp_path / "results").exists()

@@ -21,7 +21,7 @@ from support.cases import (
     split_call,
     updated,
 )
-from support.interpreters import python
+from support.interpreters import forked
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._inductor import config
 
@@ -77,7 +77,8 @@ def assert_eager(samples, tensors, outputs):
 
 
 LOADED = """
-import sys, torch, torch_cute_ops
+import faulthandler, sys, torch, torch_cute_ops
+faulthandler.enable()
 package, calls, results = sys.argv[1:]
 program, calls = torch._inductor.aoti_load_package(package), torch.load(calls)
 outputs = [program(*call) for call in calls]
@@ -104,7 +105,7 @@ def loaded(module, calls, shapes, folder):
     torch.save(calls, given)
     with config.patch(QUICKLY):
         torch._inductor.aoti_compile_and_package(program, package_path=package)
-    return python(LOADED, arguments=(package, given, results), PYTHONFAULTHANDLER="1"), results
+    return forked(LOADED, arguments=(package, given, results)), results
 
 
 class Everything(torch.nn.Module):
@@ -163,7 +164,8 @@ def test_package(tmp_path):
 
 
 WRAPPED = """
-import json, sys, torch
+import faulthandler, json, sys, torch
+faulthandler.enable()
 search, given, results = sys.argv[1:]
 sys.path[:] = json.loads(search)
 from test_export import QUICKLY
@@ -180,7 +182,7 @@ def wrapped(module, tensors, folder):
     given, results = str(folder / "given.pt"), str(folder / "results.pt")
     torch.save((module, tensors), given)
     search = json.dumps([str(Path(__file__).parent), *sys.path])
-    return python(WRAPPED, arguments=(search, given, results), PYTHONFAULTHANDLER="1"), results
+    return forked(WRAPPED, arguments=(search, given, results)), results
 
 
 @pytest.mark.slow

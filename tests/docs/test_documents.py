@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.example_scripts import ROOT
-from support.interpreters import python
+from support.interpreters import forked
 from torch._subclasses import FakeTensorMode
 
 import torch_cute_ops
@@ -56,7 +56,7 @@ def blocks_of(text: str, tag: str) -> list[str]:
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
     """Return the subpackages that `import torch_cute_ops` imports."""
-    done = python("import sys, torch_cute_ops; print(*sys.modules)")
+    done = forked("import sys, torch_cute_ops; print(*sys.modules)")
     assert done.returncode == 0, done.stderr
     return {name.split(".")[1] for name in done.stdout.split() if name.startswith("torch_cute_ops.")}
 

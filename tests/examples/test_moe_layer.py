@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from types import ModuleType
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import torch
 from support import spec
 from support.example_scripts import EXAMPLES, printed, rows_of_layers, run_main
+from support.interpreters import forked
 
 from torch_cute_ops.nn import experts as layers
 
@@ -160,7 +159,7 @@ def test_a_wrong_gemm_fails(
 
 @pytest.mark.slow
 def test_moe_layer_as_a_script() -> None:
-    command = [sys.executable, EXAMPLES / "moe_layer.py", "--tokens", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    program = f"import runpy; runpy.run_path({str(EXAMPLES / 'moe_layer.py')!r}, run_name='__main__')"
+    run = forked(f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); {program}", arguments=["--tokens", "2"])
     assert run.returncode == 0, run.stderr
     assert list(printed(re.sub(r"\n\n", "\n", run.stdout)))[-1] == "SUCCESS:"

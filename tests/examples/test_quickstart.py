@@ -1,6 +1,5 @@
 """Tests of the quickstart: its output, its failures, and the models that it reads."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.example_scripts import EXAMPLES, printed, rounded
+from support.interpreters import forked
 
 
 def expected_snr(x: torch.Tensor, weight: torch.Tensor, fmt: str) -> float:
@@ -121,12 +121,15 @@ def test_a_wrong_compiled_result_fails(
 @pytest.mark.slow
 def test_no_compiler_is_reported(tmp_path: Path) -> None:
     """Check the message if no C++ compiler is found, for a graph with more operations than the op."""
-    program = "import quickstart, torch; print(quickstart.compiled(lambda x: (x.sin() + 1, x), torch.ones(8)))"
-    nothing = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    environment = {key: value for key, value in os.environ.items() if key not in ("CXX", "CC")} | nothing
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=300
-    )
+    program = f"""
+import os, sys, torch
+sys.path.insert(0, {str(EXAMPLES)!r})
+for name in ("CXX", "CC"):
+    os.environ.pop(name, None)
+import quickstart
+print(quickstart.compiled(lambda x: (x.sin() + 1, x), torch.ones(8)))
+"""
+    run = forked(program, PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("torch.compile finds no C++ compiler here")
 

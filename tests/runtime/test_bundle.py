@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from support.interpreters import python
+from support.interpreters import forked, python
 
 from torch_cute_ops import registry
 from torch_cute_ops.cli import info
@@ -88,7 +88,7 @@ except RuntimeError as error:
 def test_without_the_dsl(made):
     """Check that without the DSL functions of the bundle load and check their arguments, and that the error for a
     missing kernel names it."""
-    done = python(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
+    done = forked(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Expects 15 parameters when calling"), done.stderr
@@ -98,7 +98,7 @@ def test_without_the_dsl(made):
 
 def test_without_dsl_and_bundle():
     wanted = '*kernels_of("fp4_dequantize", "sm_90a", hidden=64)'
-    done = python(f'{WITHOUT_DSL}{IMPORTS}compile_kernel({wanted}, ARCHS["sm_90a"])')
+    done = forked(f'{WITHOUT_DSL}{IMPORTS}compile_kernel({wanted}, ARCHS["sm_90a"])')
     assert "RuntimeError: a kernel cannot be compiled here" in done.stderr
 
 
@@ -110,7 +110,7 @@ for hidden in (96, 128):
     (kernel,) = kernels_of("fp4_quantize", "sm_90a", hidden=hidden, dtype=torch.bfloat16)
     print(is_kept(kernel, ARCHS["sm_90a"]))
 """
-    done = python(WITHOUT_DSL + IMPORTS + code, TORCH_CUTE_OPS_BUNDLE=str(made))
+    done = forked(WITHOUT_DSL + IMPORTS + code, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from support.cases import compiled_op_cases, plain_sample
-from support.interpreters import python, python_in_each
+from support.interpreters import forked, python_in_each
 from support.launch_model import COMPILING, Launches, launches  # noqa: F401  (a fixture)
 from torch._subclasses import FakeTensorMode
 
@@ -46,7 +46,7 @@ def test_a_crash_leaves_a_trace():
         "torch_cute_ops = __import__('torch_cute_ops')\n"
         "calls.logged('rmsnorm_fp4quant', lambda *args: os.abort())(torch.zeros(3, 64), 1e-6)\n"
     )
-    done = python(code, TORCH_CUTE_OPS_LOG="debug")
+    done = forked(code, TORCH_CUTE_OPS_LOG="debug")
     assert done.returncode < 0
     assert done.stderr.splitlines()[-1].endswith("cute::rmsnorm_fp4quant(float32[3, 64] on cpu, 1e-06)")
 

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.fake_kernel import PROBLEM, SM90
-from support.interpreters import python_in_each, python_in_groups
+from support.interpreters import forked, python_in_each, python_in_groups
 from support.processes import kill_at_random
 
 from torch_cute_ops.kernels import row_quant
@@ -385,11 +386,21 @@ def compile_all(root, keys, log_path, barrier):
         assert store.load(digest(key), read)[0] == content_of(key)
 
 
-def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path):
-    log = tmp_path / "compiled"
+def in_small_process(function, folder):
+    """Call a function of this file, which forks processes, in a process with little memory: a fork of a process that
+    has run thousands of tests takes ten times as long."""
+    program = "import sys, pathlib, test_store; getattr(test_store, sys.argv[1])(pathlib.Path(sys.argv[2]))"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = forked(program, arguments=[function.__name__, str(folder)], PYTHONPATH=paths)
+    assert done.returncode == 0, done.stderr
+
+
+def compile_in_sixteen(folder):
     barrier = FORK.Barrier(16)
     processes = [
-        FORK.Process(target=compile_all, args=(tmp_path / "cache", random.sample(range(10), 10), log, barrier))
+        FORK.Process(
+            target=compile_all, args=(folder / "cache", random.sample(range(10), 10), folder / "compiled", barrier)
+        )
         for _ in range(16)
     ]
     for process in processes:
@@ -397,7 +408,11 @@ def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path):
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 16
-    assert sorted(log.read_text().split()) == sorted(map(str, range(10)))
+
+
+def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path):
+    in_small_process(compile_in_sixteen, tmp_path)
+    assert sorted((tmp_path / "compiled").read_text().split()) == sorted(map(str, range(10)))
 
 
 def save_for_ever(root):
@@ -409,11 +424,14 @@ def save_for_ever(root):
                 store.save(str(key), write(key))
 
 
-@pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
+def kill_writers(folder):
+    for _ in range(15):
+        kill_at_random(save_for_ever, folder, processes=3, longest=0.02)
+
+
 def test_killed_writers_leave_a_usable_cache(tmp_path, caplog):
     """Check that the cache stays usable if processes are killed at random moments of writing, pruning and locking."""
-    for _ in range(15):
-        kill_at_random(save_for_ever, tmp_path, processes=3, longest=0.02)
+    in_small_process(kill_writers, tmp_path)
     store = Store(tmp_path, MEGABYTE)
     for name, _ in list(store.entries()):
         assert store.load(name, read)[0] == content_of(store.read(name).key)

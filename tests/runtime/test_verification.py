@@ -9,7 +9,7 @@ import pytest
 import torch
 from samples import sample_inputs
 from support.cases import arguments, copy_updated, op_cases, overload, with_usable_backend
-from support.interpreters import python
+from support.interpreters import forked
 
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
@@ -128,7 +128,7 @@ def test_values_are_checked():
 
 def test_the_setting():
     """Check that the setting installs the checks: a reference that is wrong once raises, and so does a wrong scale."""
-    done = python(
+    done = forked(
         "import torch, torch_cute_ops\n"
         "from torch_cute_ops.reference import rmsnorm\n"
         "x, weight, right, calls = torch.randn(9, 64), torch.ones(64), rmsnorm.rmsnorm, []\n"
@@ -154,5 +154,5 @@ def test_nothing_is_added_without_the_setting():
         for function in (op.function, op.cuda, op.cuda_out, op.autograd, op.autograd_out):
             runs = inspect.getclosurevars(function).nonlocals.get("run")
             assert runs == op.path.run, op.name
-    done = python("import sys, torch_cute_ops; print('torch_cute_ops.verification' in sys.modules)")
+    done = forked("import sys, torch_cute_ops; print('torch_cute_ops.verification' in sys.modules)")
     assert done.stdout.split() == ["False"]

@@ -1,10 +1,13 @@
 """Run code in fresh Python interpreters that can import this package."""
 
+import atexit
+import functools
 import json
 import os
+import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch_cute_ops
@@ -26,52 +29,106 @@ def python(code: str, *, arguments: Sequence[str] = (), **environment: str) -> s
     return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)
 
 
-FORKS = """
-import json, os, sys, tempfile, traceback
+SERVER = """
+import atexit, json, os, sys, tempfile, threading, traceback, types
 import torch
 
-code, groups = json.loads(sys.argv[1])
-done = []
-for group in groups:
-    children = []
-    for environment in group:
-        out, err = (tempfile.TemporaryFile("w+") for _ in range(2))
-        child = os.fork()
-        if child == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            os.environ.update(environment)
-            status = 1
-            try:
-                exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        children.append((child, out, err))
-    for child, *files in children:
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        texts = []
-        for file in files:
-            file.seek(0)
-            texts.append(file.read())
-            file.close()
-        done.append((status, *texts))
-print(json.dumps(done))
+def run(code, arguments, environment):
+    os.environ.clear()
+    os.environ.update(environment)
+    first = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path]
+    sys.path[:] = ["", *first, *(path for path in sys.path if path and path not in first)]
+    sys.argv[:] = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+for line in sys.stdin:
+    code, arguments, folder, groups = json.loads(line)
+    done = []
+    for group in groups:
+        children = []
+        for environment in group:
+            out, err = (tempfile.TemporaryFile("w+") for _ in range(2))
+            child = os.fork()
+            if child == 0:
+                for number, file in enumerate((open(os.devnull), out, err)):
+                    os.dup2(file.fileno(), number)
+                os.chdir(folder)
+                status = run(code, arguments, environment)
+                threading._shutdown()
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+            children.append((child, out, err))
+        for child, *files in children:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            texts = []
+            for file in files:
+                file.seek(0)
+                texts.append(file.read())
+                file.close()
+            done.append((status, *texts))
+    print(json.dumps(done), flush=True)
 """
+"""Program that runs code in forks of itself: it has imported torch, which takes most of the time of a start."""
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Start the program `SERVER` once per test process. It ends with the test process, which closes its input."""
+    command = [sys.executable, "-c", SERVER]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables_of(), cwd=PACKAGE.parent
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def forked(code: str, *, arguments: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code as ``python`` does, but in a fork of an interpreter that has imported torch and nothing else. The
+    environment takes effect after this import."""
+    (done,) = _in_groups(code, [[environment]], arguments)
+    return done
+
+
+def forked_module(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m name`` with these arguments, as ``forked`` runs code."""
+    code = f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return forked(code, arguments=arguments, **environment)
 
 
 def python_in_each(code: str, *environments: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
-    """Run the code once per environment, each time in a fork of one fresh interpreter that has imported torch: this
-    import takes most of the time. An environment contains the variables to add."""
-    return python_in_groups(code, *([each] for each in environments))
+    """Run the code once per environment, each time in a fork of an interpreter that has imported torch. An environment
+    contains the variables to add."""
+    return _in_groups(code, [[each] for each in environments])
 
 
 def python_in_groups(code: str, *groups: Sequence[Mapping[str, str]]) -> list[subprocess.CompletedProcess[str]]:
     """Run the code once per environment, as ``python_in_each`` does. The runs of a group are simultaneous; the groups
     run one after another."""
-    done = python(FORKS, arguments=[json.dumps([code, groups])])
-    assert done.returncode == 0, done.stderr
-    return [subprocess.CompletedProcess(code, *each) for each in json.loads(done.stdout)]
+    return _in_groups(code, groups)
+
+
+def _in_groups(
+    code: str, groups: Iterable[Sequence[Mapping[str, str]]], arguments: Sequence[str] = ()
+) -> list[subprocess.CompletedProcess[str]]:
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    every = [[variables_of(**environment) for environment in group] for group in groups]
+    server.stdin.write(json.dumps([code, [*arguments], os.getcwd(), every]) + "\n")
+    server.stdin.flush()
+    if not select.select([server.stdout], [], [], 120)[0]:
+        server.kill()
+        _server.cache_clear()
+        raise subprocess.TimeoutExpired(code, 120)
+    return [subprocess.CompletedProcess(code, *each) for each in json.loads(server.stdout.readline())]
