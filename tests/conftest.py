@@ -56,6 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Collect garbage rarely: with Python's thresholds, this took a third of the time of importing the tests.
+    gc.set_threshold(20_000, 20, 20)
     # One thread: with small tensors a second thread costs more than it saves, and much more on a busy machine.
     torch.set_num_threads(1)
     # Make all loggers propagate: in each phase of each test, pytest adds its handlers to each logger that does not
@@ -185,7 +187,19 @@ def pytest_collection_finish() -> None:
     pages in every forked process."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+
+
+TESTS_PER_FREEZE = 300
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exclude the objects of later imports and caches, too: they grow to millions, and some tests and libraries collect
+    garbage after each call. Kernels that the tests of a file share stay collectable."""
+    item.config.stash[TESTS_RUN] = tests = item.config.stash.get(TESTS_RUN, 0) + 1
+    if tests % TESTS_PER_FREEZE == 0 and not (nextitem is not None and KEEPS_KERNELS.search(nextitem.path.as_posix())):
+        gc.collect()
+        gc.freeze()
 
 
 def keep_cases(config: pytest.Config, items: list[pytest.Item], pattern: str) -> None:
@@ -232,6 +246,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 # Random data
 
 BASE_SEED = pytest.StashKey[int]()
+TESTS_RUN = pytest.StashKey[int]()
 DONE = pytest.StashKey[frozenset[str]]()
 """Key of the names of tests that an earlier session of ``--gpu-record`` has already run."""
 

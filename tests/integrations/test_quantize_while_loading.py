@@ -145,7 +145,8 @@ def test_errors(tmp_path):
 
 
 def live_bytes(dtypes: tuple[torch.dtype, ...]) -> int:
-    """Return the bytes of all tensors of these dtypes in memory, except tensors that are mapped from a file."""
+    """Return the bytes of all tensors of these dtypes that have been created since ``gc.freeze``, except tensors that
+    are mapped from a file."""
     storages = {}
     for each in gc.get_objects():
         # Only plain tensors: others, such as fake tensors of other tests, have no memory.
@@ -167,13 +168,16 @@ def test_never_the_whole_model(name, scheme, tmp_path, monkeypatch):
     largest = max(of_layers.values()) + (sum(of_layers.values()) // 2 if name == "mixtral" else 0)
     del whole
     floats = (torch.bfloat16, torch.float16, torch.float32)
+    # Hide all older objects from ``gc.get_objects``: earlier tests leave millions, and a search through them takes a
+    # second.
     gc.collect()
-    before, seen = live_bytes(floats), []
+    gc.freeze()
+    seen = []
     cls = quantize_module.SCHEMES[scheme]
     original = cls.from_float.__func__
 
     def watched(kind, linear, **given):
-        seen.append(live_bytes(floats) - before)
+        seen.append(live_bytes(floats))
         return original(kind, linear, **given)
 
     monkeypatch.setattr(cls, "from_float", classmethod(watched))
