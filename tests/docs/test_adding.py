@@ -52,7 +52,7 @@ def test_an_op_is_the_files_of_the_table(tmp_path: Path) -> None:
             insert(tmp_path / path, EXPORTS[path])
     documents = ("tests/docs/test_documents.py", "tests/test_package.py")
     of_op = f"({NEW} and not compile)"
-    of_documents = "((test_documents.py or test_package.py) and (op or readme) and not figures)"
+    of_documents = "((test_documents.py or test_package.py) and (op or readme) and not (figures or blocks))"
     # in one run, because imports and collection take most of the time
     paths = ("tests/conformance", "tests/docs/test_op_examples.py", "tests/testing", *documents)
     outcome = pytest_in(tmp_path, *paths, "-k", f"{of_op} or {of_documents}")
@@ -71,7 +71,7 @@ def insert(path: Path, lines: tuple[tuple[str, str], ...]) -> None:
 
 def pytest_in(folder: Path, *arguments: str) -> str:
     environment = variables_of(PYTHONPATH=os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "--assert=plain", *arguments]
     ran = subprocess.run(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
