@@ -102,6 +102,7 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
     """Install torch, then the project with `extras`; return `probe(python)`."""
     pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     found = probe(python)
+    compiling = None
     if torch_is_right(found["torch"]):
         print(f"keeping torch {found['torch']}", flush=True)
         _run(*pip, requirement("setuptools"))
@@ -110,6 +111,8 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         torch = next((line for line in constraints() if _name(line) == "torch"), "torch")
         _run(*pip, torch, requirement("setuptools"))
         found = probe(python)
+        # Compile torch while pip installs the other packages, because pip uses one processor.
+        compiling = compile_packages(python, 1)
     if found["torch"] is None:
         sys.exit(f"torch does not import: {found['error']}")
 
@@ -128,10 +131,18 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         file.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
         # Build without isolation: an isolated build would import the linked Python's setuptools, which may be too old.
         _run(*pip, "-c", str(file), "--no-build-isolation", "-e", target)
-    # Compile bytecode with all processors, because pip would use one. Ignore errors: some packages contain files that
-    # do not compile.
-    subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
+    if compiling is not None:
+        compiling.wait()
+    compile_packages(python, 0).wait()
     return found
+
+
+def compile_packages(python: Path, processes: int) -> subprocess.Popen[bytes]:
+    """Start to compile the bytecode of the installed packages, with one process per processor if `processes` is 0. pip
+    would use one processor. Leave out tests of packages and the models of transformers: they are a third of the code,
+    and few are ever imported. Errors are ignored: some packages contain files that do not compile."""
+    command = [str(python), "-W", "ignore", "-m", "compileall", "-qq", "-j", str(processes)]
+    return subprocess.Popen([*command, "-x", "/(tests|transformers/models)/", site_packages(python)])
 
 
 def constraints() -> list[str]:
