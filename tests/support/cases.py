@@ -4,7 +4,7 @@
 - A *case* is a ``pytest.param`` of an op and the name of a sample or an error input. ``sample_cases()`` lists all
   samples; ``form_cases()`` lists the few samples of each op that differ in form, for tests that ignore values.
 - ``@each_sample(cases)`` parametrises a check ``(op, name)``, as ``pytest.mark.parametrize`` would. One pytest item
-  checks a *chunk* of 16 samples (``support.chunks``), because an item takes pytest longer than most checks.
+  checks a *chunk* of 32 samples (``support.chunks``), because an item takes pytest longer than most checks.
 - ``get_sample(op, name, device)`` is the sample itself, ``arguments(op, sample)`` its arguments by name, and
   ``named(op, given)`` a sample made from arguments by name.
 - ``call``, ``call_out`` and ``call_function`` call the op, its ``.out`` overload and its Python function. ``run``,
@@ -127,7 +127,7 @@ def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
     ]
 
 
-CHUNK = 16
+CHUNK = 32
 """Number of consecutive samples of an op that one pytest item checks. It is so small that an item takes seconds, and
 workers get equal loads."""
 
