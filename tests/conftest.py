@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--unchanged", action="store_true", help="run tests of kernels that have not changed, too")
     group.addoption("--record-unchanged", action="store_true", help="write which tests of kernels passed")
     group.addoption(
-        "--fuzz-examples", type=int, default=50, metavar="N", help="calls of each op that the fuzz test makes"
+        "--fuzz-examples", type=int, default=30, metavar="N", help="calls of each op that the fuzz test makes"
     )
     group.addoption(
         "--gpu-record",
