@@ -18,6 +18,12 @@ Tensors = tuple[torch.Tensor, ...]
 SWIGLU = {"alpha": 1.0, "beta": 0.0, "limit": None}
 """Parameters of the gate ``silu(gate) · up``."""
 
+_WITHIN = torch.arange(256)
+INTERLEAVED = (
+    128 * (_WITHIN // 32 % 2) + 32 * (_WITHIN // 8 % 4) + 16 * (_WITHIN // 4 % 2) + 4 * (_WITHIN // 64) + _WITHIN % 4
+)
+"""Position of each of 256 elements of a row whose k is interleaved, from the text of docs/formats.md."""
+
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, (..., itemsize), contiguous and on the CPU."""
@@ -70,9 +76,21 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
     input."""
     codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, given["granularity"], scalar_of(given["scale"])))
     y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
+    if given.get("interleaved"):
+        stored = torch.zeros(*lead, -(-y.shape[-1] // 256) * 256, dtype=torch.uint8)
+        stored[..., : y.shape[-1]] = y.view(torch.uint8)
+        stored = stored.unflatten(-1, (-1, 256))
+        y = torch.empty_like(stored).index_copy_(-1, INTERLEAVED, stored).view(y.dtype)
     if given["granularity"] == "tensor":
         return y, scales
     return y, scales.reshape(*lead, scales.shape[-1])
+
+
+def in_order(y: torch.Tensor, k: int) -> torch.Tensor:
+    """Return codes (..., ⌈K/256⌉, 256) whose k is interleaved in the order of k. Check that codes beyond K are zero."""
+    codes = y.view(torch.uint8)[..., INTERLEAVED.to(y.device)].flatten(-2)
+    assert y.dim() > 1 and y.shape[-2:] == (-(-k // 256), 256) and not codes[..., k:].any()
+    return codes[..., :k].contiguous().view(y.dtype)
 
 
 def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from support import spec
 
+from expected import INTERLEAVED
 from expected._epilogue import EPS, moved
 from expected._fp8_gemm import BLOCK, PROMOTED, Bounded, Weight, numbers, sum_of_tokens
 
@@ -85,10 +86,8 @@ def in_order(given):
     if not is_interleaved(given):
         return given
     a, k = given["a"], 2 * given["b"].shape[-2]
-    within = np.arange(256)
-    c, p, i, h, e = within // 64, within // 32 % 2, within // 8 % 4, within // 4 % 2, within % 4
-    order = torch.from_numpy(128 * p + 32 * i + 16 * h + 4 * c + e).to(a.device)
-    return given | {"a": a.view(torch.uint8)[..., order].flatten(-2)[..., :k].contiguous().view(a.dtype)}
+    codes = a.view(torch.uint8)[..., INTERLEAVED.to(a.device)].flatten(-2)
+    return given | {"a": codes[..., :k].contiguous().view(a.dtype)}
 
 
 def token_gemm(

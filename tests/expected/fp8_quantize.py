@@ -2,7 +2,7 @@
 
 from expected import Tensors, assert_same, quantised_fp8, rows_of
 
-_ARGUMENTS = "Tensor input, Tensor? scale=None, str granularity='token', str? scale_layout=None"
+_ARGUMENTS = "Tensor input, Tensor? scale=None, str granularity='token', str? scale_layout=None, bool interleaved=False"
 SCHEMA = f"cute::fp8_quantize({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::fp8_quantize.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale_out) -> ()"
 

@@ -5,12 +5,13 @@ import numpy as np
 import torch
 from support import spec
 
-from expected import Tensors, quantised_fp8, rmsnorm_fp4quant, scalar_of
+from expected import Tensors, in_order, quantised_fp8, rmsnorm_fp4quant, scalar_of
 from torch_cute_ops.formats import resolve_fp8_format
 from torch_cute_ops.testing import assert_fp8_close
 
 _ARGUMENTS = (
-    "Tensor input, Tensor weight, Tensor? scale=None, float eps=1e-6, str granularity='token', str? scale_layout=None"
+    "Tensor input, Tensor weight, Tensor? scale=None, float eps=1e-6, str granularity='token', str? scale_layout=None, "
+    "bool interleaved=False"
 )
 SCHEMA = f"cute::rmsnorm_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale_out) -> ()"
@@ -28,6 +29,9 @@ def assert_results(actual, expected, given) -> None:
 
 def assert_close(actual, expected, given, **allowances) -> None:
     y, scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
+    if given.get("interleaved"):
+        k = given["input"].shape[-1] // (2 if "swiglu_alpha" in given else 1)
+        y, expected = in_order(y, k), (in_order(expected[0], k), expected[1])
     fmt, _ = resolve_fp8_format(given["granularity"], given["scale_layout"])
     assert_fp8_close((y, scale), expected, fmt, **allowances)
 

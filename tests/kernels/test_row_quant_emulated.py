@@ -15,6 +15,7 @@ from ptx_emulator import EmulationError, Race
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
+from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
@@ -84,7 +85,8 @@ def execute(
     elif p.fmt is None:
         y = scale = None
     else:
-        y = poisoned(rows, p.width, dtype=torch.float8_e4m3fn)
+        shape = (-(-p.width // 256), 256) if p.interleaved else (p.width,)
+        y = poisoned(rows, *shape, dtype=torch.float8_e4m3fn)
         scales = p.fmt.scales_per_row(p.width)
         if p.layout == COLUMN:
             scale = poisoned(scales, rows, dtype=torch.float32).t()
@@ -303,6 +305,38 @@ def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
     given = inputs(config, rows)
     got = execute(config, HOPPER, *given, 4, 0)
     check(config.spec, got, expected(config.spec, *given))
+
+
+INTERLEAVED = [
+    # Several rows share a warp. A thread stores many blocks of zeros at the end of a row.
+    (run("silu", HF, 48, TOKEN, HOPPER, 19, 1, 1, groups=2), 0),
+    # The last five elements of a row are padding of the input. With a scale of zero, their codes would be NaN.
+    (run("swiglu", F, 528, TENSOR, BLACKWELL, 9, 1, 0, **WARP_GROUPS), 5),
+    (run("add", BF, 512, TENSOR, HOPPER, 13, 1, 1, **WARP_GROUPS), 0),
+    # Two CTAs share a row. Only the second CTA stores zeros.
+    (run("norm", BFF, 1152, TOKEN, BLACKWELL, 9, 2, 2, **CLUSTER), 0),
+]
+
+
+@pytest.mark.parametrize(("one", "unused"), [pytest.param(*p.values, unused, id=p.id) for p, unused in INTERLEAVED])
+def test_interleaved_codes(one: Run, unused: int) -> None:
+    """Check that interleaved codes are those of the ordinary kernel bit for bit, with zeros at the end of a row. Scales
+    and sums must be equal too."""
+    ordinary = one.config
+    used = ordinary.spec.width - unused
+    spec = dataclasses.replace(ordinary.spec, interleaved=True, norm_width=used)
+    x, residual, weight, factor = inputs(ordinary, one.rows)
+    if unused:
+        x.unflatten(-1, (-1, ordinary.spec.width))[..., used:] = 0.0
+        factor = torch.zeros(1)
+    given = x, residual, weight, factor
+    want = execute(ordinary, one.arch, *given, one.max_ctas, None)
+    check(ordinary.spec, want, expected(ordinary.spec, *given))
+    assert not unused or want.y[:, used:].isnan().all()
+    got = execute(dataclasses.replace(ordinary, spec=spec), one.arch, *given, one.max_ctas, one.seed)
+    equal("y", got.y, interleave_k(want.y[:, :used]))
+    equal("scale", got.scale, want.scale)
+    equal("residual", got.residual, want.residual)
 
 
 SHORT = [

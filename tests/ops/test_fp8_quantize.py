@@ -117,3 +117,20 @@ def test_zeros(granularity, device):
     assert set(codes[0, 6:].tolist()) == {0x80}
     assert (codes[1:3] == 0).all() and (scale[1:3] == 0).all()
     assert scale[3].item() == 2.0**-149 * round(2.0**14 / 448) and codes[3, 3] >= 0xFD
+
+
+def test_interleaved_outputs(device):
+    """Check that the shape of the output for the codes must match ``interleaved``."""
+    rows = torch.randn(4, 512, device=device)
+    scale = torch.empty(4, 1, device=device)
+    ordinary, interleaved = (
+        torch.empty(4, *each, dtype=torch.float8_e4m3fn, device=device) for each in ((512,), (2, 256))
+    )
+    for _ in range(2):  # the first call with these arguments compiles
+        with pytest.raises(ValueError, match=r"got y with shape \(4, 512\); expected \(4, 2, 256\)"):
+            torch_cute_ops.fp8_quantize(rows, interleaved=True, out=(ordinary, scale))
+        with pytest.raises(ValueError, match=r"got y with shape \(4, 2, 256\); expected \(4, 512\)"):
+            torch_cute_ops.fp8_quantize(rows, out=(interleaved, scale))
+        torch_cute_ops.fp8_quantize(rows, interleaved=True, out=(interleaved, scale))
+        torch_cute_ops.fp8_quantize(rows, out=(ordinary, scale))
+    assert_same([interleaved], [torch_cute_ops.interleave_k(ordinary)])

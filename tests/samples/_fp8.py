@@ -46,6 +46,7 @@ def _rows(device: torch.device, halves: bool = False) -> Iterator[Rows]:
     for i, (name, rows) in enumerate(views(128 * parts, device)):
         yield Rows(name, rows, named(*CHOICES[i % len(CHOICES)], device))
     yield from _values(parts, device)
+    yield from _interleaved(parts, device)
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
@@ -112,6 +113,22 @@ def _values(parts: int, device: torch.device) -> Iterator[Rows]:
         yield Rows(f"scale-{len(shape)}d", rows, {"granularity": "tensor", "scale": scale})
 
 
+def _interleaved(parts: int, device: torch.device) -> Iterator[Rows]:
+    """Yield rows whose codes are interleaved along k."""
+    tokens: dict[str, Any] = {"granularity": "token", "interleaved": True}
+    tensor: dict[str, Any] = {"granularity": "tensor", "interleaved": True}
+    for shape in ((5, 512), (2, 3, 2880), (256,), (3, 100), (0, 300), (1, 7168)):
+        rows = random_rows(*shape[:-1], shape[-1] * parts, device=device)
+        yield Rows(f"interleaved-{'x'.join(map(str, shape))}", rows, tokens)
+    strided = random_rows(6, 576 * parts + 64, dtype=torch.float32, device=device)
+    yield Rows("interleaved-row-strided", strided[:, : 576 * parts], {**tensor, "scale": random_scale(device)})
+    unaligned = random_rows(6, 333 * parts + 1, device=device)
+    yield Rows("interleaved-column-offset", unaligned[:, 1:], tokens)
+    # Zeros beyond K stay zeros, although a quotient 0 / 0 is NaN.
+    zero = torch.zeros(1, device=device)
+    yield Rows("interleaved-scale-0", random_rows(3, 100 * parts, device=device), {**tensor, "scale": zero})
+
+
 def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     def bad(name: str, error: type[Exception], match: str, value: torch.Tensor = good, **kwargs: Any) -> ErrorInput:
         return ErrorInput(name, (value,), kwargs, error, match)
@@ -139,6 +156,9 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
         rows = good.repeat(1, 4)
         yield bad(f"scale-given-{granularity}", ValueError, text, rows, granularity=granularity, scale=one)
     yield from scalar_errors("scale", good, {"granularity": FP8_TENSOR.granularity})
+    rows = good.repeat(1, 4)
+    text = "interleaved is True with granularity='block128'; expected granularity='token' or 'tensor'"
+    yield bad("interleaved-block128", ValueError, text, rows, granularity="block128", interleaved=True)
 
 
 def _positional(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:

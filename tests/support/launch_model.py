@@ -477,6 +477,8 @@ def compute_rows(config: Any, *args: Any) -> None:
             write(call.scale_linear, quantize_rows(value, spec.fmt, call.factor, "linear")[1])
     elif spec.fmt is not None:
         results = quantize_fp8_rows(value, spec.fmt, call.factor, spec.layout)
+        if spec.interleaved:
+            results = formats_interleave.interleave_k(results[0][:, : spec.norm_width]), results[1]
     if spec.fmt is not None:
         for output, result in zip((call.y, call.scale), results, strict=True):
             write(output, result)

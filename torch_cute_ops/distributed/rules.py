@@ -14,6 +14,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
 from torch_cute_ops.formats.fp8 import ROW
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.prepared_scales import is_prepared
 from torch_cute_ops.formats.scale_layout import (
     TILE_BLOCKS,
@@ -182,6 +183,8 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
     scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(last)
     if is_fp4 and not layout.is_linear:
         scale, block = Shard(1), TILE_BLOCKS * block
+    if call.get("interleaved"):
+        block = INTERLEAVED_K
     multiples = [Multiple("the last dimension of input", shape[last], block or 1)]
     yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples)
 

@@ -373,7 +373,7 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
         # Tiled scales are computed over the flattened rows, so their shape does not depend on the leading dimensions.
         if sizes is not None and (index == 0 or _has_row_scales(node)):
             with node.graph.inserting_before(user):
-                new = node.graph.call_function(aten.reshape.default, (new, [*sizes[:-1], old.shape[-1]]))
+                new = node.graph.call_function(aten.reshape.default, (new, [*sizes[:-1], *old.shape[len(sizes) - 1 :]]))
             new.meta["val"] = old
         user.replace_all_uses_with(new)
         node.graph.erase_node(user)

@@ -169,6 +169,15 @@ def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tup
         raise ValueError(f"cute::{op}: {error}") from None
 
 
+def check_interleaved_codes(op: str, interleaved: bool, fmt: FP8Format) -> None:
+    """Check that k of the codes may be interleaved: not with block scales."""
+    if interleaved and fmt.block_size:
+        raise ValueError(
+            f"cute::{op}: interleaved is True with granularity={fmt.granularity!r}; expected granularity='token' or "
+            "'tensor', because no GEMM reads interleaved codes with block scales"
+        )
+
+
 def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: str, device: torch.device) -> None:
     """Check that ``scale`` is one fp32 element if the caller must pass the scale, and None if the op computes it."""
     if not fmt.is_static:

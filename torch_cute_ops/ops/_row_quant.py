@@ -15,6 +15,7 @@ from torch_cute_ops.formats.fp8 import (
     is_packed_column,
     new_column_scales,
 )
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
@@ -49,6 +50,7 @@ class RowCall(NamedTuple):
     scale_format: str | None = None
     granularity: str | None = None
     scale_layout: str | None = "128x4"
+    interleaved: bool = False
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
@@ -65,7 +67,9 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.max_ctas = sms * kernel.config.waves
         fmt, self.layout = problem.fmt, problem.layout
         self.width, self.source = problem.width, problem.source
-        self.is_padded = problem.width != problem.norm_width
+        self.is_padded, self.is_interleaved = problem.width != problem.norm_width, problem.interleaved
+        # The kernel writes whole rows of interleaved codes, which are as long as the rows of the op's output.
+        self.pads_output = self.is_padded and not self.is_interleaved
         self.also_linear, self.writes_norm = problem.also_linear, problem.writes_norm
         self.tile_rows = self.layout.tile_rows or 1
         if isinstance(fmt, FP4Format):
@@ -85,7 +89,10 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_scale = fmt is not None
         self.has_two_outputs = self.has_scale and not (self.also_linear or self.writes_norm)
-        self.y_strides = self.y_width, 1
+        self.y_tail: tuple[int, ...] = (self.y_width,)
+        if problem.interleaved:
+            self.y_tail = (-(-self.y_width // INTERLEAVED_K), INTERLEAVED_K)
+        self.y_strides = contiguous_strides((1, *self.y_tail))
         self.scale_tail: tuple[int, ...] = (self.scale_width,)
         if isinstance(fmt, FP4Format):
             self.scale_tail = self.layout.shape((1,), self.blocks)[1:]
@@ -96,7 +103,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         """Allocate the outputs of a call whose input has ``rows`` rows and this dtype: one tensor, or a tuple of
         several."""
         new = allocator(self.device)
-        y = new((rows, self.y_width), self.y_strides, self.y_dtype)
+        y = new((rows, *self.y_tail), self.y_strides, self.y_dtype)
         if not self.has_scale:
             return y
         if self.has_scale_rows:
@@ -124,6 +131,8 @@ class RowLauncher(KernelLauncher[RowCall]):
         y = scale = linear = norm = held = None
         if self.has_scale:
             y = output = out[0].view(count, -1)
+            if self.is_interleaved:
+                y = output.view(count, *self.y_tail)
             scale = out[1]
             if self.is_column or (self.has_scale_rows and self.layout.is_linear):
                 if not (is_packed_column(scale) if self.is_column else scale.is_contiguous()):
@@ -139,6 +148,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             rows = _padded(rows, 2 if self.source == "silu_mul" else 1, self.width)
             sums = None if sums is None else _padded(sums, 1, self.width)
             weight = None if weight is None else _padded(weight.unsqueeze(0), 1, self.width)[0]
+        if self.pads_output:
             padded = output.new_empty(count, self.width)
             y, norm = (None, padded) if y is None else (padded, norm)
         outputs = (y, scale, linear, norm, None, None)
@@ -154,7 +164,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             ]
             self.function(*copies, *rest, *scalars)
             sums = copies[1]
-        if self.is_padded:
+        if self.pads_output:
             output.copy_(padded[:, : output.shape[1]])
         if held is not None:
             out[1].copy_(held)
@@ -196,6 +206,7 @@ class RowQuant(KernelPath[RowCall]):
         return (
             *(call.input.shape[-1], call.input.dtype, weight_dtype, call.factor is not None),
             *(gates_plainly(*call.gate), call.block_size, call.scale_format, call.granularity, call.scale_layout),
+            call.interleaved,
             device,
         )
 
@@ -215,6 +226,7 @@ class RowQuant(KernelPath[RowCall]):
         scale_format: str | None,
         granularity: str | None,
         layout: str | None,
+        interleaved: bool,
     ) -> Any:
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` and the launch are inlined.
 
@@ -234,7 +246,7 @@ class RowQuant(KernelPath[RowCall]):
             # fmt: off
             launcher: Any = self.launchers.get((
                 width, dtype, weight_dtype, has_factor, is_plain,
-                block_size, scale_format, granularity, written_layout, device,
+                block_size, scale_format, granularity, written_layout, interleaved, device,
             ))
             # fmt: on
             if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
@@ -278,7 +290,8 @@ class RowQuant(KernelPath[RowCall]):
             result = None
         if result is None:
             gate = alpha, beta, limit
-            given = input, residual, weight, factor, eps, *gate, block_size, scale_format, granularity, layout
+            formats = block_size, scale_format, granularity, layout, interleaved
+            given = input, residual, weight, factor, eps, *gate, *formats
             result = self.run_checked(RowCall._make(given), out)
         if out is not None:
             mark_written((out,) if self.is_single else out)
@@ -315,6 +328,7 @@ class RowQuant(KernelPath[RowCall]):
             _checks.check_global_scale(op, call.factor, fmt, "input", device)
         elif fmt is not None:
             _checks.check_fp8_scale(op, call.factor, fmt, "input", device)
+            _checks.check_interleaved_codes(op, call.interleaved, fmt)
         _checks.check_swiglu(op, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
 
     def fill_without_work(self, call: RowCall, out: Outputs) -> bool:
@@ -345,6 +359,7 @@ class RowQuant(KernelPath[RowCall]):
             has_factor=call.factor is not None,
             writes_norm=not self.quantises or "norm" in self.signature.outputs,
             swiglu=not gates_plainly(*call.gate),
+            interleaved=call.interleaved,
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:
@@ -367,7 +382,9 @@ class RowQuant(KernelPath[RowCall]):
             declared["global_scale"] = flag(lambda call: call.factor is not None)
         if self.source == "silu_mul":
             declared["swiglu"] = flag(lambda call: None if gates_plainly(*call.gate) else True)
-        return declared | self.arguments_as_properties("block_size", "scale_format", "granularity", "scale_layout")
+        return declared | self.arguments_as_properties(
+            "block_size", "scale_format", "granularity", "scale_layout", "interleaved"
+        )
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         row = torch.ones(1, given.hidden, dtype=given.dtype, device=device)

@@ -16,6 +16,7 @@ def add_rmsnorm_fp8quant(
     eps: float = 1e-6,
     granularity: FP8Granularity = "token",
     scale_layout: FP8ScaleLayout | None = None,
+    interleaved: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,11 +48,13 @@ def add_rmsnorm_fp8quant(
         scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
             ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
             ``"token"`` or ``"tensor"``.
+        interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
+            must be ``"token"`` or ``"tensor"``.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
     Returns:
-        ``y``: (..., H) float8_e4m3fn.
+        ``y``: (..., H) float8_e4m3fn, or (..., ⌈H/256⌉, 256) with zeros beyond H if ``interleaved``.
         ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈H/128⌉) for blocks. Block scales are
         column-major by default: with M flattened rows, the strides of (M, ⌈H/128⌉) are (1, M).
 

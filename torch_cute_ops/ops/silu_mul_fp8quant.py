@@ -16,6 +16,7 @@ def silu_mul_fp8quant(
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
+    interleaved: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -44,11 +45,13 @@ def silu_mul_fp8quant(
             ``"token"`` or ``"tensor"``.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
+            must be ``"token"`` or ``"tensor"``.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
     Returns:
-        ``y``: (..., I) float8_e4m3fn.
+        ``y``: (..., I) float8_e4m3fn, or (..., ⌈I/256⌉, 256) with zeros beyond I if ``interleaved``.
         ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈I/128⌉) for blocks. Block scales are
         column-major by default: with M flattened rows, the strides of (M, ⌈I/128⌉) are (1, M).
 

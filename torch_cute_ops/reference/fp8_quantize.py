@@ -6,6 +6,7 @@ from torch import Tensor
 from torch_cute_ops.formats import FP8Format, ScaleLayout, resolve_fp8_format
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.formats.fp8 import COLUMN, new_column_scales
+from torch_cute_ops.formats.interleave import interleave_k
 
 
 def quantize_fp8_rows(
@@ -40,8 +41,9 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def fp8_quantize(
-    input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str | None
+    input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str | None, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` (..., K) to FP8; see the op's docstring."""
     fmt, layout = resolve_fp8_format(granularity, scale_layout)
-    return quantize_fp8_rows(input.float(), fmt, scale, layout)
+    y, factors = quantize_fp8_rows(input.float(), fmt, scale, layout)
+    return interleave_k(y) if interleaved else y, factors

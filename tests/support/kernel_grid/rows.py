@@ -93,12 +93,14 @@ class Case(KernelCase):
     width: int
     target: tuple[str, str]
     arch: str
+    interleaved: bool = False
 
     @property
     def id(self) -> str:
         names = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
         dtypes = "".join(names[dtype] for dtype in self.dtypes[: 2 if self.what.normalises else 1])
-        return "-".join((self.what.name, dtypes, str(self.width), *self.target, self.arch))
+        order = ("interleaved",) if self.interleaved else ()
+        return "-".join((self.what.name, dtypes, str(self.width), *self.target, *order, self.arch))
 
     @property
     def is_valid(self) -> bool:
@@ -144,6 +146,7 @@ class Case(KernelCase):
             has_factor=name in ("nvfp4-g", "tensor"),
             writes_norm="norm" in self.what.also or self.target == ROUNDED,
             swiglu=self.what.swiglu,
+            interleaved=self.interleaved,
         )
         return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
 
@@ -173,22 +176,31 @@ TIGHT = (
 )
 """Cases that have spilled registers, in addition to the cases that cover pairs."""
 
+INTERLEAVED = (
+    Case(WHAT["add"], (BF16, BF16), 7168, ("token", "row"), "sm_90a", interleaved=True),
+    Case(WHAT["swiglu"], (BF16, BF16), 2880, ("tensor", "row"), "sm_90a", interleaved=True),
+)
+"""Cases whose codes are interleaved along k, without and with blocks of zeros at the end of a row."""
+
 
 def every_case() -> Iterator[Case]:
-    """Yield every valid case of the grid."""
+    """Yield every valid case of the grid, and ``INTERLEAVED``."""
     choices = itertools.product(WHATS, DTYPES, WIDTHS, TARGETS, ARCHS)
-    return (case for case in itertools.starmap(Case, choices) if case.is_valid)
+    yield from (case for case in itertools.starmap(Case, choices) if case.is_valid)
+    yield from INTERLEAVED
 
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """Return a selection of the grid, plus ``TIGHT``, that contains each pair of choices. For wide rows, it also
-    contains each triple of operation, width and architecture.
+    """Return a selection of the grid, plus ``TIGHT`` and ``INTERLEAVED``, that contains each pair of choices. For wide
+    rows, it also contains each triple of operation, width and architecture.
 
     The selection is greedy: for each pair that is still missing, it adds the case that contains the most missing pairs.
     """
     having = defaultdict(list)
     for case in every_case():
+        if case.interleaved:
+            continue
         for pair in case.pairs:
             having[pair].append(case)
     some = random.Random(0)
@@ -201,4 +213,4 @@ def covering_cases() -> tuple[Case, ...]:
         chosen.append(best)
         for pair in best.pairs:
             missing.pop(pair, None)
-    return *chosen, *(case for case in TIGHT if case not in chosen)
+    return *chosen, *(case for case in TIGHT if case not in chosen), *INTERLEAVED

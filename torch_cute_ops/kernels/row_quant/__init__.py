@@ -9,7 +9,9 @@
 - format: FP4, FP8, or none. An FP8 scale belongs to the whole tensor (the caller passes it), to a row, or to 128
   elements (64 elements in the last block of some rows).
 - outputs: codes and scales. Optional outputs are the same scales in the linear layout, and the values before
-  quantisation. Without a format, these values are the only output.
+  quantisation. Without a format, these values are the only output. FP8 codes of tokens and tensors may be interleaved
+  along k (``formats.interleave``), for ``kernels.fp8_fp4_token_wgmma``: a thread then stores its 16 codes as four words
+  that are 16 bytes apart, and some threads of each row store zeros up to a multiple of 256 elements.
 - rows: all rows of the input, or the experts' rows in a buffer with padding. Padding is neither read nor written: a
   table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, the buffer
   contains no padding between experts, and the rows are the range from the first offset to the last offset.

@@ -12,6 +12,7 @@ import torch
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
 from torch_cute_ops.kernels.common.experts.layouts import table_experts
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
@@ -73,6 +74,8 @@ class RowQuantSpec:
         swiglu: True if the gate of ``"silu_mul"`` is ``core.epilogue.swiglu`` with run-time parameters, False if it is
             ``silu(gate) * up``.
         max_experts: capacity of the table of experts' rows, in experts.
+        interleaved: True if k of FP8 codes is interleaved (``formats.interleave``). Rows of codes are then padded with
+            zeros to a multiple of 256 elements.
     """
 
     source: Source
@@ -90,6 +93,7 @@ class RowQuantSpec:
     has_counts: bool = False
     swiglu: bool = False
     max_experts: int = USUAL_EXPERTS
+    interleaved: bool = False
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
@@ -150,6 +154,11 @@ class RowQuantSpec:
     def blocks(self) -> int:
         """Number of blocks of ``block_elements`` elements in a row."""
         return self.width // self.block_elements
+
+    @property
+    def padding_blocks(self) -> int:
+        """Number of blocks of zeros at the end of a row of interleaved codes."""
+        return -self.blocks % (INTERLEAVED_K // self.block_elements) if self.interleaved else 0
 
     def slices(self, splits: int) -> tuple[int, int]:
         """Return the number of blocks of each slice, and of the last slice, if a row is cut into ``splits`` slices."""
@@ -447,7 +456,8 @@ class Arguments(
             strided. The residual may be the input itself, or other columns of the same matrix.
         weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``.
         factor: (1,) fp32 global scale (FP4) or scale of the tensor (FP8), with ``RowQuantSpec.has_factor``.
-        y: (R, W/2) uint8 FP4 codes, or (R, W) float8_e4m3fn. None without a format.
+        y: (R, W/2) uint8 FP4 codes, or float8_e4m3fn: (R, W), or (R, ⌈W/256⌉, 256) with ``RowQuantSpec.interleaved``.
+            None without a format.
         scale: FP4 scales, e4m3 or uint8, in the shape of ``RowQuantSpec.layout``. FP8 scales, fp32: (1,) or (R, scales
             of a row), contiguous by rows or by columns. None without a format.
         scale_linear: (R, B) in the dtype of ``scale``, with ``RowQuantSpec.also_linear``.

@@ -9,6 +9,7 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
@@ -62,6 +63,10 @@ class RowQuantKernel:
                 linear = matrix(scale.dtype, rows, self.config.blocks, align=1)
         elif spec.fmt is not None:
             y = matrix("Float8E4M3FN", rows, spec.width)
+            if spec.interleaved:
+                groups = (spec.blocks + spec.padding_blocks) * spec.block_elements // INTERLEAVED_K
+                shape = rows, groups, INTERLEAVED_K
+                y = TensorArg("Float8E4M3FN", shape, (groups * INTERLEAVED_K, INTERLEAVED_K, 1), align=16)
             scales = spec.fmt.scales_per_row(spec.width)
             if spec.fmt == FP8_TENSOR:
                 scale = TensorArg("Float32", (1,), (1,), align=4)

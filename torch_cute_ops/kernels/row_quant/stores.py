@@ -7,10 +7,12 @@ from cutlass import Int64, Uint8, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128, FP8_TOKEN
+from torch_cute_ops.formats.interleave import INTERLEAVED_K
+from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_byte, store_words
 from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.codes import Encoder
-from torch_cute_ops.kernels.row_quant.config import Config
+from torch_cute_ops.kernels.row_quant.config import Config, ceil_div
 from torch_cute_ops.kernels.row_quant.rows import Rows
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
@@ -93,6 +95,8 @@ class Stores:
             if self.rows.has_last_block(thread):
                 last = self.encoder.fp4_block(*blocks[-1], rstd, global_scale)
                 self._store_block(c.common_blocks, blocks[-1], rstd, last, row, memory_row, iteration, thread, smem)
+        if const_expr(spec.padding_blocks > 0):
+            self._store_padding(row < thread.rows, memory_row, thread)
 
     @cute.jit
     def _store_block(self, j: int, block, rstd, quantized, row, memory_row, iteration, thread, smem):
@@ -105,7 +109,10 @@ class Stores:
         exists = (row < thread.rows) & (at < thread.cta_blocks)
         if const_expr(spec.fmt is not None):
             if exists:
-                self._store_words(words, thread.y, memory_row, column)
+                if const_expr(spec.interleaved):
+                    self._store_interleaved(self._without_padding(words, column), memory_row, column, thread)
+                else:
+                    self._store_words(words, thread.y, memory_row, column)
         if const_expr(spec.writes_norm):
             norm = self.encoder.rounded(block[0], rstd)
             from_registers = exists
@@ -149,3 +156,47 @@ class Stores:
         layout = cute.make_layout((len(words), self.config.blocks), stride=(1, len(words)))
         values = cute.recast_ptr(cute.recast_ptr(output.iterator, dtype=Uint8) + offset, dtype=Uint32)
         store_words(words, cute.make_tensor(values, layout)[None, column])
+
+    def _store_interleaved(self, words: list, memory_row, column, thread) -> None:
+        """Store the four words of block ``column`` in a row of codes whose k is interleaved.
+
+        Block ``column`` contains elements 16 · column to 16 · column + 15 of the row. Words of neighbouring elements
+        are 16 bytes apart in memory (``formats.interleave``).
+        """
+        spec = self.config.spec
+        blocks = spec.blocks + spec.padding_blocks
+        block_bytes = 4 * len(words)
+        offset = cute.assume(Int64(memory_row) * (blocks * block_bytes), divby=INTERLEAVED_K)
+        # The parts of a column are, in this order, 2 p + i // 2, c, and the index of the 256 elements.
+        stride = (INTERLEAVED_K // block_bytes, 1, INTERLEAVED_K // 4)
+        layout = cute.make_layout((len(words), (4, 4, blocks // 16)), stride=(4, stride))
+        values = cute.recast_ptr(cute.recast_ptr(thread.y.iterator, dtype=Uint8) + offset, dtype=Uint32)
+        store_words(words, cute.make_tensor(values, layout)[None, column])
+
+    def _without_padding(self, words: list, column) -> list:
+        """Set the codes of elements beyond ``norm_width`` to zero, which are in the last block of a row.
+
+        The input is padded with zeros, but their codes may be -0 or NaN: for a negative offset of the gate, or for a
+        static scale that is zero, negative or NaN.
+        """
+        spec = self.config.spec
+        used = spec.norm_width - (spec.blocks - 1) * spec.block_elements
+        if used == spec.block_elements:
+            return words
+        masks = [(1 << 8 * min(max(used - 4 * i, 0), 4)) - 1 for i in range(len(words))]
+        is_last = column == spec.blocks - 1
+        return [
+            word & ptx.select(is_last, Uint32(mask), Uint32(0xFFFFFFFF))
+            for word, mask in zip(words, masks, strict=True)
+        ]
+
+    @cute.jit
+    def _store_padding(self, exists, memory_row, thread):
+        """Store zeros in the blocks at the end of a row of interleaved codes."""
+        c = self.config
+        padding = c.spec.padding_blocks
+        if exists & (thread.rank == c.splits - 1):
+            for i in range_constexpr(ceil_div(padding, c.threads_per_row)):
+                block = thread.column + i * c.threads_per_row
+                if block < padding:
+                    self._store_interleaved([Uint32(0)] * 4, memory_row, c.blocks + block, thread)
