@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import assert_same
-from samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only
+from samples import Sample, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only
 from samples._epilogue import exact_epilogue
 from samples._fp4_gemm import POWERS, random_matrix
 from samples._moe_fc1 import GatedSamples
@@ -471,6 +471,25 @@ def test_column_scales_keep_their_strides_through_a_gather(lead, mesh):
         factors = b_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         exact = left.view(-1, 384) @ (weight.double() * factors).t()
         torch.testing.assert_close(joined(product).double(), exact, rtol=1e-5, atol=1e-3)
+
+
+def test_interleaved_codes_are_sharded_by_groups_of_k(mesh):
+    """Check that rows can be sharded along K if each shard has a multiple of 256 elements, and along the rows
+    always."""
+    op, scale = OPS["fp8_quantize"], torch.tensor([0.01])
+    static = {"scale": scale, "granularity": "tensor", "interleaved": True}
+    for k, ways in ((1024, {"rows", "columns"}), (768, {"rows"})):
+        given = arguments(op, Sample("", (torch.randn(2, 3 * 2, k),), static))
+        rules = [rule for rule in fitting(op, given) if rule.over]
+        assert {rule.over for rule in rules} == ways
+        for rule in rules:
+            assert_rule_holds(op, given, rule, mesh)
+    with ranks():
+        columns = distributed(torch.randn(4, 768), Shard(1), mesh)
+        with pytest.raises(
+            RuntimeError, match="the last dimension of input is 768; expected a multiple of 512, 256 for"
+        ):
+            torch.ops.cute.fp8_quantize(columns, distributed(scale, Replicate(), mesh), "tensor", None, True)
 
 
 def test_decisions_depend_on_non_tensor_arguments(mesh):

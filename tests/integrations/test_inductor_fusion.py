@@ -28,6 +28,11 @@ QUANTISE = {
         lambda g: {"block_size": 32, "scale_layout": "linear"},
     ),
     "fp8 row": (lambda x, g: tco.fp8_quantize(x), "fp8quant", lambda g: {}),
+    "fp8 interleaved": (
+        lambda x, g: tco.fp8_quantize(x, interleaved=True),
+        "fp8quant",
+        lambda g: {"interleaved": True},
+    ),
     "fp8 static": (
         lambda x, g: tco.fp8_quantize(x, g, "tensor"),
         "fp8quant",

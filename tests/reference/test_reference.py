@@ -55,7 +55,8 @@ def fp8_rows(draw, parts=1):
     width = draw(st.integers(1, 6)) * 64 if granularity == "block128" else draw(st.integers(1, 300))
     dtype, generator = draw(one_of(DTYPES)), draw(generators())
     value = values(draw(one_of(KINDS)), [*draw(leads()), width * parts], dtype, generator)
-    arguments = {"granularity": granularity, "scale_layout": layout, "scale": None}
+    interleaved = granularity != "block128" and draw(one_of((False, True)))
+    arguments = {"granularity": granularity, "scale_layout": layout, "scale": None, "interleaved": interleaved}
     if granularity == "tensor":
         mantissa = torch.rand(1, generator=generator) + 1
         arguments["scale"] = mantissa * 2.0 ** draw(FP8_POWERS)

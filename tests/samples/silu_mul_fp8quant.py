@@ -6,12 +6,16 @@ import torch
 
 from samples._fp8 import FP8
 from samples._inputs import ErrorInput, Sample
+from samples._rows import random_rows
 from samples._silu_mul import silu_mul_errors, silu_mul_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Yield calls that the op accepts, each named after what it tests."""
-    return silu_mul_samples(FP8, device)
+    yield from silu_mul_samples(FP8, device)
+    # A gated zero is -0 if the offset is negative, but codes beyond I are +0.
+    gate = {"swiglu_beta": -0.75, "interleaved": True}
+    yield Sample("interleaved-swiglu-beta", (random_rows(3, 200, device=device),), gate)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:

@@ -41,7 +41,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def fp8_quantize(
-    input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str | None, interleaved: bool = False
+    input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str | None, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` (..., K) to FP8; see the op's docstring."""
     fmt, layout = resolve_fp8_format(granularity, scale_layout)
