@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import vllm_stub, weights
+from support import vllm_stub
+from support.engine_layers import Recorded, stored_layer
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_cute_ops
 from torch_cute_ops import registry
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
+from torch_cute_ops.integrations._engines import gemms, prepare
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
@@ -34,7 +35,7 @@ def vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
     vllm_stub.forget()
-    names = ("_config", "_checkpoints", "_linear", "_gemms", "_prepare")
+    names = ("_config", "_checkpoints", "_linear", "_prepare")
     made = {name: importlib.import_module(f"{vllm_stub.OURS}.{name}") for name in names}
     yield SimpleNamespace(root=importlib.import_module(vllm_stub.OURS), **made)
     vllm_stub.forget()
@@ -157,44 +158,6 @@ Stored = list[dict[str, torch.Tensor]]
 """Tensors of a checkpoint for each merged layer, by the last component of their names."""
 
 
-def stored_layer(scheme: LayerScheme, n: int, k: int) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """Return random tensors of one layer as a checkpoint stores them, and its weight in float64."""
-    factor = float(2.0 ** torch.randint(-6, 3, ())) * 1.25
-    if scheme.format in ("nvfp4", "mxfp4"):
-        codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
-        is_nvfp4 = scheme.format == "nvfp4"
-        scale = (torch.rand(n, k // 16) + 0.1).to(torch.float8_e4m3fn)
-        if not is_nvfp4:
-            scale = torch.randint(120, 130, (n, k // 32), dtype=torch.uint8)
-        weight = weights.fp4(codes, scale, factor if is_nvfp4 else 1.0)
-        if scheme.style == "modelopt":
-            own = {"weight_scale_2": torch.tensor(factor), "input_scale": torch.tensor(0.01)}
-            return {"weight": codes, "weight_scale": scale, **(own if is_nvfp4 else {})}, weight
-        tensors = {"weight_packed": codes, "weight_scale": scale}
-        if is_nvfp4:
-            tensors["weight_global_scale"] = torch.tensor([1 / factor])
-            if scheme.activations == "fp4":
-                tensors["input_global_scale"] = torch.tensor([100.0])
-        return tensors, weight
-    elements = (torch.randn(n, k) * 50).to(torch.float8_e4m3fn)
-    if scheme.format == "fp8_block":
-        scale = torch.rand(-(-n // 128), -(-k // 128)) + 0.1
-        stored = scale[:, None, :, None] if scheme.style == "modelopt" else scale
-        name = "weight_scale_inv" if scheme.style == "deepseek" else "weight_scale"
-        return {"weight": elements, name: stored}, weights.fp8_blocks(elements, scale)
-    if scheme.format == "fp8_channel":
-        scale = (torch.rand(n) + 0.1) * factor
-        tensors = {"weight": elements, "weight_scale": scale if scheme.style == "modelopt" else scale[:, None]}
-        return tensors, weights.fp8_rows(elements, scale)
-    tensors = {
-        "weight": elements,
-        "weight_scale": torch.tensor(factor).reshape(() if scheme.style == "modelopt" else 1),
-    }
-    if scheme.activations == "fp8_static":
-        tensors["input_scale"] = torch.tensor(0.02)
-    return tensors, weights.fp8_rows(elements, torch.tensor(factor))
-
-
 def load(layer: nn.Module, stored: Stored, parts: tuple[int, ...]) -> None:
     """Load a checkpoint's tensors as vLLM's loaders of merged layers do."""
     for i, (tensors, rows) in enumerate(zip(stored, parts, strict=True)):
@@ -218,7 +181,7 @@ def loaded(vllm, scheme, parts, k, *, activations="auto", device="cpu", bias=Fal
     layer.input_size, layer.has_bias = k, bias
     layer.bias = nn.Parameter(torch.randn(sum(parts), device=device).to(dtype), requires_grad=False) if bias else None
     method = vllm._linear.CuteLinearMethod(
-        scheme, "model.layer", activations, vllm._prepare.Preparation(), vllm_stub.OwnMethod
+        scheme, "model.layer", activations, prepare.Preparation(vllm._prepare.serving), vllm_stub.OwnMethod
     )
     with torch.device(device):
         method.create_weights(layer, k, list(parts), k, sum(parts), dtype, weight_loader=None)
@@ -285,7 +248,7 @@ def test_formats_of_activations(fmt, stored_for, activations, chosen, vllm, devi
     scheme = LayerScheme(fmt, "compressed-tensors", stored_for)
     layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, activations=activations, device=device)
     check_values(layer, method, weight, 192, device, BOUNDS[chosen])
-    called = [op for op, _ in vllm._gemms.gemm_of(method._form).calls(method._form, 1)]
+    called = [op for op, _ in gemms.gemm_of(method._form).calls(method._form, 1)]
     assert called[0].startswith({"16bit": "mm_fp4_weight_only"}.get(chosen, f"{chosen}_quantize"))
 
 
@@ -300,7 +263,7 @@ def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
     layer, _, weight = loaded(vllm, scheme, parts, k, device=device)
     want = torch.from_numpy(weight).float().bfloat16()
     assert torch.equal(layer.weight.cpu(), want) and [*dict(layer.named_parameters())] == ["weight"]
-    assert not vllm._prepare.jobs_of([], 16, "sm_90a")
+    assert not prepare.jobs_of([], 16, "sm_90a")
 
 
 SHARED = [
@@ -335,7 +298,7 @@ def test_blocks_that_ranks_share(fmt, style, parts, k, ranks, divides_k, vllm):
         layer = vllm_stub.LinearBase()
         layer.input_size = sizes[0]
         method = vllm._linear.CuteLinearMethod(
-            scheme, "model.layer", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+            scheme, "model.layer", "auto", prepare.Preparation(vllm._prepare.serving), vllm_stub.OwnMethod
         )
         method.create_weights(layer, k, parts, *sizes, torch.bfloat16, weight_loader=load_part)
         assert not method.preparation.forms
@@ -358,7 +321,7 @@ def test_blocks_that_no_rank_shares(vllm):
     scheme = LayerScheme("fp8_block", "deepseek", "fp8")
     layer, method, weight = loaded(vllm, scheme, (256, 64), 192)
     check_values(layer, method, weight, 192, "cpu", BOUNDS["fp8"])
-    assert [*method.preparation.forms] == [method._form] and vllm._gemms.has_kernels(method._form, "sm_90a")
+    assert [*method.preparation.forms] == [method._form] and gemms.has_kernels(method._form, "sm_90a")
 
 
 def test_block_scales_of_a_padded_head(vllm):
@@ -366,7 +329,9 @@ def test_block_scales_of_a_padded_head(vllm):
     scheme = LayerScheme("fp8_block", "compressed-tensors", "fp8")
     head, (stored, weight) = vllm_stub.ParallelLMHead(), stored_layer(scheme, 200, 128)
     head.org_vocab_size = 200
-    method = vllm._linear.CuteLinearMethod(scheme, "lm_head", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod)
+    method = vllm._linear.CuteLinearMethod(
+        scheme, "lm_head", "auto", prepare.Preparation(vllm._prepare.serving), vllm_stub.OwnMethod
+    )
 
     def loader(param, tensor):
         assert len(tensor) == 200
@@ -384,7 +349,11 @@ def test_codes_that_share_a_byte_are_left_to_vllm(vllm):
     layer = vllm_stub.LinearBase()
     layer.input_size, layer.quant_method = 48, None
     method = vllm._linear.CuteLinearMethod(
-        LayerScheme("nvfp4", "modelopt", "16bit"), "x", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+        LayerScheme("nvfp4", "modelopt", "16bit"),
+        "x",
+        "auto",
+        prepare.Preparation(vllm._prepare.serving),
+        vllm_stub.OwnMethod,
     )
     method.create_weights(layer, 3, [64], 48, 64, torch.bfloat16, weight_loader=None)
     assert isinstance(layer.quant_method, vllm_stub.OwnMethod) and layer.weight.shape == (64, 3)
@@ -401,7 +370,7 @@ def test_fp8_activations_need_a_kernel(arch, chosen, vllm, monkeypatch):
         check_values(layer, method, weight, 192, "cpu", BOUNDS[chosen])
         (form,) = method.preparation.forms
         assert form == method._form and form.activations == chosen
-        assert vllm._prepare.jobs_of([form], 64, arch)
+        assert prepare.jobs_of([form], 64, arch)
 
 
 @pytest.mark.parametrize("has_input_scale", [False, True])
@@ -409,7 +378,7 @@ def test_fp8_activations_need_a_kernel(arch, chosen, vllm, monkeypatch):
 def test_prepared_form_is_the_loaded_one(stored_for, has_input_scale, vllm):
     """ModelOpt's weight-only checkpoints may contain input scales; FP4 activations are used if they do."""
     scheme = LayerScheme("nvfp4", "modelopt", stored_for)
-    layer, preparation = vllm_stub.LinearBase(), vllm._prepare.Preparation()
+    layer, preparation = vllm_stub.LinearBase(), prepare.Preparation(vllm._prepare.serving)
     layer.input_size = 64
     method = vllm._linear.CuteLinearMethod(scheme, "x", "fp4", preparation, vllm_stub.OwnMethod)
     method.create_weights(layer, 64, [64], 64, 64, torch.bfloat16, weight_loader=None)
@@ -426,7 +395,9 @@ def test_prepared_form_is_the_loaded_one(stored_for, has_input_scale, vllm):
 def test_a_checkpoint_without_a_scale(vllm):
     scheme = LayerScheme("nvfp4", "modelopt", "fp4")
     layer = vllm_stub.LinearBase()
-    method = vllm._linear.CuteLinearMethod(scheme, "model.q", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod)
+    method = vllm._linear.CuteLinearMethod(
+        scheme, "model.q", "auto", prepare.Preparation(vllm._prepare.serving), vllm_stub.OwnMethod
+    )
     layer.input_size = 64
     method.create_weights(layer, 64, [64, 64], 64, 128, torch.bfloat16, weight_loader=None)
     tensors, _ = stored_layer(scheme, 64, 64)
@@ -441,7 +412,11 @@ def test_tied_output_head(vllm):
     """A tied head gets the embedding's weight and method, and keeps no tensor of its own."""
     head, embedding = vllm_stub.ParallelLMHead(), nn.Module()
     method = vllm._linear.CuteLinearMethod(
-        LayerScheme("nvfp4", "modelopt", "fp4"), "lm_head", "auto", vllm._prepare.Preparation(), vllm_stub.OwnMethod
+        LayerScheme("nvfp4", "modelopt", "fp4"),
+        "lm_head",
+        "auto",
+        prepare.Preparation(vllm._prepare.serving),
+        vllm_stub.OwnMethod,
     )
     method.create_weights(head, 64, [128], 64, 128, torch.bfloat16, weight_loader=None)
     embedding.weight = nn.Parameter(torch.randn(128, 64))
@@ -461,7 +436,7 @@ def test_tied_output_head(vllm):
 )  # fmt: skip
 def test_prepared_layers_with_a_bias(own, adds, vllm):
     """A layer whose K is divided among ranks gets its bias on the first rank only."""
-    layer, preparation = vllm_stub.LinearBase(), vllm._prepare.Preparation()
+    layer, preparation = vllm_stub.LinearBase(), prepare.Preparation(vllm._prepare.serving)
     vars(layer).update({"input_size": 64, "has_bias": True, **own})
     method = vllm._linear.CuteLinearMethod(
         LayerScheme("mxfp4", "compressed-tensors", "16bit"), "x", "auto", preparation, vllm_stub.OwnMethod
@@ -471,19 +446,6 @@ def test_prepared_layers_with_a_bias(own, adds, vllm):
     assert [(form.has_bias, form.n, form.k, form.parts) for form in preparation.forms] == [(adds, 16, 64, 2)]
 
 
-class Recorded(TorchDispatchMode):
-    """Record the ops of this package that a block calls, on the meta device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "cute":
-            self.calls.append((func._schema.name.removeprefix("cute::"), args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def on_meta(vllm, form: Any) -> Any:
     """Return an object with the tensors of a layer on the meta device."""
     cls: Any = SCHEMES[form.scheme]
@@ -491,7 +453,7 @@ def on_meta(vllm, form: Any) -> Any:
     module = cls(
         form.k, form.n, parts=parts, activations=form.activations, has_input_scale=form.has_input_scale, device="meta"
     )
-    return SimpleNamespace(**vllm._gemms.tensors_of(module))
+    return SimpleNamespace(**gemms.tensors_of(module))
 
 
 FORMS = [
@@ -507,14 +469,14 @@ def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has
     """Calls with any number of rows, captured or not, need no kernel that was not compiled before."""
     arch, most = ARCHS["sm_90a"], 600
     for has_bias, dtype in ((False, torch.bfloat16), (True, torch.float16)):
-        form = vllm._gemms.Form(scheme, activations, 1024, 512, parts, has_input_scale, dtype, has_bias)
+        form = gemms.Form(scheme, activations, 1024, 512, parts, has_input_scale, dtype, has_bias)
         assert form.reason_unsupported is None
-        jobs = vllm._prepare.jobs_of([form], most, arch.name)
+        jobs = prepare.jobs_of([form], most, arch.name)
         digest = {
             kernel.digest for job in jobs for kernel in registry.kernels_of(job.op, arch.name, **dict(job.properties))
         }
         assert len(jobs) <= len(digest)  # each call is there for a kernel of its own
-        gemm, layer = vllm._gemms.gemm_of(form), on_meta(vllm, form)
+        gemm, layer = gemms.gemm_of(form), on_meta(vllm, form)
         bias = torch.zeros(1024, dtype=dtype, device="meta") if has_bias else None
         for m in (1, 2, 7, 16, 31, 64, 100, 129, 500, most):
             with Recorded() as recorded:
@@ -527,8 +489,8 @@ def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has
 
 
 def test_captured_sizes_are_called(vllm):
-    form = vllm._gemms.Form("nvfp4", "16bit", 256, 128, 1, False, torch.bfloat16, False)
-    jobs = vllm._prepare.jobs_of([form], 2048, "sm_90a", [1, 2, 4, 8, 16, 24])
+    form = gemms.Form("nvfp4", "16bit", 256, 128, 1, False, torch.bfloat16, False)
+    jobs = prepare.jobs_of([form], 2048, "sm_90a", [1, 2, 4, 8, 16, 24])
     assert [dict(job.properties)["m"] for job in jobs] == [1, 8, 16, 24]
 
 
@@ -540,10 +502,9 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     arch = ARCHS["sm_90a"]
     forms = [
-        vllm._gemms.Form(scheme, "fp8", 128, 128, 1, False, torch.bfloat16, False)
-        for scheme in ("fp8_block", "fp8_channel")
+        gemms.Form(scheme, "fp8", 128, 128, 1, False, torch.bfloat16, False) for scheme in ("fp8_block", "fp8_channel")
     ]
-    kernels = set(vllm._prepare.kernels_of(vllm._prepare.jobs_of(forms, 8, arch.name), arch.name))
+    kernels = set(prepare.kernels_of(prepare.jobs_of(forms, 8, arch.name), arch.name))
     assert len(kernels) >= FEWEST_KERNELS and not any(is_kept(each, arch) for each in kernels)
     compile_ahead(kernels, arch)
     assert all(is_kept(each, arch) for each in kernels)
@@ -562,11 +523,11 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vl
         seen.add(where)
         return known(op, "sm_90a", **properties)
 
-    monkeypatch.setattr(vllm._prepare.registry, "kernels_of", kernels_of)
-    monkeypatch.setattr(vllm._prepare.registry, "warmup", lambda op, **properties: warm.append((op, properties["m"])))
-    monkeypatch.setattr(vllm._prepare, "arch_of_device", lambda index: (ARCHS["sm_90a"], index))
+    monkeypatch.setattr(prepare.registry, "kernels_of", kernels_of)
+    monkeypatch.setattr(prepare.registry, "warmup", lambda op, **properties: warm.append((op, properties["m"])))
+    monkeypatch.setattr(prepare, "arch_of_device", lambda index: (ARCHS["sm_90a"], index))
     monkeypatch.setattr(
-        vllm._prepare, "compile_ahead", lambda kernels, arch, ranks: compiled.append(([*kernels], arch, ranks))
+        prepare, "compile_ahead", lambda kernels, arch, ranks: compiled.append(([*kernels], arch, ranks))
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -576,22 +537,22 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vl
         scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
         parallel_config=SimpleNamespace(local_world_size=ranks, data_parallel_size_local=engines),
     )
-    forms = [vllm._gemms.Form("nvfp4", "16bit", n, 512, 1, False, torch.bfloat16, False) for n in (1024, 512)]
-    preparation = vllm._prepare.Preparation()
+    forms = [gemms.Form("nvfp4", "16bit", n, 512, 1, False, torch.bfloat16, False) for n in (1024, 512)]
+    preparation = prepare.Preparation(vllm._prepare.serving)
     preparation.add(forms[0])
     for _ in range(2):
         preparation.run(torch.device("cpu"))
         preparation.run(device)
     ((kernels, arch, used),) = compiled
     assert seen == {device} and arch == (ARCHS["sm_90a"], first) and used == Ranks(sharing, first)
-    jobs = vllm._prepare.jobs_of(forms[:1], 128, device)
-    needed = list(vllm._prepare.kernels_of(jobs, device))
+    jobs = prepare.jobs_of(forms[:1], 128, device)
+    needed = list(prepare.kernels_of(jobs, device))
     assert kernels == needed and len(set(needed)) >= 4
-    called = [*jobs, *vllm._prepare.jobs_of(forms[:1], 128, device, [1, 2])]
+    called = [*jobs, *prepare.jobs_of(forms[:1], 128, device, [1, 2])]
     assert warm == [(job.op, dict(job.properties)["m"]) for job in called]
     preparation.add(forms[1])  # a layer whose form was not known before
     preparation.run(device)
-    needed = vllm._prepare.kernels_of(vllm._prepare.jobs_of(forms[1:], 128, device), device)
+    needed = prepare.kernels_of(prepare.jobs_of(forms[1:], 128, device), device)
     assert len(compiled) == 2 and set(compiled[1][0]) == set(needed)
 
 

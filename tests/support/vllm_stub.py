@@ -10,6 +10,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,6 +104,122 @@ class ParallelLMHead(nn.Module):
     """An output head."""
 
 
+@dataclass
+class FusedMoEConfig:
+    """Settings of a layer of experts that the integration reads: attributes of vLLM's class."""
+
+    num_experts: int
+    num_local_experts: int
+    experts_per_token: int
+    hidden_dim: int
+    intermediate_size: int
+    intermediate_size_per_partition: int
+    in_dtype: torch.dtype
+    activation: Any
+    moe_parallel_config: Any
+    hidden_dim_unpadded: int | None = None
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    has_bias: bool = False
+    is_lora_enabled: bool = False
+    is_sequence_parallel: bool = False
+    tp_size: int = 1
+    tp_rank: int = 0
+    dp_size: int = 1
+    pcp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.hidden_dim_unpadded is None:
+            self.hidden_dim_unpadded = self.hidden_dim
+
+
+class FusedMoEMethodBase(QuantizeMethodBase):
+    def __init__(self, moe: FusedMoEConfig):
+        self.moe = moe
+
+    @property
+    def supports_eplb(self) -> bool:
+        return False
+
+    @abstractmethod
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ): ...
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size_per_partition
+
+    @abstractmethod
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any: ...
+
+    def apply(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+class RoutedExperts(nn.Module):
+    """The experts of a layer on one rank. The loader copies a tensor of one expert, or this rank's part of it, as
+    vLLM's does."""
+
+    ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+    apply_router_weight_on_input = False
+    expert_map: torch.Tensor | None = None
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        super().__init__()
+        self.moe_config = moe
+
+    def weight_loader(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        if shard_id is None:  # gpt-oss: all experts of a rank
+            region = tuple(slice(size) for size in loaded_weight.shape)
+            param.data[region] = loaded_weight
+            return None
+        local = expert_id if self.expert_map is None else int(self.expert_map[expert_id])
+        if local < 0:
+            return False
+        data, kind = param.data[local], getattr(param, "quant_method", None)
+        if "input_scale" in weight_name:
+            data[...] = loaded_weight
+        elif kind == "tensor":
+            data[() if shard_id == "w2" else ("w1", "w3").index(shard_id)] = loaded_weight.reshape(())
+        else:
+            dim = 1 if shard_id == "w2" else 0
+            if shard_id != "w2":
+                data = data.unflatten(0, (2, -1))[("w1", "w3").index(shard_id)]
+            if not (kind == "channel" and shard_id == "w2"):
+                size = loaded_weight.shape[dim] // self.moe_config.tp_size
+                loaded_weight = loaded_weight.narrow(dim, size * self.moe_config.tp_rank, size)
+            data[tuple(slice(size) for size in loaded_weight.shape)] = loaded_weight
+        return True if return_success else None
+
+
 class QuantizationConfig(ABC):
     def __init__(self):
         self.packed_modules_mapping: dict[str, list[str]] = {}
@@ -154,6 +271,7 @@ class _Checkpoint(QuantizationConfig):
     """A configuration as vLLM has one for each style. Layers whose name contains an ignored name are not quantised."""
 
     def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
         self.config = config
         self.ignored = config.get("ignore") or []
 
@@ -176,6 +294,8 @@ class _Checkpoint(QuantizationConfig):
         return cls(config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return None if any(name in prefix for name in self.ignored) else OwnMethod()
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return None
         return UnquantizedLinearMethod() if any(name in prefix for name in self.ignored) else OwnMethod()
@@ -218,9 +338,33 @@ class Fp8Config(_Checkpoint):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.weight_block_size = config.get("weight_block_size")
+        self.ignored_layers = self.ignored
+        self.ignored_layers_match_mode = "exact"
+        self.store_dtype = config.get("store_dtype")
 
 
-class ModelOptFp8Config(_Checkpoint):
+class GptOssMxfp4Config(_Checkpoint):
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
+def is_layer_skipped(
+    prefix: str,
+    ignored_layers: list[str],
+    fused_mapping: Any = types.MappingProxyType({}),
+    *,
+    match_mode: str = "exact",
+) -> bool:
+    assert match_mode == "exact" and not fused_mapping
+    return any(prefix in name for name in ignored_layers)
+
+
+class _ModelOpt(_Checkpoint):
+    def is_layer_excluded(self, prefix: str) -> bool:
+        return any(name in prefix for name in self.ignored)
+
+
+class ModelOptFp8Config(_ModelOpt):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.quant_method = config["quant_algo"]
@@ -230,7 +374,7 @@ class ModelOptNvFp4Config(ModelOptFp8Config):
     pass
 
 
-class ModelOptMixedPrecisionConfig(_Checkpoint):
+class ModelOptMixedPrecisionConfig(_ModelOpt):
     def _resolve_quant_algo(self, prefix: str) -> str | None:
         layer = self.config["quantized_layers"].get(prefix)
         return None if layer is None else layer["quant_algo"]
@@ -326,6 +470,11 @@ MODULES: dict[str, dict[str, Any]] = {
     "vllm.ir.op": {"IrOp": IrOp},
     "vllm.ir.ops.layernorm": {"rms_norm": rms_norm, "fused_add_rms_norm": fused_add_rms_norm},
     "vllm.logger": {"init_logger": init_logger},
+    "vllm.model_executor.layers.fused_moe": {
+        "FusedMoEMethodBase": FusedMoEMethodBase,
+        "RoutedExperts": RoutedExperts,
+    },
+    "vllm.model_executor.layers.fused_moe.config": {"FusedMoEConfig": FusedMoEConfig},
     "vllm.model_executor.layers.linear": {
         each.__name__: each
         for each in (
@@ -346,6 +495,8 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{_QUANTIZATION}.base_config": {"QuantizationConfig": QuantizationConfig},
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": {"CompressedTensorsConfig": CompressedTensorsConfig},
     f"{_QUANTIZATION}.fp8": {"Fp8Config": Fp8Config},
+    f"{_QUANTIZATION}.mxfp4": {"GptOssMxfp4Config": GptOssMxfp4Config},
+    f"{_QUANTIZATION}.utils.quant_utils": {"is_layer_skipped": is_layer_skipped},
     f"{_QUANTIZATION}.modelopt": {
         each.__name__: each for each in (ModelOptFp8Config, ModelOptMixedPrecisionConfig, ModelOptNvFp4Config)
     },

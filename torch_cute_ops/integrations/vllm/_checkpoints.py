@@ -1,4 +1,5 @@
-"""vLLM's configurations of checkpoints, with this package's method for the linear layers that it supports."""
+"""vLLM's configurations of checkpoints, with this package's methods for the linear layers and experts that it
+supports."""
 
 import functools
 from pathlib import Path
@@ -6,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
@@ -14,13 +17,19 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMixedPrecisionConfig,
     ModelOptNvFp4Config,
 )
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_scheme, modelopt_scheme
+from torch_cute_ops.integrations._engines.prepare import Preparation
 from torch_cute_ops.integrations.vllm._config import LEAST_CAPABILITY
+from torch_cute_ops.integrations.vllm._experts import CuteExpertsMethod, reason_left
 from torch_cute_ops.integrations.vllm._linear import CuteLinearMethod
-from torch_cute_ops.integrations.vllm._prepare import Preparation
+from torch_cute_ops.integrations.vllm._prepare import serving
 from torch_cute_ops.nn._base import Activations
+
+logger = init_logger(__name__)
 
 _CONFIG: Final = Path("config.json")
 """File that error messages of the checkpoint reader name."""
@@ -46,11 +55,20 @@ class _CuteLayers(_Base):
     @functools.cached_property
     def preparation(self) -> Preparation:
         """Kernels that the model's layers need. All layers of a model share it."""
-        return Preparation()
+        return Preparation(serving)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return this package's method for a linear layer in a supported format, otherwise vLLM's method."""
+        """Return this package's method for a linear layer or experts in a supported format, otherwise vLLM's method."""
         own = functools.partial(super().get_quant_method, layer, prefix)
+        if isinstance(layer, RoutedExperts):
+            scheme = self.scheme_of_experts(layer, prefix)
+            if scheme is None:
+                return own()
+            reason = reason_left(scheme, layer)
+            if reason is not None:
+                logger.warning_once("%s: %s; vLLM's own method computes these experts", prefix, reason)
+                return own()
+            return CuteExpertsMethod(scheme, prefix, self.activations, self.preparation, layer)
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return own()
         scheme = self.scheme_of(layer, prefix)
@@ -60,6 +78,10 @@ class _CuteLayers(_Base):
 
     def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
         """Return the format of a linear layer, or None for a layer that vLLM's own method computes."""
+        raise NotImplementedError
+
+    def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
+        """Return the format of a layer of experts, or None for experts that vLLM's own method computes."""
         raise NotImplementedError
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -81,7 +103,16 @@ class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
         if self.transform_config is not None:
             return None
         # The target "Linear" includes an output head, which is no linear layer in vLLM's model.
-        group = self.get_scheme_dict(_LINEAR if isinstance(layer, ParallelLMHead) else layer, prefix)
+        return self._scheme_of(_LINEAR if isinstance(layer, ParallelLMHead) else layer, prefix)
+
+    def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
+        """Return the format that all layers of the first expert have, otherwise None."""
+        names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        schemes = {self._scheme_of(_LINEAR, f"{prefix}.0.{name}") for name in names}
+        return schemes.pop() if len(schemes) == 1 else None
+
+    def _scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
+        group = self.get_scheme_dict(layer, prefix)
         if not group or group.get("weights") is None:
             return None
         try:
@@ -103,6 +134,30 @@ class CuteFp8Config(_CuteLayers, Fp8Config):
             return None
         return LayerScheme("fp8_block", "deepseek", "fp8")
 
+    def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
+        """Return FP8 with block scales, or None for experts that are not quantised or in another format."""
+        if self.weight_block_size != [128, 128] or getattr(self, "store_dtype", None) == "mxfp4":
+            return None
+        skipped = is_layer_skipped(
+            prefix,
+            self.ignored_layers,
+            self.packed_modules_mapping,
+            match_mode=self.ignored_layers_match_mode,
+        )
+        return None if skipped else LayerScheme("fp8_block", "deepseek", "fp8")
+
+
+class CuteGptOssConfig(_CuteLayers, GptOssMxfp4Config):
+    """Configuration of a gpt-oss checkpoint, whose experts are in MXFP4."""
+
+    def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
+        """Return None: linear layers are not quantised."""
+        return None
+
+    def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
+        """Return MXFP4, with the rows of gate and up alternating."""
+        return LayerScheme("mxfp4", "gpt-oss", "16bit")
+
 
 class _ModelOpt(_CuteLayers):
     """Configuration of a ModelOpt checkpoint."""
@@ -112,6 +167,13 @@ class _ModelOpt(_CuteLayers):
         method = super(_CuteLayers, self).get_quant_method(layer, prefix)
         if method is None or isinstance(method, UnquantizedLinearMethod):
             return None
+        return self._scheme_of(prefix)
+
+    def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
+        """Return the format of the experts' algorithm, or None for excluded experts."""
+        return None if self.is_layer_excluded(prefix) else self._scheme_of(prefix)
+
+    def _scheme_of(self, prefix: str) -> LayerScheme | None:
         algorithm = self.algorithm_of(prefix)
         known = {"FP8_PB_WO": "fp8_pb_wo"}
         try:
@@ -143,6 +205,7 @@ class CuteMixedConfig(_ModelOpt, ModelOptMixedPrecisionConfig):
 CONFIGS: Final[dict[str, Any]] = {
     "compressed-tensors": CuteCompressedTensorsConfig,
     "fp8": CuteFp8Config,
+    "gpt_oss_mxfp4": CuteGptOssConfig,
     "modelopt": CuteModelOptFp8Config,
     "modelopt_fp4": CuteNvFp4Config,
     "modelopt_mixed": CuteMixedConfig,

@@ -31,7 +31,10 @@ class TorchCuteOpsConfig(QuantizationConfig):
     ) -> str | None:
         """Return this method's name if the user chose it and the checkpoint's style is supported, otherwise None."""
         chosen = user_quant == cls.name or (user_quant is None and cls.activations == settings.VLLM)
-        return cls.name if chosen and style_of(hf_quant_cfg) is not None else None
+        style = style_of(hf_quant_cfg)
+        if style == "gpt_oss_mxfp4" and getattr(hf_config, "model_type", None) != "gpt_oss":
+            return None  # other models with this quant_method have another layout
+        return cls.name if chosen and style is not None else None
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -46,7 +49,8 @@ class TorchCuteOpsConfig(QuantizationConfig):
         if style is None:
             raise ValueError(
                 f"--quantization {cls.name}: quant_method is {config.get('quant_method')!r}, quant_algo is "
-                f"{algorithm_of(config) or None!r}; expected a checkpoint of compressed-tensors, ModelOpt or DeepSeek"
+                f"{algorithm_of(config) or None!r}; expected a checkpoint of compressed-tensors, ModelOpt, DeepSeek or "
+                "gpt-oss"
             )
         made = _checkpoints.CONFIGS[style].from_config(config)
         made.activations = cls.activations
@@ -114,6 +118,8 @@ def style_of(config: dict[str, Any]) -> str | None:
     method, algorithm = str(config.get("quant_method") or "").lower(), algorithm_of(config)
     if method == "compressed-tensors":
         return method
+    if method in ("mxfp4", "gpt_oss_mxfp4"):  # vLLM renames the former
+        return "gpt_oss_mxfp4"
     if method == "fp8":
         return method if config.get("weight_block_size") == [128, 128] else None
     if method.startswith("modelopt") or (not method and algorithm):

@@ -24,8 +24,8 @@ from vllm.model_executor.parameter import (
 from torch_cute_ops.checkpoint._layers import READ, Field
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.formats.fp4 import decode_e2m1, decode_ue8m0, unpack_e2m1
-from torch_cute_ops.integrations.vllm._gemms import Form, Gemm, gemm_of, has_kernels, tensors_of
-from torch_cute_ops.integrations.vllm._prepare import Preparation, arch_of
+from torch_cute_ops.integrations._engines.gemms import Form, Gemm, gemm_of, has_kernels, tensors_of
+from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK, decode_fp8_blocks

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_cute_ops import registry
 from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.nn.quantize import SCHEMES
 
@@ -64,6 +65,14 @@ class Form:
             return None
         return "column" if self.parts > 1 else "one"
 
+    def bucket(self, m: int) -> int:
+        """Return a key that is equal for numbers of rows that call the same kernels."""
+        return bucket(m)
+
+    def calls(self, m: int) -> Iterator[Call]:
+        """Yield the calls of ops for ``m`` rows."""
+        return gemm_of(self).calls(self, m)
+
 
 class Gemm(Protocol):
     """Product of a layer's input and its weight."""
@@ -87,7 +96,7 @@ def gemm_of(form: Form) -> Gemm:
 
 def has_kernels(form: Form, arch: str) -> bool:
     """Return True if kernels for an architecture compute every op of the form's product that is a GEMM."""
-    for op, properties in gemm_of(form).calls(form, 1):
+    for op, properties in form.calls(1):
         if registry.OPS[op].has_backends:
             reasons = registry.backends(op, arch, **properties)
             if all(reason is not None for name, reason in reasons.items() if name != "reference"):

@@ -1,0 +1,438 @@
+"""vLLM's method for experts, with stubs of vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import checkpoints, vllm_stub, weights
+from support.engine_layers import Recorded, stored_layer
+from test_vllm import DEEPSEEK, MIXED, NVFP4, compressed
+
+from torch_cute_ops import registry
+from torch_cute_ops.checkpoint.spec import LayerScheme
+from torch_cute_ops.integrations._engines import experts, prepare
+from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU
+from torch_cute_ops.runtime.arch import ARCHS
+
+E, TOPK = 4, 2
+GPT_OSS = LayerScheme("mxfp4", "gpt-oss", "16bit")
+SILU, SWIGLUOAI = SimpleNamespace(value="silu"), SimpleNamespace(value="swigluoai")
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Put the stubs in the place of vLLM, and return the integration's modules by name."""
+    for name, module in vllm_stub.modules():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
+    vllm_stub.forget()
+    names = ("_config", "_experts", "_prepare")
+    yield SimpleNamespace(**{name: importlib.import_module(f"{vllm_stub.OURS}.{name}") for name in names})
+    vllm_stub.forget()
+
+
+def layer_of(hidden: int = 128, width: int = 64, **settings: Any) -> Any:
+    """Return a layer of experts without weights."""
+    count = settings.pop("experts", E)
+    parallel = SimpleNamespace(enable_eplb=settings.pop("enable_eplb", False))
+    given = {"num_local_experts": count, "activation": SILU, "in_dtype": torch.bfloat16, **settings}
+    each = width // given.get("tp_size", 1)
+    return vllm_stub.RoutedExperts(
+        vllm_stub.FusedMoEConfig(
+            num_experts=count, experts_per_token=TOPK, hidden_dim=hidden, intermediate_size=width,
+            intermediate_size_per_partition=each, moe_parallel_config=parallel, **given,
+        )
+    )  # fmt: skip
+
+
+# Choice of the method
+
+CHECKPOINTS = [
+    (compressed("nvfp4"), LayerScheme("nvfp4", "compressed-tensors", "16bit")),
+    (compressed("mxfp4"), LayerScheme("mxfp4", "compressed-tensors", "16bit")),
+    (compressed("nvfp4", ignore=["a.0.up"]), None),
+    (NVFP4, LayerScheme("nvfp4", "modelopt", "fp4")),
+    ({**NVFP4, "ignore": ["a"]}, None),
+    ({**NVFP4, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, LayerScheme("fp8_channel", "modelopt", "fp8")),
+    (DEEPSEEK, LayerScheme("fp8_block", "deepseek", "fp8")),
+    ({**DEEPSEEK, "ignore": ["a"]}, None),
+    ({**DEEPSEEK, "store_dtype": "mxfp4"}, None),
+    (MIXED | {"quantized_layers": {"a": {"quant_algo": "NVFP4"}}}, LayerScheme("nvfp4", "modelopt", "fp4")),
+    ({"quant_method": "mxfp4"}, GPT_OSS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "scheme"), CHECKPOINTS)
+def test_method_of_experts(config, scheme, vllm):
+    made = vllm._config.CONFIGS[1].from_config(config)
+    layer = layer_of(activation=SWIGLUOAI if scheme is GPT_OSS else SILU)
+    method = made.get_quant_method(layer, "a")
+    if scheme is None:
+        assert method is None or isinstance(method, vllm_stub.OwnMethod)
+    else:
+        assert isinstance(method, vllm._experts.CuteExpertsMethod) and not method.supports_eplb
+        assert (method.scheme, method.prefix, method.activations) == (scheme, "a", "fp4")
+        assert method.preparation is made.preparation
+
+
+def test_only_checkpoints_of_gpt_oss_itself(vllm):
+    """Other models with the same quant_method have another layout."""
+    cls = vllm._config.CONFIGS[0]
+    config = {"quant_method": "mxfp4"}
+    for model, name in (("gpt_oss", cls.name), ("other", None)):
+        assert cls.override_quantization_method(config, cls.name, SimpleNamespace(model_type=model)) == name
+    assert cls.override_quantization_method(config, cls.name) is None
+
+
+LEFT = [
+    ("nvfp4", {"activation": SimpleNamespace(value="gelu")}, "activation function is gelu"),
+    ("nvfp4", {"activation": SWIGLUOAI}, "activation function is swigluoai"),
+    ("nvfp4", {"is_lora_enabled": True}, "LoRA"),
+    ("nvfp4", {"enable_eplb": True}, "move between ranks"),
+    ("nvfp4", {"dp_size": 2}, "ranks have different tokens"),
+    ("nvfp4", {"width": 48, "tp_size": 2}, "share a block"),
+    ("nvfp4", {"hidden": 136}, "hidden size is 136"),
+    ("nvfp4", {"has_bias": True, "tp_size": 2, "width": 128}, "share a bias"),
+    ("fp8_block", {"width": 384, "tp_size": 2}, "share a block"),
+    ("fp8_tensor", {}, "no kernel"),
+    ("nvfp4", {"experts": 2000}, "number of experts is 2000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "settings", "reason"), LEFT)
+def test_experts_left_to_vllm(fmt, settings, reason, vllm, monkeypatch):
+    scheme, said = LayerScheme(fmt, "modelopt", "fp8" if fmt == "fp8_block" else "16bit"), []
+    assert reason in vllm._experts.reason_left(scheme, layer_of(**settings))
+    checkpoints_module = importlib.import_module(f"{vllm_stub.OURS}._checkpoints")
+    monkeypatch.setattr(checkpoints_module.logger, "warning_once", lambda text, *args: said.append(text % args))
+    made = vllm._config.CONFIGS[0].from_config(NVFP4)
+    monkeypatch.setattr(type(made), "scheme_of_experts", lambda self, layer, prefix: scheme)
+    assert isinstance(made.get_quant_method(layer_of(**settings), "a"), vllm_stub.OwnMethod)
+    assert len(said) == 1 and said[0].startswith("a: ") and reason in said[0]
+
+
+# Loading and values
+
+
+class Stored:
+    """Random experts: their tensors as a checkpoint stores them, and their weights in float64.
+
+    Args:
+        scheme: format.
+        hidden, width: H and I.
+        has_bias: True for biases, which only gpt-oss has here.
+    """
+
+    def __init__(self, scheme: LayerScheme, hidden: int, width: int, count: int = E) -> None:
+        self.scheme, self.count = scheme, count
+        self.gate_up_bias, self.down_bias = np.zeros((count, 2 * width)), np.zeros((count, hidden))
+        if scheme is GPT_OSS:
+            self.tensors = checkpoints.gpt_oss_experts(count, hidden, width, name="x", scales=(118, 122))
+            both, down = (
+                np.stack([weights.fp4(*pair) for pair in zip(
+                    self.tensors[f"x.{part}_blocks"].flatten(2), self.tensors[f"x.{part}_scales"], strict=True
+                )])
+                for part in ("gate_up_proj", "down_proj")
+            )  # fmt: skip
+            bias = self.tensors["x.gate_up_proj_bias"].double().numpy()
+            self.gate, self.up, self.down = both[:, 0::2], both[:, 1::2], down
+            self.gate_up_bias = np.concatenate((bias[:, 0::2], bias[:, 1::2]), 1)
+            self.down_bias = self.tensors["x.down_proj_bias"].double().numpy()
+            return
+        sizes = {"w1": (width, hidden), "w3": (width, hidden), "w2": (hidden, width)}
+        self.experts = [{shard: stored_layer(scheme, *size) for shard, size in sizes.items()} for _ in range(count)]
+        self.gate, self.up, self.down = (
+            np.stack([each[shard][1] for each in self.experts]) for shard in ("w1", "w3", "w2")
+        )
+
+    def load(self, layer: Any) -> None:
+        """Load the tensors as vLLM does."""
+        if self.scheme is GPT_OSS:
+            self._load_gpt_oss(layer)
+            return
+        for expert, shards in enumerate(self.experts):
+            for shard, (tensors, _) in shards.items():
+                for name, tensor in tensors.items():
+                    stored = f"{'w2' if shard == 'w2' else 'w13'}_{name}"
+                    parameter = getattr(layer, stored)
+                    parameter.weight_loader(parameter, tensor, stored, shard, expert, return_success=True)
+
+    def _load_gpt_oss(self, layer: Any) -> None:
+        moe = layer.moe_config
+        block, ranks = 32, moe.tp_size
+        most = -(-moe.intermediate_size // block // ranks) * block
+        begin, end = moe.tp_rank * most, min((moe.tp_rank + 1) * most, moe.intermediate_size)
+        codes = {part: self.tensors[f"x.{part}_blocks"].flatten(2) for part in ("gate_up_proj", "down_proj")}
+        down_bias = self.tensors["x.down_proj_bias"] * (moe.tp_rank == 0)
+        parts = {
+            "w13_weight": codes["gate_up_proj"][:, 2 * begin : 2 * end],
+            "w13_weight_scale": self.tensors["x.gate_up_proj_scales"][:, 2 * begin : 2 * end],
+            "w13_bias": self.tensors["x.gate_up_proj_bias"][:, 2 * begin : 2 * end],
+            "w2_weight": codes["down_proj"][..., begin // 2 : end // 2],
+            "w2_weight_scale": self.tensors["x.down_proj_scales"][..., begin // block : end // block],
+            "w2_bias": down_bias,
+        }
+        for name, tensor in parts.items():
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, tensor, weight_name=name, shard_id=None, expert_id=None)
+
+    def hidden(self, expert: int, row: np.ndarray, swiglu: SwiGLU) -> np.ndarray:
+        """Compute an expert's activations between its two layers, (I,)."""
+        gate_bias, up_bias = np.split(self.gate_up_bias[expert], 2)
+        gate, up = self.gate[expert] @ row + gate_bias, self.up[expert] @ row + up_bias
+        if swiglu.limit is not None:
+            gate, up = np.minimum(gate, swiglu.limit), np.clip(up, -swiglu.limit, swiglu.limit)
+        return gate * (1 + np.tanh(swiglu.alpha * gate / 2)) / 2 * (up + swiglu.beta)
+
+    def __call__(self, x: np.ndarray, ids: np.ndarray, factors: np.ndarray, swiglu: SwiGLU) -> np.ndarray:
+        """Compute the weighted sum of each token's experts in float64."""
+        y = np.zeros((len(x), self.down.shape[1]))
+        for token, (row, chosen, given) in enumerate(zip(x, ids, factors, strict=True)):
+            for expert, factor in zip(chosen, given, strict=True):
+                h = self.hidden(expert, row, swiglu)
+                y[token] += factor * (self.down[expert] @ h + self.down_bias[expert])
+        return y
+
+
+def loaded(vllm: Any, stored: Stored, layer: Any, activations: str = "auto", device: str = "cpu") -> Any:
+    """Build a layer's method and load the stored experts as vLLM does; return the method."""
+    scheme = stored.scheme
+    assert vllm._experts.reason_left(scheme, layer) is None
+    method = vllm._experts.CuteExpertsMethod(
+        scheme, "model.experts", activations, prepare.Preparation(vllm._prepare.serving), layer
+    )
+    moe = layer.moe_config
+    sizes = method.maybe_roundup_sizes(
+        moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype, moe.moe_parallel_config
+    )
+    moe.hidden_dim, moe.intermediate_size_per_partition = sizes
+    with torch.device(device):
+        method.create_weights(
+            layer, moe.num_local_experts, *sizes, moe.in_dtype, weight_loader=layer.weight_loader,
+            global_num_experts=moe.num_experts,
+        )  # fmt: skip
+    stored.load(layer)
+    method.process_weights_after_loading(layer)
+    assert [*method.preparation.forms][-1] == method.form
+    return method
+
+
+def routed(tokens: int, hidden: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random tokens, experts and weights."""
+    ids = torch.rand(tokens, E, device=device).argsort(1)[:, :TOPK].to(torch.int32)
+    return torch.randn(tokens, hidden, device=device).bfloat16(), ids, torch.rand(tokens, TOPK, device=device) + 0.1
+
+
+def check(
+    stored: Stored, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, got: Any, swiglu: SwiGLU, bound: float
+) -> None:
+    """Check that the relative error of all results is below ``bound``, and of each token below twice that."""
+    given = (each.cpu().numpy() for each in (x.double(), ids, factors.double()))
+    want = stored(*given, swiglu)
+    apart = got.double().cpu().numpy()[:, : want.shape[1]] - want
+    assert np.linalg.norm(apart) < bound * np.linalg.norm(want)
+    errors = np.linalg.norm(apart, axis=1) / np.linalg.norm(want, axis=1)
+    assert errors.max() < 2 * bound, errors
+
+
+def applied(method: Any, layer: Any, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Apply the method as vLLM does, which pads tokens to the layer's hidden size."""
+    moe = layer.moe_config
+    padded = torch.nn.functional.pad(x, (0, moe.hidden_dim - x.shape[1]))
+    with torch.no_grad():
+        y = method.apply(layer, padded, factors, ids, None, None)
+    assert y.shape == padded.shape and y.dtype == x.dtype
+    assert not y[:, moe.hidden_dim_unpadded :].any()
+    return y
+
+
+FEW, MANY = 3, 40
+"""Numbers of tokens that compute only routed pairs, and that permute the tokens."""
+BOUNDS = {"16bit": 0.01, "fp8": 0.08, "fp4": 0.4}
+"""Largest relative error, by the format of activations."""
+FORMS = [
+    ("nvfp4", "modelopt", "16bit", 128, 64), ("nvfp4", "compressed-tensors", "16bit", 128, 64),
+    ("mxfp4", "compressed-tensors", "16bit", 128, 64), ("nvfp4", "modelopt", "fp4", 80, 48),
+    ("fp8_block", "deepseek", "fp8", 128, 128), ("fp8_block", "modelopt", "fp8", 192, 64),
+    ("fp8_channel", "compressed-tensors", "fp8", 128, 64), ("fp8_channel", "modelopt", "fp8", 72, 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "style", "stored_for", "hidden", "width"), FORMS)
+def test_values(fmt, style, stored_for, hidden, width, vllm, device):
+    """Each expert keeps its own scales; other widths are filled up with zeros."""
+    stored, layer = Stored(LayerScheme(fmt, style, stored_for), hidden, width), layer_of(hidden, width)
+    method = loaded(vllm, stored, layer, device=device)
+    has_few = fmt in ("nvfp4", "mxfp4")
+    assert method.form.few == ("16bit" if has_few else None)
+    for tokens in (FEW, MANY):
+        given = routed(tokens, hidden, device)
+        is_few = has_few and tokens == FEW
+        assert method.form.is_few(tokens) == is_few
+        check(stored, *given, applied(method, layer, *given), SwiGLU(), BOUNDS["16bit" if is_few else "fp8"])
+
+
+def test_values_of_gpt_oss(vllm, device):
+    """Gate and up alternate in the checkpoint, and have biases and a clamp."""
+    stored, layer = Stored(GPT_OSS, 128, 64), layer_of(128, 64, activation=SWIGLUOAI, has_bias=True)
+    method = loaded(vllm, stored, layer, device=device)
+    for tokens, bound in ((FEW, BOUNDS["16bit"]), (MANY, BOUNDS["fp8"])):
+        given = routed(tokens, 128, device)
+        check(stored, *given, applied(method, layer, *given), SwiGLU(1.702, 1.0, 7.0), bound)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_fp4_activations_of_few_tokens(fmt, vllm, device):
+    """NVFP4 needs input scales of both layers; without them, activations keep 16 bits."""
+    style = "modelopt" if fmt == "nvfp4" else "compressed-tensors"
+    stored, layer = Stored(LayerScheme(fmt, style, "fp4"), 128, 64), layer_of()
+    given = routed(FEW, 128, device)
+    if fmt == "nvfp4":  # calibrate
+        for i, expert in enumerate(stored.experts):
+            largest = max(abs(stored.hidden(i, row, SwiGLU())).max() for row in given[0].double().cpu().numpy())
+            expert["w2"][0]["input_scale"].fill_(largest / (6 * 448))
+    method = loaded(vllm, stored, layer, "fp4", device)
+    y = applied(method, layer, *given)
+    if device == "cpu":
+        assert method.form.few == "fp4"
+    check(stored, *given, y, SwiGLU(), BOUNDS[method.form.few])
+    if fmt == "nvfp4":
+        for expert in stored.experts:
+            for tensors, _ in expert.values():
+                tensors["input_scale"].zero_()
+        assert loaded(vllm, stored, layer_of(), "fp4", device).form.few == "16bit"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [(LayerScheme("nvfp4", "modelopt", "16bit"), 96), (GPT_OSS, 96)])
+def test_tensor_parallel(scheme, width, vllm):
+    """The results of two ranks, whose parts of the experts need zeros, add up to the result."""
+    stored = Stored(scheme, 128, width)
+    settings: Any = {"activation": SWIGLUOAI, "has_bias": True} if scheme is GPT_OSS else {}
+    swiglu = SwiGLU(1.702, 1.0, 7.0) if scheme is GPT_OSS else SwiGLU()
+    layers = [layer_of(128, width, tp_size=2, tp_rank=rank, **settings) for rank in range(2)]
+    methods = [loaded(vllm, stored, layer) for layer in layers]
+    assert [method.form.width for method in methods] == [64, 64]
+    for tokens, bound in ((FEW, BOUNDS["16bit"]), (MANY, BOUNDS["fp8"])):
+        given = routed(tokens, 128)
+        parts = [applied(method, layer, *given).double() for method, layer in zip(methods, layers, strict=True)]
+        check(stored, *given, sum(parts), swiglu, bound)
+
+
+def test_expert_parallel(vllm):
+    """The results of two ranks with half of the experts each add up to the result. An expert's factor on another rank
+    does not matter."""
+    stored, y = Stored(LayerScheme("nvfp4", "compressed-tensors", "16bit"), 128, 64), {FEW: 0.0, MANY: 0.0}
+    given = {tokens: routed(tokens, 128) for tokens in y}
+    for rank in range(2):
+        layer = layer_of(128, 64, num_local_experts=E // 2)
+        layer.expert_map = torch.full((E,), -1, dtype=torch.int32)
+        layer.expert_map[rank * E // 2 : (rank + 1) * E // 2] = torch.arange(E // 2, dtype=torch.int32)
+        method = loaded(vllm, stored, layer)
+        for tokens in y:
+            y[tokens] = y[tokens] + applied(method, layer, *given[tokens]).double()
+    for tokens, bound in ((FEW, BOUNDS["16bit"]), (MANY, BOUNDS["fp8"])):
+        check(stored, *given[tokens], y[tokens], SwiGLU(), bound)
+
+
+def test_router_weights_on_the_input(vllm):
+    """With one expert per token, its weight may multiply the token."""
+    stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
+    layer.moe_config.experts_per_token, layer.apply_router_weight_on_input = 1, True
+    method = loaded(vllm, stored, layer)
+    x, ids, factors = (each[:, :1] if i else each for i, each in enumerate(routed(FEW, 128)))
+    y = applied(method, layer, x, ids, factors)
+    check(stored, (x * factors).bfloat16(), ids, torch.ones_like(factors), y, SwiGLU(), BOUNDS["16bit"])
+
+
+def test_checkpoint_without_an_expert(vllm):
+    stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
+    del stored.experts[2]["w3"]
+    with pytest.raises(ValueError, match=r"model\.experts: the checkpoint has no w13_weight_scale, or not for every"):
+        loaded(vllm, stored, layer)
+
+
+def test_reloaded_weights(vllm):
+    """Padding that the first load wrote is written again: vLLM reloads into memory with other values."""
+    stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 80, 48), layer_of(80, 48)
+    method = loaded(vllm, stored, layer)
+    given = routed(FEW, 80)
+    first = applied(method, layer, *given)
+    again = layer_of(80, 48)
+    moe = again.moe_config = layer.moe_config
+    method.create_weights(again, E, moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype,
+                          weight_loader=again.weight_loader)  # fmt: skip
+    for parameter in again.parameters():
+        parameter.data.view(torch.uint8).random_()
+    stored.load(again)
+    method.process_weights_after_loading(again)
+    assert torch.equal(applied(method, again, *given), first)
+
+
+# Preparation
+
+
+@pytest.mark.parametrize(
+    ("scheme", "few", "swiglu", "has_bias", "count"),
+    [
+        ("nvfp4", "16bit", SwiGLU(), False, 8), ("nvfp4", "fp4", SwiGLU(), False, 8),
+        ("mxfp4", "16bit", SwiGLU(1.702, 1.0, 7.0), True, 8), ("mxfp4", None, SwiGLU(1.702, 1.0, 7.0), True, 8),
+        ("fp8_block", None, SwiGLU(), False, 8), ("fp8_channel", None, SwiGLU(limit=10.0), False, 8),
+        ("nvfp4", "16bit", SwiGLU(), False, 1),
+    ],
+)  # fmt: skip
+def test_prepared_kernels_are_those_of_the_calls(scheme, few, swiglu, has_bias, count):
+    """Calls with any number of tokens, captured or not, need no kernel that was not compiled before."""
+    arch, most, hidden, width = ARCHS["sm_90a"], 300, 256, 128
+    form = experts.ExpertForm(
+        scheme, few, count, count, hidden, width, min(2, count), swiglu, torch.bfloat16, has_bias
+    )  # fmt: skip
+    assert form.reason_unsupported is None
+    jobs = prepare.jobs_of([form], most, arch.name)
+    digest = {
+        kernel.digest for job in jobs for kernel in registry.kernels_of(job.op, arch.name, **dict(job.properties))
+    }
+    cls: Any = FORMATS[scheme]
+    parts = ((hidden, (width,) * (2 * count)), (width, (hidden,) * count))
+    layers = [cls(k, sum(rows), parts=rows, bias=has_bias, device="meta").bfloat16() for k, rows in parts]
+    module = QuantExperts(*layers, count, swiglu=swiglu)
+    if few is not None:
+        scales = {"input_global_scale": torch.ones(1), "hidden_global_scale": torch.ones(count)}
+        module.route_few_(few, **(scales if few == "fp4" else {}))
+    layer = SimpleNamespace(**experts._tensors_of(module))
+    for m in (1, 2, 7, 16, 31, 64, 100, 129, most):
+        ids = torch.zeros(m, form.topk, dtype=torch.int32, device="meta")
+        with Recorded() as recorded:
+            y = experts.compute(layer, form, torch.empty(m, hidden, dtype=form.dtype, device="meta"), ids, ids.float())
+        assert y.shape == (m, hidden) and y.dtype == form.dtype
+        assert [op for op, _, _ in recorded.calls] == [op for op, _ in form.calls(m)]
+        for op, args, kwargs in recorded.calls:
+            needed = {kernel.digest for kernel in registry.OPS[op].kernels(arch, *args, **kwargs)}
+            assert needed <= digest, (op, m)
+
+
+@pytest.mark.gpu
+def test_captured_calls_follow_the_routing(vllm):
+    """A captured call computes the experts that a replay's ids choose, and compiles nothing."""
+    vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[FEW, MANY]),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(local_world_size=1, data_parallel_size_local=1),
+    )
+    stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
+    method = loaded(vllm, stored, layer, device="cuda")
+    for tokens in (FEW, MANY):
+        x, ids, factors = routed(tokens, 128, "cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            y = method.apply(layer, x, factors, ids, None, None)
+        other = routed(tokens, 128, "cuda")
+        for held, new in zip((x, ids, factors), other, strict=True):
+            held.copy_(new)
+        graph.replay()
+        assert torch.equal(y, applied(method, layer, *other))
