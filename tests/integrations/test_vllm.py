@@ -20,7 +20,7 @@ from torch import nn
 import torch_cute_ops
 from torch_cute_ops import registry
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
-from torch_cute_ops.integrations._engines import gemms, prepare
+from torch_cute_ops.integrations._engines import gemms, linear, prepare
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
@@ -363,7 +363,7 @@ def test_codes_that_share_a_byte_are_left_to_vllm(vllm):
 @pytest.mark.parametrize(("arch", "chosen"), [("sm_90a", "fp8"), ("sm_100a", "16bit"), ("sm_120a", "16bit")])
 def test_fp8_activations_need_a_kernel(arch, chosen, vllm, monkeypatch):
     """Without a kernel for FP8 activations and FP4 weights, as outside Hopper, activations keep 16 bits."""
-    monkeypatch.setattr(vllm._linear, "arch_of", lambda device: arch)
+    monkeypatch.setattr(linear, "arch_of", lambda device: arch)
     for fmt in ("nvfp4", "mxfp4"):
         scheme = LayerScheme(fmt, "compressed-tensors", "16bit")
         layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, activations="fp8")

@@ -100,8 +100,8 @@ def few_activations(
     if not few_tokens(width):
         return None
     for each in dict.fromkeys((activations, "16bit")):
-        if reason_unrouted(scheme, experts, hidden, width, arch, each) is None:  # type: ignore[arg-type]
-            return each  # type: ignore[return-value]
+        if reason_unrouted(scheme, experts, hidden, width, arch, each) is None:
+            return each
     return None
 
 
@@ -123,7 +123,7 @@ def build(
         gate_up: tensors of all experts' first layers in checkpoint layout, by the names of the arguments of the linear
             layer's ``from_tensors``; each has the experts as its first dimension, and gate's rows before up's rows.
         down: tensors of the second layers.
-        input_global_scale, hidden_global_scale: as in ``QuantExperts.route_few_``; needed for NVFP4 activations.
+        input_global_scale, hidden_global_scale: as in ``QuantExperts.route_few_``; for NVFP4 activations only.
 
     Raises:
         ValueError: for sizes that the ops do not support.
@@ -136,9 +136,7 @@ def build(
     }
     module = QuantExperts(layers["gate_up"], layers["down"], form.experts, swiglu=form.swiglu, topk=form.topk)
     if form.few is not None:
-        is_nvfp4 = form.few == "fp4" and form.scheme == "nvfp4"
-        scales = {"input_global_scale": input_global_scale, "hidden_global_scale": hidden_global_scale}
-        module.route_few_(form.few, **(scales if is_nvfp4 else {}))
+        module.route_few_(form.few, input_global_scale=input_global_scale, hidden_global_scale=hidden_global_scale)
     return _tensors_of(module)
 
 

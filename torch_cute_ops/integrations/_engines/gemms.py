@@ -22,7 +22,7 @@ Call = tuple[str, dict[str, Any]]
 
 _BLOCK: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
 _STATIC: Final = {"static_weight": True}
-"""Promise that a weight is not written while the previous launch runs. vLLM synchronises after it loads weights."""
+"""Promise that a weight is not written while the previous launch runs. Engines synchronise after they load weights."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch_cute_ops.checkpoint._layers import READ, Field
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.integrations._engines import experts
 from torch_cute_ops.integrations._engines.experts import MULTIPLES, ExpertForm
+from torch_cute_ops.integrations._engines.linear import UNLOADED, is_unloaded
 from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.experts import SwiGLU
@@ -20,8 +21,6 @@ from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK
 
 logger = init_logger(__name__)
 
-_UNLOADED: Final = 0xFF
-"""Byte that is NaN in every format of scales; it marks scales that the checkpoint does not contain."""
 _GPT_OSS: Final = "gpt-oss"
 _SHARDS: Final = {"w13": 2, "w2": 1}
 """Number of an expert's layers in each of vLLM's parameters."""
@@ -100,7 +99,7 @@ _READ: Final = {**READ, (_GPT_OSS, "mxfp4"): tuple(each for each in READ["modelo
 """Tensors of a linear layer in a checkpoint. vLLM renames gpt-oss's tensors to these."""
 
 
-class CuteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, no-any-unimported]
+class CuteExpertsMethod(FusedMoEMethodBase):
     """Method that computes routed experts with this package's kernels. vLLM chooses the experts of each token, adds
     shared experts and sums over ranks.
 
@@ -212,7 +211,8 @@ class CuteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, no-any-unimpo
             if field.name != "weight":
                 kind = "block"
         data = torch.empty((count, *shape), dtype=dtype)
-        data.view(torch.uint8).fill_(_UNLOADED if kind is not None else 0)
+        if kind is not None:
+            data.view(torch.uint8).fill_(UNLOADED)
         parameter = nn.Parameter(data, requires_grad=False)
         vars(parameter)["weight_loader"] = _adapted(loader, field, dtype)
         if kind is not None:
@@ -228,13 +228,11 @@ class CuteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, no-any-unimpo
         assert self.form is not None
         hidden, width = self.form.hidden, self.form.width
         parts = {name: self._taken(layer, name) for name in _SHARDS}
-        scales = [_reciprocal(part.pop("input_scale", None)) for part in parts.values()]
-        is_calibrated = all(scale is not None for scale in scales)
-        device = parts["w13"]["weight"].device
-        self._set_form(hidden, width, device, self.scheme.format == "nvfp4" and is_calibrated)
-        given = {}
-        if self.form.few == "fp4" and self.scheme.format == "nvfp4":
-            given = {"input_global_scale": scales[0].min().reshape(1), "hidden_global_scale": scales[1]}
+        of_input, of_hidden = (_reciprocal(part.pop("input_scale", None)) for part in parts.values())
+        device, given = parts["w13"]["weight"].device, {}
+        self._set_form(hidden, width, device, of_input is not None and of_hidden is not None)
+        if self.form.few == "fp4" and of_input is not None and of_hidden is not None:
+            given = {"input_global_scale": of_input.min().reshape(1), "hidden_global_scale": of_hidden}
         for name, tensor in experts.build(self.form, parts["w13"], parts["w2"], **given).items():
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.preparation.add(self.form)
@@ -257,7 +255,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, no-any-unimpo
                 continue
             if tensor.dim() > 1 and (field is None or field.name != "weight_scale_2"):
                 self._fill_up(tensor, part, field)
-            if field is not None and field.name != "weight" and bool(_is_unloaded(tensor).any()):
+            if field is not None and field.name != "weight" and bool(is_unloaded(tensor).any()):
                 raise ValueError(
                     f"{self.prefix}: the checkpoint has no {part}_{stored}, or not for every expert; experts that are "
                     "not quantised belong in the ignored layers of quantization_config"
@@ -311,7 +309,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc, no-any-unimpo
         ``FusedMoEMethodBase``; vLLM adds shared experts."""
         assert self.form is not None
         if layer.apply_router_weight_on_input:
-            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+            x, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
         expert_map = layer.expert_map
         if expert_map is not None:
             topk_ids = expert_map[topk_ids.to(torch.int64)]
@@ -349,14 +347,9 @@ def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype) -> Ca
     return load
 
 
-def _is_unloaded(scale: Tensor) -> Tensor:
-    """Return True for each scale that was not loaded."""
-    return scale == _UNLOADED if scale.dtype == torch.uint8 else scale.float().isnan()
-
-
 def _reciprocal(scales: Tensor | None) -> Tensor | None:
-    """Return the global scale of each expert, (E,) or (E, 2), from its input scales. An expert without a calibrated
-    scale gets that of the largest; return None if no expert has one."""
+    """Return the global scales of activations, (E,) or (E, 2), from the input scales of experts, or None if no expert
+    has a calibrated scale. Experts without a calibrated scale get the largest input scale."""
     if scales is None:
         return None
     is_calibrated = scales.isfinite() & (scales > 0)
