@@ -2,4 +2,4 @@
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_vllm_*.py"]
+collect_ignore_glob = [f"test_{engine}_*.py" for engine in ("vllm", "sglang") if not importlib.util.find_spec(engine)]

@@ -506,8 +506,13 @@ MODULES: dict[str, dict[str, Any]] = {
 
 def modules() -> Iterator[tuple[str, types.ModuleType]]:
     """Yield the stubs as modules, with their packages."""
+    yield from as_modules(MODULES)
+
+
+def as_modules(contents: dict[str, dict[str, Any]]) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield modules with these contents by name, and their packages."""
     made: dict[str, types.ModuleType] = {}
-    for name, content in MODULES.items():
+    for name, content in contents.items():
         parts = name.split(".")
         for i in range(1, len(parts) + 1):
             prefix = ".".join(parts[:i])

@@ -1,17 +1,15 @@
-"""Quantisation methods for vLLM that run a checkpoint's linear layers on this package's kernels.
+"""Quantisation methods for vLLM that run a checkpoint's linear layers and experts on this package's kernels.
 
 ``vllm serve MODEL --quantization torch_cute_ops`` selects them. vLLM finds :func:`register` by the entry point
-``torch_cute_ops`` in the group ``vllm.general_plugins``, and reads checkpoints of ModelOpt, compressed-tensors and
-DeepSeek as without the plugin: only linear layers and output heads in a format of this package get another method.
+``torch_cute_ops`` in the group ``vllm.general_plugins``, and reads checkpoints of ModelOpt, compressed-tensors,
+DeepSeek and gpt-oss as without the plugin: only linear layers, output heads and routed experts in a format of this
+package get another method. The names of methods, instead of a setting, choose the format of activations, because vLLM's
+cache of compiled models depends on the name.
 """
 
-from typing import Final
+from torch_cute_ops.integrations._engines.checkpoints import METHODS
 
 __all__ = ["METHODS", "register"]
-
-METHODS: Final = {"auto": "torch_cute_ops", "fp4": "torch_cute_ops_fp4", "fp8": "torch_cute_ops_fp8"}
-"""Names for vLLM's ``--quantization``, by the format of activations that are multiplied by FP4 weights. The names
-differ, instead of a setting, because vLLM's cache of compiled models depends on the name."""
 
 
 def register() -> None:

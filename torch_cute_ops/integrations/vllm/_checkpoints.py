@@ -2,7 +2,6 @@
 supports."""
 
 import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,18 +20,15 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_scheme, modelopt_scheme
+from torch_cute_ops.checkpoint.spec import LayerScheme
+from torch_cute_ops.integrations._engines.checkpoints import LEAST_CAPABILITY, scheme_of_algorithm, scheme_of_group
 from torch_cute_ops.integrations._engines.prepare import Preparation
-from torch_cute_ops.integrations.vllm._config import LEAST_CAPABILITY
 from torch_cute_ops.integrations.vllm._experts import CuteExpertsMethod, reason_left
 from torch_cute_ops.integrations.vllm._linear import CuteLinearMethod
 from torch_cute_ops.integrations.vllm._prepare import serving
 from torch_cute_ops.nn._base import Activations
 
 logger = init_logger(__name__)
-
-_CONFIG: Final = Path("config.json")
-"""File that error messages of the checkpoint reader name."""
 
 _LINEAR: Final = nn.Linear(1, 1, device="meta")
 """Layer whose class the targets of compressed-tensors match as they match an output head's in transformers."""
@@ -112,14 +108,7 @@ class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
         return schemes.pop() if len(schemes) == 1 else None
 
     def _scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
-        group = self.get_scheme_dict(layer, prefix)
-        if not group or group.get("weights") is None:
-            return None
-        try:
-            plain = {name: _plain(value) for name, value in group.items()}
-            return compressed_scheme(_CONFIG, f"{prefix}: ", plain, self.quant_format)
-        except ValueError:  # a format of vLLM only
-            return None
+        return scheme_of_group(self.get_scheme_dict(layer, prefix), prefix, self.quant_format)
 
 
 class CuteFp8Config(_CuteLayers, Fp8Config):
@@ -167,19 +156,11 @@ class _ModelOpt(_CuteLayers):
         method = super(_CuteLayers, self).get_quant_method(layer, prefix)
         if method is None or isinstance(method, UnquantizedLinearMethod):
             return None
-        return self._scheme_of(prefix)
+        return scheme_of_algorithm(self.algorithm_of(prefix), prefix)
 
     def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
         """Return the format of the experts' algorithm, or None for excluded experts."""
-        return None if self.is_layer_excluded(prefix) else self._scheme_of(prefix)
-
-    def _scheme_of(self, prefix: str) -> LayerScheme | None:
-        algorithm = self.algorithm_of(prefix)
-        known = {"FP8_PB_WO": "fp8_pb_wo"}
-        try:
-            return modelopt_scheme(_CONFIG, f"{prefix}: ", {"quant_algo": known.get(algorithm, algorithm)})
-        except ValueError:
-            return None
+        return None if self.is_layer_excluded(prefix) else scheme_of_algorithm(self.algorithm_of(prefix), prefix)
 
     def algorithm_of(self, prefix: str) -> str:
         """Return the layer's algorithm, by ModelOpt's name."""
@@ -211,8 +192,3 @@ CONFIGS: Final[dict[str, Any]] = {
     "modelopt_mixed": CuteMixedConfig,
 }
 """Configurations by the name of vLLM's method for the same style."""
-
-
-def _plain(value: Any) -> Any:
-    """Convert compressed-tensors' record of arguments to plain values, as in a checkpoint's JSON."""
-    return value.model_dump(mode="json") if hasattr(value, "model_dump") else value

@@ -1,0 +1,14 @@
+"""Stubs of SGLang in ``make test`` have the signatures of the installed SGLang."""
+
+from __future__ import annotations
+
+import pytest
+from interface import check_signature, signatures
+from support import sglang_stub
+
+
+@pytest.mark.parametrize(
+    ("name", "stub", "theirs"), [pytest.param(*each, id=each[0]) for each in signatures(sglang_stub)]
+)
+def test_signature(name, stub, theirs):
+    check_signature(stub, theirs)

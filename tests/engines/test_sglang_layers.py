@@ -1,0 +1,149 @@
+"""Real linear layers of SGLang on a CPU, with this package's method: registration, loading and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+from sglang.srt.layers import linear, quantization
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.runtime_context import get_parallel
+from support.engine_layers import stored_layer
+
+from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
+from torch_cute_ops.integrations.sglang import METHODS, register
+from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+FP8_INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+def compressed(fmt: str, stored: str, inputs: Any = None) -> dict[str, Any]:
+    group = {"weights": compressed_arguments(fmt), "input_activations": inputs, "targets": ["Linear"]}
+    return {
+        "quant_method": "compressed-tensors", "format": stored, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+CHECKPOINTS = [
+    (NVFP4, LayerScheme("nvfp4", "modelopt", "fp4"), "16bit"),
+    ({**NVFP4, "quant_algo": "W4A16_NVFP4"}, LayerScheme("nvfp4", "modelopt", "16bit"), "16bit"),
+    ({**NVFP4, "quant_algo": "FP8"}, LayerScheme("fp8_tensor", "modelopt", "fp8_static"), "fp8"),
+    (compressed("nvfp4", "nvfp4-pack-quantized"), LayerScheme("nvfp4", "compressed-tensors", "16bit"), "16bit"),
+    (compressed("mxfp4", "mxfp4-pack-quantized"), LayerScheme("mxfp4", "compressed-tensors", "16bit"), "16bit"),
+    (compressed("fp8_channel", "float-quantized", FP8_INPUTS),
+     LayerScheme("fp8_channel", "compressed-tensors", "fp8"), "fp8"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+     LayerScheme("fp8_block", "deepseek", "fp8"), "fp8"),
+]  # fmt: skip
+BOUNDS = {"16bit": 2**-7, "fp8": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    for _ in range(2):
+        register()
+
+
+def test_register():
+    """Our methods come before SGLang's, of which one overrides the user's choice for ModelOpt's checkpoints."""
+    assert [*quantization.QUANTIZATION_METHODS][:3] == [*METHODS.values()]
+    assert [name for name in QUANTIZATION_CHOICES if name in METHODS.values()] == [*METHODS.values()]
+    assert linear.WEIGHT_LOADER_V2_SUPPORTED.count(CuteLinearMethod.__name__) == 1
+    name = METHODS["auto"]
+    cls = quantization.get_quantization_config(name)
+    assert issubclass(cls, QuantizationConfig) and cls().get_name() == name
+    given = {**NVFP4, "quant_method": "modelopt_fp4"}  # as SGLang's parser of configurations calls it
+    overrides = (each.override_quantization_method(given, name) for each in quantization.QUANTIZATION_METHODS.values())
+    assert next(each for each in overrides if each) == name
+    assert cls.override_quantization_method(given, "modelopt_fp4") is None
+    assert cls.override_quantization_method({**NVFP4, "quant_algo": "FP8_PB_WO"}, name) is None
+
+
+def layers_of(config: Any, k: int, **own: Any) -> dict[str, Any]:
+    """Return layers of each kind that a decoder has."""
+    options: Any = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16, **own}
+    lead = "model.layers.0"
+    return {
+        "qkv_proj": linear.QKVParallelLinear(k, 128, 2, 2, prefix=f"{lead}.self_attn.qkv_proj", **options),
+        "gate_up_proj": linear.MergedColumnParallelLinear(k, [256, 256], prefix=f"{lead}.mlp.gate_up_proj", **options),
+        "o_proj": linear.RowParallelLinear(k, 128, prefix=f"{lead}.self_attn.o_proj", **options),
+    }
+
+
+SIZES = {"qkv_proj": (256, 256, 256), "gate_up_proj": (256, 256), "o_proj": (128,)}
+SHARDS: dict[str, tuple[Any, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": (0, 1), "o_proj": (None,)}
+
+
+def load(layer: Any, name: str, parts: list[Any]) -> Any:
+    """Load the stored tensors of each merged layer with SGLang's loaders; return the layer's method."""
+    for shard, (tensors, _) in zip(SHARDS[name], parts, strict=True):
+        for stored, tensor in tensors.items():
+            parameter = getattr(layer, stored)
+            parameter.weight_loader(parameter, tensor, *(() if shard is None else (shard,)))
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.quant_method
+
+
+def check(got: np.ndarray, x: np.ndarray, weights: list[np.ndarray], bound: float) -> None:
+    """Check the products with each merged layer."""
+    begin = 0
+    for weight in weights:
+        part, want = got[:, begin : begin + len(weight)], x @ weight.T
+        begin += len(weight)
+        assert np.linalg.norm(part - want) < bound * np.linalg.norm(want)
+    assert begin == got.shape[1]
+
+
+@pytest.mark.parametrize(("checkpoint", "scheme", "chosen"), CHECKPOINTS)
+@torch.no_grad()
+def test_layers(checkpoint, scheme, chosen):
+    """SGLang's loaders fill the layers, merged ones too, and products have the values of the decoded weights."""
+    made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(checkpoint))
+    for name, layer in layers_of(made, 256, parallel_group="replicated").items():
+        assert type(layer.quant_method) is CuteLinearMethod and layer.quant_method.scheme == scheme, name
+        parts = [stored_layer(scheme, rows, 256) for rows in SIZES[name]]
+        x = torch.randn(3, 256).bfloat16()
+        got = load(layer, name, parts).apply(layer, x).double().numpy()
+        check(got, x.double().numpy(), [weight for _, weight in parts], BOUNDS[chosen])
+
+
+@pytest.mark.parametrize(("checkpoint", "scheme", "chosen"), [CHECKPOINTS[0], CHECKPOINTS[-1]])
+@torch.no_grad()
+def test_two_ranks(checkpoint, scheme, chosen):
+    """Each rank loads its part: of the rows, or of the columns."""
+    parts = {name: [stored_layer(scheme, rows, 256) for rows in sizes] for name, sizes in SIZES.items()}
+    x, sums = torch.randn(3, 256).bfloat16(), 0.0
+    for rank in range(2):
+        with get_parallel().override(tp_size=2, tp_rank=rank):
+            made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(checkpoint))
+            layers = layers_of(made, 256)
+            methods = {name: load(layer, name, parts[name]) for name, layer in layers.items()}
+        for name in ("qkv_proj", "gate_up_proj"):
+            got = methods[name].apply(layers[name], x).double().numpy()
+            own = [np.split(weight, 2)[rank] for _, weight in parts[name]]
+            check(got, x.double().numpy(), own, BOUNDS[chosen])
+        half = x.chunk(2, 1)[rank].contiguous()
+        sums = sums + methods["o_proj"].apply(layers["o_proj"], half).double().numpy()
+    check(sums, x.double().numpy(), [parts["o_proj"][0][1]], BOUNDS[chosen])
+
+
+def test_ignored_layers():
+    made = quantization.get_quantization_config(METHODS["auto"]).from_config(
+        {**NVFP4, "ignore": ["model.layers.0.self_attn*"], "packed_modules_mapping": {}}
+    )
+    layers = layers_of(made, 256, parallel_group="replicated")
+    assert isinstance(layers["o_proj"].quant_method, UnquantizedLinearMethod)
+    assert isinstance(layers["gate_up_proj"].quant_method, CuteLinearMethod)
+
+
+def test_settings():
+    """The kernels that are compiled cover SGLang's chunks and captured batches."""
+    from torch_cute_ops.integrations.sglang import _prepare
+
+    assert _prepare.serving() is None

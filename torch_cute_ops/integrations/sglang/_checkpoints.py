@@ -1,0 +1,134 @@
+"""SGLang's configurations of checkpoints, with this package's method for the linear layers that it supports."""
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization.modelopt_quant import (
+    ModelOptFp4Config,
+    ModelOptFp8Config,
+    ModelOptMixedPrecisionConfig,
+)
+from sglang.srt.layers.quantization.utils import is_layer_skipped
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from torch import nn
+
+from torch_cute_ops.checkpoint.spec import LayerScheme
+from torch_cute_ops.integrations._engines.checkpoints import LEAST_CAPABILITY, scheme_of_algorithm, scheme_of_group
+from torch_cute_ops.integrations._engines.prepare import Preparation
+from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
+from torch_cute_ops.integrations.sglang._prepare import serving
+from torch_cute_ops.nn._base import Activations
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class _CuteLayers(_Base):
+    """Part of a configuration that chooses the method of each layer.
+
+    Attributes:
+        activations: format of activations for FP4 weights.
+        algorithm: ModelOpt's algorithm, or an empty string.
+    """
+
+    activations: Activations = "auto"
+    algorithm: str = ""
+
+    @functools.cached_property
+    def preparation(self) -> Preparation:
+        """Kernels that the model's layers need. All layers of a model share it."""
+        return Preparation(serving)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """Return this package's method for a linear layer in a supported format, otherwise SGLang's method."""
+        own = functools.partial(super().get_quant_method, layer, prefix)
+        if not isinstance(layer, (LinearBase, ParallelLMHead)):
+            return own()
+        scheme = self.scheme_of(layer, prefix)
+        if scheme is None:
+            return own()
+        return CuteLinearMethod(scheme, prefix, self.activations, self.preparation, own)
+
+    def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
+        """Return the format of a linear layer, or None for a layer that SGLang's own method computes."""
+        raise NotImplementedError
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of models."""
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability of the oldest GPUs that kernels support."""
+        return LEAST_CAPABILITY
+
+
+class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
+    """Configuration of a compressed-tensors checkpoint."""
+
+    def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
+        """Return the format of the group that targets the layer, or None for a format that only SGLang supports. As in
+        SGLang, output heads are not quantised unless a group names them; SGLang's method computes such heads."""
+        if isinstance(layer, ParallelLMHead) or self.linear_fp8_config is not None:
+            return None
+        return scheme_of_group(self.get_scheme_dict(layer, prefix), prefix, self.quant_format)
+
+
+class CuteFp8Config(_CuteLayers, Fp8Config):
+    """Configuration of a checkpoint in DeepSeek-V3's format."""
+
+    def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
+        """Return FP8 with block scales, or None for a layer that is not quantised."""
+        if self.weight_block_size != [128, 128] or not isinstance(layer, LinearBase):
+            return None
+        if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
+            return None
+        return LayerScheme("fp8_block", "deepseek", "fp8")
+
+
+class _ModelOpt(_CuteLayers):
+    """Configuration of a ModelOpt checkpoint."""
+
+    def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
+        """Return the format of the layer's algorithm, or None for an excluded layer."""
+        skipped = is_layer_skipped(prefix, self.exclude_modules, self.packed_modules_mapping or {})
+        if skipped or self.is_layer_excluded(prefix):
+            return None
+        return scheme_of_algorithm(self.algorithm_of(prefix), prefix)
+
+    def algorithm_of(self, prefix: str) -> str | None:
+        """Return the layer's algorithm, by ModelOpt's name."""
+        return self.algorithm
+
+
+class CuteNvFp4Config(_ModelOpt, ModelOptFp4Config):
+    """Configuration of a ModelOpt checkpoint in NVFP4."""
+
+
+class CuteModelOptFp8Config(_ModelOpt, ModelOptFp8Config):
+    """Configuration of a ModelOpt checkpoint in FP8 with a scale per tensor."""
+
+
+class CuteMixedConfig(_ModelOpt, ModelOptMixedPrecisionConfig):
+    """Configuration of a ModelOpt checkpoint whose layers have different formats."""
+
+    def algorithm_of(self, prefix: str) -> str | None:
+        """Return the layer's algorithm, by ModelOpt's name."""
+        algorithm: str | None = self._resolve_quant_algo(prefix)
+        return algorithm
+
+
+CONFIGS: Final[dict[str, Any]] = {
+    "compressed-tensors": CuteCompressedTensorsConfig,
+    "fp8": CuteFp8Config,
+    "modelopt": CuteModelOptFp8Config,
+    "modelopt_fp4": CuteNvFp4Config,
+    "modelopt_mixed": CuteMixedConfig,
+}
+"""Configurations by style."""

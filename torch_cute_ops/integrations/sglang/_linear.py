@@ -1,0 +1,45 @@
+"""Method for SGLang's linear layers."""
+
+import functools
+import logging
+from types import SimpleNamespace
+from typing import ClassVar
+
+from sglang.srt.layers.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from torch_cute_ops.integrations._engines.linear import Engine, LinearMethod
+from torch_cute_ops.quantized import FP8_BLOCK
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def warn(message: str) -> None:
+    """Log a warning, each message once."""
+    logger.warning(message)
+
+
+class CuteLinearMethod(LinearMethod, LinearMethodBase):
+    """Method that multiplies by quantised weights with this package's kernels.
+
+    Attributes:
+        quant_config: size of blocks of FP8 weights, which SGLang's loaders read.
+    """
+
+    engine: ClassVar = Engine(
+        name="SGLang",
+        matrix=ModelWeightParameter,
+        blocks=BlockQuantScaleParameter,
+        channels=ChannelQuantScaleParameter,
+        per_layer=PerTensorScaleParameter,
+        unquantised=UnquantizedLinearMethod,
+        warn=warn,
+    )
+    quant_config: ClassVar = SimpleNamespace(weight_block_size=[FP8_BLOCK, FP8_BLOCK])
