@@ -52,7 +52,7 @@ def parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def check_signature(stub: Any, theirs: Any) -> None:
-    """Check that a stub has the parameters of the engine's function."""
+    """Compare the parameters of a stub with the engine's function."""
     ours, real = parameters(stub), parameters(theirs)
     assert [(each.name, each.kind) for each in ours] == [(each.name, each.kind) for each in real]
     assert [each.default is each.empty for each in ours] == [each.default is each.empty for each in real]

@@ -1,4 +1,4 @@
-"""Stubs of SGLang in ``make test`` have the signatures of the installed SGLang."""
+"""Compare the signatures of SGLang's stubs in ``make test`` with the installed SGLang."""
 
 from __future__ import annotations
 

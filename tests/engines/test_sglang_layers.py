@@ -66,7 +66,7 @@ def test_register():
 
 
 def layers_of(config: Any, k: int, **own: Any) -> dict[str, Any]:
-    """Return layers of each kind that a decoder has."""
+    """Return a decoder's layers, one of each kind."""
     options: Any = {"bias": False, "quant_config": config, "params_dtype": torch.bfloat16, **own}
     lead = "model.layers.0"
     return {
@@ -103,7 +103,7 @@ def check(got: np.ndarray, x: np.ndarray, weights: list[np.ndarray], bound: floa
 @pytest.mark.parametrize(("checkpoint", "scheme", "chosen"), CHECKPOINTS)
 @torch.no_grad()
 def test_layers(checkpoint, scheme, chosen):
-    """SGLang's loaders fill the layers, merged ones too, and products have the values of the decoded weights."""
+    """SGLang's loaders fill the layers, merged ones too, and products are those with the decoded weights."""
     made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(checkpoint))
     for name, layer in layers_of(made, 256, parallel_group="replicated").items():
         assert type(layer.quant_method) is CuteLinearMethod and layer.quant_method.scheme == scheme, name

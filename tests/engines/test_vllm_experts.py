@@ -88,7 +88,7 @@ class ExpertsAgree:
 
 
 def in_transformers(folder: Path) -> nn.Module:
-    """Return a checkpoint's model in transformers, whose experts have 16-bit activations for as many tokens as in
+    """Return a checkpoint's model in transformers, whose experts keep 16-bit activations for few tokens, as in
     vLLM."""
     model: nn.Module = cute_transformers.from_pretrained(folder)
     for module in model.modules():

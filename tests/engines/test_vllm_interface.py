@@ -1,4 +1,4 @@
-"""Stubs of vLLM in ``make test`` have the signatures of the installed vLLM."""
+"""Compare the signatures of vLLM's stubs in ``make test`` with the installed vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_signature(name, stub, theirs):
 
 
 def test_settings_of_experts() -> None:
-    """vLLM's settings of experts have the attributes that the integration reads."""
+    """The integration reads only attributes of vLLM's settings of experts."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 
     known = {*dir(FusedMoEConfig), *(field.name for field in dataclasses.fields(FusedMoEConfig))}

@@ -80,6 +80,10 @@ class _Checkpoint(vllm_stub._Checkpoint):
         super().__init__(config)
         self.exclude_modules = self.ignored_layers = self.ignored
 
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg, user_quant) -> str | None:
+        return None
+
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         return OwnMethod()
 
