@@ -68,7 +68,8 @@ ALONE = {
     "nn": {"torch", "typing_extensions"},
     "checkpoint": {"torch", "typing_extensions", "safetensors"},
     "distributed": {"torch", "typing_extensions"},
-    "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm", "peft"},
+    "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm", "sglang", "peft"},
+    "integrations/_engines": {"torch"},
 }
 """Other libraries that each upper layer may import, in addition to the standard library and this package."""
 

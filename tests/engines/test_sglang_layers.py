@@ -7,13 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers import linear, quantization
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.runtime_context import get_parallel
 from support.engine_layers import stored_layer
 
+import torch_cute_ops.nn
+from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
 from torch_cute_ops.integrations.sglang import METHODS, register
 from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
@@ -100,11 +106,11 @@ def check(got: np.ndarray, x: np.ndarray, weights: list[np.ndarray], bound: floa
     assert begin == got.shape[1]
 
 
-@pytest.mark.parametrize(("checkpoint", "scheme", "chosen"), CHECKPOINTS)
+@pytest.mark.parametrize(("config", "scheme", "chosen"), CHECKPOINTS)
 @torch.no_grad()
-def test_layers(checkpoint, scheme, chosen):
+def test_layers(config, scheme, chosen):
     """SGLang's loaders fill the layers, merged ones too, and products are those with the decoded weights."""
-    made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(checkpoint))
+    made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(config))
     for name, layer in layers_of(made, 256, parallel_group="replicated").items():
         assert type(layer.quant_method) is CuteLinearMethod and layer.quant_method.scheme == scheme, name
         parts = [stored_layer(scheme, rows, 256) for rows in SIZES[name]]
@@ -113,15 +119,15 @@ def test_layers(checkpoint, scheme, chosen):
         check(got, x.double().numpy(), [weight for _, weight in parts], BOUNDS[chosen])
 
 
-@pytest.mark.parametrize(("checkpoint", "scheme", "chosen"), [CHECKPOINTS[0], CHECKPOINTS[-1]])
+@pytest.mark.parametrize(("config", "scheme", "chosen"), [CHECKPOINTS[0], CHECKPOINTS[-1]])
 @torch.no_grad()
-def test_two_ranks(checkpoint, scheme, chosen):
+def test_two_ranks(config, scheme, chosen):
     """Each rank loads its part: of the rows, or of the columns."""
     parts = {name: [stored_layer(scheme, rows, 256) for rows in sizes] for name, sizes in SIZES.items()}
     x, sums = torch.randn(3, 256).bfloat16(), 0.0
     for rank in range(2):
         with get_parallel().override(tp_size=2, tp_rank=rank):
-            made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(checkpoint))
+            made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(config))
             layers = layers_of(made, 256)
             methods = {name: load(layer, name, parts[name]) for name, layer in layers.items()}
         for name in ("qkv_proj", "gate_up_proj"):
@@ -142,8 +148,32 @@ def test_ignored_layers():
     assert isinstance(layers["gate_up_proj"].quant_method, CuteLinearMethod)
 
 
-def test_settings():
-    """The kernels that are compiled cover SGLang's chunks and captured batches."""
+@pytest.mark.parametrize(
+    ("scheme", "style", "kind"),
+    [("nvfp4", "modelopt", "CuteNvFp4Config"), ("mxfp4", "compressed-tensors", "CuteCompressedTensorsConfig")],
+)
+def test_checkpoints(scheme, style, kind, tmp_path):
+    """SGLang accepts checkpoints that ``save`` wrote with our method, and chooses its own without --quantization."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, **sizes)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    with torch.no_grad():
+        torch_cute_ops.nn.quantize_(model, scheme)
+    checkpoint.save(model, tmp_path, style)
+    merged = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    for activations, name in METHODS.items():
+        chosen = ModelConfig(model_path=str(tmp_path), quantization=name)
+        made = get_quant_config(chosen, LoadConfig(), merged)
+        assert chosen.quantization == name and type(made).__name__ == kind and made.activations == activations
+        layer = linear.MergedColumnParallelLinear(
+            256, [512, 512], bias=False, quant_config=made, prefix="model.layers.0.mlp.gate_up_proj",
+            parallel_group="replicated",
+        )  # fmt: skip
+        assert type(layer.quant_method) is CuteLinearMethod
+    assert ModelConfig(model_path=str(tmp_path)).quantization in ("modelopt_fp4", "compressed-tensors")
+
+
+def test_without_a_server():
     from torch_cute_ops.integrations.sglang import _prepare
 
     assert _prepare.serving() is None

@@ -126,7 +126,7 @@ class Stored:
     Args:
         scheme: format.
         hidden, width: H and I.
-        has_bias: True for biases, which only gpt-oss has here.
+        count: number of experts.
     """
 
     def __init__(self, scheme: LayerScheme, hidden: int, width: int, count: int = E) -> None:
