@@ -181,6 +181,8 @@ def compute(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tenso
         weights: (M, topk), weights of the experts.
     """
     weights = weights.to(torch.float32)
+    # If the number of tokens is symbolic, as where vLLM compiles for a CPU, the traced one decides for every number.
+    # Both functions accept any number.
     return (_few if form.is_few(len(x)) else _many)(layer, form, x, ids, weights)
 
 

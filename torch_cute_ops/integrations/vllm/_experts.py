@@ -121,7 +121,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.scheme, self.prefix, self.activations, self.preparation = scheme, prefix, activations, preparation
         self.form: ExpertForm | None = None
-        self._hidden, self._width = self.moe.hidden_dim, self.moe.intermediate_size_per_partition
+        self._width = self.moe.intermediate_size_per_partition  # without zeros
         if scheme.style == _GPT_OSS:
             # vLLM's loader divides these experts among ranks by blocks of scales, so that the last rank gets fewer.
             self.weight_dtype = "gpt_oss_mxfp4"
@@ -191,6 +191,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         return self.scheme.activations == "fp4" and self.scheme.format == "nvfp4"
 
     def _set_form(self, hidden: int, width: int, device: torch.device, has_input_scales: bool) -> None:
+        """Set the form of the layer. FP4 activations of NVFP4 weights need input scales."""
         fmt, count = self.scheme.format, self.moe.num_local_experts
         wants_fp4 = self.activations == "fp4" and (has_input_scales or fmt == "mxfp4")
         few = experts.few_activations(fmt, count, hidden, width, arch_of(device), "fp4" if wants_fp4 else "16bit")
@@ -200,7 +201,16 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         self, field: Field, count: int, shards: int, n: int, k: int, loader: Callable[..., Any]
     ) -> nn.Parameter:
         """Return the parameter for a stored tensor of all experts. Its attributes tell vLLM's loader how ranks divide
-        the tensor."""
+        the tensor.
+
+        Args:
+            field: stored tensor.
+            count: number of experts.
+            shards: number of an expert's layers in the parameter.
+            n: rows of each of these layers.
+            k: columns.
+            loader: vLLM's function that copies this rank's part.
+        """
         dtype, shape, kind = field.dtypes[0], field.shape(n, k), None
         if field.name in ("weight_scale_2", "input_scale"):
             shape, kind = ((2,) if shards == 2 else ()), "tensor"
