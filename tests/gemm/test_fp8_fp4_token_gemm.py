@@ -54,6 +54,19 @@ def test_repeated_calls() -> None:
             assert torch.equal(got[used], want[used]), one.name
 
 
+def test_groups_of_k_are_compared(launches) -> None:  # noqa: F811
+    """Check that a call whose activations have another number of groups of 256 elements than the weight is refused,
+    also after a launcher for the right number exists, and that no kernel is launched."""
+    for op, one in [each for each in samples(CPU, k=256) if "interleaved" in each[1].name]:
+        kwargs = {**one.kwargs, "backend": "wgmma"}
+        OPS[op].cuda(*one.args, **kwargs)
+        a, *rest = one.args
+        count = len(launches.calls)
+        with pytest.raises(ValueError, match=r"interleaved rows of K = 256"):
+            OPS[op].cuda(torch.cat((a, a), -2), *rest, **kwargs)
+        assert len(launches.calls) == count
+
+
 @pytest.mark.usefixtures("launches")
 def test_signs_of_scales_move_to_the_codes() -> None:
     """Check calls with negative scales, which prepared scales cannot represent."""

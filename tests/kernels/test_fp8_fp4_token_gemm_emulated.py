@@ -85,6 +85,7 @@ class Run(NamedTuple):
         seed: seed of the order of the emulator's warps.
         room: number of rows reserved for each expert in the masked layout.
         indices: indices of decoding tables to choose from, or None for scales with which sums are exact.
+        shift: binary exponent by which units are multiplied and alpha is divided.
     """
 
     case: FP8FP4TokenGemmCase
@@ -95,6 +96,7 @@ class Run(NamedTuple):
     seed: int | None = 0
     room: int = 0
     indices: Sequence[int] | None = None
+    shift: int = 0
 
     @property
     def id(self) -> str:
@@ -125,16 +127,20 @@ def execute(
         index = choices[torch.randint(4, (experts, run.n, blocks))]
     else:
         index = torch.tensor(run.indices)[torch.randint(len(run.indices), (experts, run.n, blocks))]
-    units = torch.exp2(torch.randint(-3, 4, (experts, run.n)).float())
+    units = torch.exp2(torch.randint(-3, 4, (experts, run.n)).float() + run.shift)
     numbers = MAGNITUDES.double()[codes % 8] * scale_of(index, fmt).repeat_interleave(fmt.block_size, 2)
     numbers = torch.where(codes > 7, -numbers, numbers).float().to(E4M3).double()
     scale = torch.exp2(torch.randint(-3, 4, (rows,)).float())
     alpha, bias = operands(case.epilogue, run.n, None if layout == "plain" else experts)
+    if run.shift:
+        alpha *= 2.0**-run.shift
+    shift, factors = 2.0**-run.shift, None if alpha is None else alpha * 2.0**run.shift
     want = torch.full((rows, run.n), POISON, dtype=case.epilogue.out_dtype)
     for expert in range(experts):
         own = owner == expert
-        sums = a[own].double() @ numbers[expert].t() * scale[own, None].double() * units[expert].double()
-        want[own] = finished(sums.float(), case.epilogue, alpha, bias, None if layout == "plain" else expert)
+        # Shift units and alpha back, so that no product exceeds the range of float32.
+        sums = a[own].double() @ numbers[expert].t() * scale[own, None].double() * units[expert].double() * shift
+        want[own] = finished(sums.float(), case.epilogue, factors, bias, None if layout == "plain" else expert)
     kernel = case.kernel
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
@@ -214,6 +220,16 @@ def test_all_decoding_tables(fmt: Any, indices: tuple[int, int]) -> None:
     equal("NaN", got.isnan(), want.isnan())
 
 
+@pytest.mark.parametrize("shift", [118, -120])
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_units_out_of_the_range_of_sums(shift: int, split_k: int) -> None:
+    """Check units whose product with a sum overflows or underflows, but whose product with alpha and the sum does
+    not."""
+    run = Run(case(MXFP4, "plain", (8, 128, split_k), False, FP32, "column"), (5,), 136, 512, split_k, shift=shift)
+    got, want = execute(run)
+    assert torch.equal(got, want) and want.isfinite().all()
+
+
 def test_nothing_is_launched_on_overlap() -> None:
     """Check that nothing is launched if the result overlaps any other tensor of a call, including alpha and bias per
     expert."""
@@ -237,6 +253,34 @@ K_GROUPS = Run(case(NVFP4, "masked", (16, 128, 1), True, BF16), (3, 5), 72, 2816
 BARRIER, BARRIERS = r"bar\.sync\s+(?:[1-9]|%)", 2
 """Pattern of named barriers, and their number: of the tables, and of the scales of ``a``."""
 MMAS_DONE = changed(r"wgmma\.wait_group\.sync\.aligned", None)
+
+
+WAITS = {"two k tiles": (PAIRED, 5), "K groups": (K_GROUPS, 7)}
+"""Runs, and the numbers of waits in their kernels."""
+OF_SUMS = 5
+"""Number of the wait, in ``K_GROUPS``, of the second K group until the first has read the previous tile's accumulators.
+It is needed only if the first K group is late by a whole tile."""
+
+
+@pytest.mark.parametrize(
+    ("run", "wait"),
+    [
+        pytest.param(run, wait, id=f"{name}-{wait}")
+        for name, (run, count) in WAITS.items()
+        for wait in range(count)
+        if (run, wait) != (K_GROUPS, OF_SUMS)
+    ],
+)
+def test_every_wait_is_needed(run: Run, wait: int) -> None:
+    """Check that each wait of the producer, the scale loaders and the consumers is needed."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        check_in_orders(execute, run, 3, changed(WAIT, wait, PASSED))
+
+
+@pytest.mark.parametrize(("run", "count"), WAITS.values(), ids=WAITS)
+def test_those_are_all_waits(run: Run, count: int) -> None:
+    with pytest.raises(IndexError):
+        execute(run, changed(WAIT, count, PASSED))
 
 
 @pytest.mark.parametrize("run", [PAIRED, FAST, K_GROUPS], ids=["two k tiles", "fast", "K groups"])

@@ -116,7 +116,7 @@ def prepare_scales(
     if fmt != MXFP4 and _may_read(linear) and bool((linear.float() < 0).any()):
         raise ValueError(
             "prepare_scales: b_scale holds negative scales, which prepared scales cannot represent; pass the block "
-            "scales themselves to the op"
+            "scales themselves to the op, or build the layer with activations='fp8'"
         )
     return prepared_of_linear(linear, n, fmt, experts)
 

@@ -429,13 +429,14 @@ class QuantExperts(nn.Module):
         shared: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
+        interleaved = self.prepared is not None
         if self.has_token_scales:
-            a, a_scale = _permuted_tokens(hidden_states, permuted, weights.shape[-1])
+            a, a_scale = _permuted_tokens(hidden_states, permuted, weights.shape[-1], interleaved)
         else:
             a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, hidden_states.dtype)
         if self.has_token_scales:
-            a, a_scale = silu_mul_fp8quant(h, None, "token", None, *self.swiglu)
+            a, a_scale = silu_mul_fp8quant(h, None, "token", None, *self.swiglu, interleaved)
         else:
             a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
         h = self._multiply(self.down_proj, a, a_scale, offsets, out_dtype)
@@ -480,15 +481,16 @@ class QuantExperts(nn.Module):
         return f"experts={self.experts}, {self.swiglu}"
 
 
-def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Quantise tokens (M, H) with one scale per token, and copy the rows and scales into the experts' order.
 
     Args:
         hidden_states: (M, H).
         permuted: (R,) int32, index of each row's pair of a token and an expert, or a negative number for padding.
         topk: number of experts per token.
+        interleaved: argument of ``fp8_quantize``.
     """
-    codes, scale = fp8_quantize(hidden_states)
+    codes, scale = fp8_quantize(hidden_states, interleaved=interleaved)
     tokens = (permuted // topk).clamp(min=0)
     # index bytes, because torch 2.9 does not index FP8 tensors
     return codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype), scale.index_select(0, tokens)

@@ -85,7 +85,8 @@ class _FP4Linear(QuantLinear):
         if self.activations == "fp8":
             return FP8_BLOCKS
         if self.activations == "fp8_token":
-            return Quantization("fp8", {} if self._activation_scale() is None else {"granularity": "tensor"})
+            static = {} if self._activation_scale() is None else {"granularity": "tensor"}
+            return Quantization("fp8", {**static, "interleaved": True})
         return Quantization("fp4", {"block_size": self.format.block_size})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

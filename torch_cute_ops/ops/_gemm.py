@@ -113,9 +113,10 @@ class Gemm(BackendPath[GemmCall]):
 
     def _key_of_rows(self, shape: Any, offsets: Tensor | None) -> Any:
         """Return the entry of ``key`` for the number of rows of activations with at least three dimensions, whose last
-        extent is 256. It is a tuple if k is interleaved."""
+        extent is 256. If k is interleaved, the entry also contains the number of groups of 256 elements, because the
+        compiled function does not compare it with the K of ``b``."""
         ordinary = 3 if self.over == "rows" and offsets is None else 2
-        return (bucket(shape[-3]),) if len(shape) > ordinary else bucket(shape[-2])
+        return (bucket(shape[-3]), shape[-2]) if len(shape) > ordinary else bucket(shape[-2])
 
     def run(
         self,
@@ -748,7 +749,7 @@ class FP8Gemm(Gemm):
     def _make_fp4_tokens(self, given: Any, a: Tensor, fmt: FP4Format) -> dict[str, Tensor]:
         """Return the operands of an example with per-token scales that differ from those with block scales."""
         made = {}
-        if given.token_scales or given.prepared_scales or given.interleaved_k:
+        if given.token_scales or given.one_a_scale or given.prepared_scales or given.interleaved_k:
             shape = (1,) if given.one_a_scale else (*a.shape[:-1], 1)
             made["a_scale"] = torch.zeros(shape, dtype=torch.float32, device=a.device)
         if given.prepared_scales:

@@ -53,7 +53,6 @@ class Config(FP8GemmConfig):
     span: ClassVar = LINE_SPAN
     has_token_scales: ClassVar = True
     in_flight: ClassVar = 1
-    prefetch_tile_m: ClassVar = 64
     pass_stages: ClassVar = 2
     """Number of stages that a consumer multiplies in an iteration of the mainloop: 512 elements of K."""
 

@@ -10,12 +10,12 @@ from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.formats import MXFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.fp8.consumers import (
     K_STEP,
     Consumer,
-    GemmEpilogue,
     RegisterMma,
     Results,
     load_token_scales,
@@ -50,7 +50,7 @@ class FP8FP4TokenWgmmaKernel:
         stages = Stages(config)
         weight = PreparedWeight(config)
         schedule = WorkSchedule(config, weight)
-        results = Results(config, stages, schedule, GemmEpilogue(config))
+        results = Results(config, stages, schedule, UnitEpilogue(config, weight))
         loop = DecodingLoop(config, stages, weight)
         consumers = DecodingConsumers(config, RegisterMma(config), loop, results)
         self.gemm = FP8Gemm(config, schedule, IndexLoader(config, stages), consumers)
@@ -100,6 +100,35 @@ class PreparedWeight(FP4Weight):
         neighbouring rows access different banks."""
         index = quad * LINE_SPAN + k_tile
         return piece_at(smem.b, self.line_offset(stage * LINE_SPAN, row, index, LINE_SPAN))
+
+
+class UnitEpilogue:
+    """Epilogue that multiplies by the product of alpha and the weight row's unit, adds the bias and rounds."""
+
+    def __init__(self, config: Config, weight: PreparedWeight):
+        self.is_plain, self.ops, self.weight = config.rows.is_plain, EpilogueOps(config.epilogue), weight
+
+    def of_tile(self, expert, work) -> TileEpilogue:
+        """Return a function that loads alpha, bias and units for columns of a tile and applies the epilogue."""
+        owner = None if self.is_plain else expert
+        factor = self.ops.factor(work.alpha, owner)
+
+        def of_columns(column, count: int, after: int = 0) -> Finish:
+            terms = self.ops.terms(work.alpha, work.bias, column, count, work.n, owner, after)
+            factors = self._units(expert, column, count, after, work)
+            for i in range(count):
+                alpha = factor if terms.alpha is None else terms.alpha[i]
+                factors[i] = factors[i] if alpha is None else ptx.mul_rn(alpha, factors[i])
+            return self.ops.finisher(None, terms._replace(alpha=factors))
+
+        return of_columns
+
+    def _units(self, expert, column, count: int, after: int, work) -> list:
+        """Load the units of ``count`` weight rows, starting at row ``column + after``."""
+        at, units = self.weight.row_of_slab(work.b_scale, expert, 0, column), []
+        for i in range(after, after + count):
+            units += ptx.load_if(at, column + i < work.n, 1, i * self.weight.scale_bytes)
+        return [ptx.float_of(unit) for unit in units]
 
 
 class IndexLoader:
@@ -280,34 +309,34 @@ class DecodingConsumers:
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
-            # Load alpha, bias, scales and units before the MMAs, so that the MMAs hide the latency of the loads. Under
-            # split-K, the exchange of partial sums hides the loads of alpha and bias, which would need many registers.
+            # Load alpha, bias, units and scales before the MMAs, so that the MMAs hide the latency of the loads. Under
+            # split-K, the exchange of partial sums hides the loads for the epilogue, which would need many registers.
             finish = self.results.finish(column, expert, consumer, work) if const_expr(c.split_k == 1) else None
-            factors = self._token_scales(row, rows, tid, work), self._units(expert, column, consumer, work)
+            scales = self._token_scales(row, rows, tid, work)
             stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
             tile = row, rows, column, expert, number + work.num_clusters >= work.num_tiles
             if const_expr(c.k_groups == 1):
-                self._finish(acc, factors, finish, tile, turn, group, consumer, work, smem)
+                self._finish(acc, scales, finish, tile, turn, group, consumer, work, smem)
             elif k_group > 0:
                 self.sums.leave(acc, turn, consumer, smem)
             else:
                 self.sums.join(acc, turn, consumer, smem)
-                self._finish(acc, factors, finish, tile, turn, group, consumer, work, smem)
+                self._finish(acc, scales, finish, tile, turn, group, consumer, work, smem)
             turn = turn ^ 1
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def _finish(self, acc, factors, finish, tile, turn, group, consumer, work, smem) -> None:
-        """Multiply the accumulators of a tile by their factors, apply the epilogue, and store the results. Under
+    def _finish(self, acc, scales, finish, tile, turn, group, consumer, work, smem) -> None:
+        """Multiply the accumulators of a tile by the scales of ``a``, apply the epilogue, and store the results. Under
         split-K, first add up the partial sums of the cluster's CTAs.
 
         Args:
-            factors: results of ``_token_scales`` and ``_units``.
+            scales: result of ``_token_scales``.
             finish: functions that apply the epilogue, or None under split-K.
             tile: first row, number of rows, first column and expert of the tile; and True for the CTA's last tile.
         """
         row, rows, column, expert, is_last = tile
-        self._scale(acc, *factors, turn * GROUPS + group, group, consumer, smem)
+        self._scale(acc, scales, turn * GROUPS + group, group, consumer, smem)
         if self.config.split_k > 1:
             finish = self.results.finish(column, expert, consumer, work)
             self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
@@ -319,20 +348,10 @@ class DecodingConsumers:
         tid = tid % WARPGROUP
         return load_token_scales(row, rows, [tid + i for i in range(0, self.config.tile_m, WARPGROUP)], work)
 
-    def _units(self, expert, column, consumer: Consumer, work) -> list:
-        """Load the units of this lane's two weight rows."""
-        at = self.weight.row_of_slab(work.b_scale, expert, 0, column + consumer.row)
-        units = []
-        for r in range(ROWS):
-            exists = column + consumer.row + 8 * r < work.n
-            units += ptx.load_if(at, exists, 1, 8 * r * self.weight.scale_bytes)
-        return [ptx.float_of(unit) for unit in units]
-
     @cute.jit
-    def _scale(self, acc, of_tokens: list, units: list, buffer, group, consumer, smem):
-        """Multiply the accumulators by the scales of their rows of ``a``, which the threads of a warpgroup exchange,
-        and by the units of their weight rows. Successive tiles use different buffers, because other threads may still
-        load the previous tile's scales."""
+    def _scale(self, acc, of_tokens: list, buffer, group, consumer, smem):
+        """Multiply the accumulators by the scales of their rows of ``a``, which the threads of a warpgroup exchange.
+        Successive tiles use different buffers, because other threads may still load the previous tile's scales."""
         c, tid = self.config, consumer.tid % WARPGROUP
         at = smem.workspace + cute.assume(c.token_scales_at + buffer * (c.tile_m * 4), divby=16)
         scales = cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(c.tile_m))
@@ -344,4 +363,4 @@ class DecodingConsumers:
             of_columns = pair(scales, eight, consumer)
             for i in range_constexpr(4):
                 at = 4 * eight + i
-                acc[at] = ptx.mul_rn(ptx.mul_rn(acc[at], of_columns[i % 2]), units[i // 2])
+                acc[at] = ptx.mul_rn(acc[at], of_columns[i % 2])
