@@ -35,7 +35,7 @@ def _count(value: float, _: Any = None) -> str:
 
 
 def _log2_axis(axis: Any, values: Sequence[float], ticks: int = 7) -> None:
-    """Set a logarithmic x axis with about `ticks` labelled powers of two over `values`."""
+    """Make the x axis logarithmic, fit it to the range of `values`, and label about `ticks` powers of two."""
     low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     axis.set_xscale("log", base=2)
     axis.set_xlim(2 ** (low - 0.4), 2 ** (high + 0.4))

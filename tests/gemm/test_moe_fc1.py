@@ -143,9 +143,9 @@ def test_exact_sums(op, fmt, layout, half, device):
 @by_op
 @pytest.mark.parametrize(("m", "half"), [(24, "gate"), (45, "up")])
 def test_exact_results_of_skewed_routings(op, m, half, device):
-    """Check exact results if some experts get all or most tokens, and others get one token or none.
+    """Check that results are exact if some experts get all or most of the tokens, and others get one token or none.
 
-    The numbers of tokens are below and above the limit up to which each CTA itself searches for its expert's tokens.
+    One number of tokens is below the limit up to which each CTA finds its expert's tokens itself, and one is above.
     """
     for routing, route in SKEWED.items():
         given, value = linear_call(op, half, NVFP4, "128x4", device, (m, 20, 64, 80), route)

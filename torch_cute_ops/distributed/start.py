@@ -84,7 +84,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
     """Watch for dead ranks during a block, so that errors on the other ranks name the dead ranks.
 
-    Every rank must enter the block. Each rank regularly writes a sign of life to the store of the default process
+    Every rank must enter the block. Each rank regularly writes a heartbeat to the store of the default process
     group. If a rank writes none for ``timeout_s``, or ends with an error, the other ranks log its number, host and
     process. With gloo, a collective that waits for the dead rank raises an error at once. The block raises this error
     again and adds the name of the dead rank. With NCCL, the watchdog ends the process after the group's time-out.
@@ -116,7 +116,7 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
 
 
 class _Watch:
-    """Thread that writes and reads the signs of life in a ``watched_ranks`` block."""
+    """Thread that writes and reads the heartbeats in a ``watched_ranks`` block."""
 
     def __init__(self, everyone: Ranks, timeout_s: float, prefix: str) -> None:
         self.prefix = prefix
@@ -145,8 +145,8 @@ class _Watch:
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
     def gone_after(self, error: BaseException) -> str:
-        """Return a description of the dead ranks, whose signs of life no longer change, or an empty string if all ranks
-        are alive."""
+        """Return a description of the dead ranks, whose heartbeats no longer change, or an empty string if there are
+        none."""
         try:
             before = self._states()
             time.sleep(max(4 * self.pause, 1.0))
@@ -193,7 +193,7 @@ class _Watch:
                 log.error("rank %d (%s) %s; collectives with it will not end", rank, who, found)
 
     def _states(self) -> dict[int, tuple[str, str]]:
-        """Return the state of each rank that wrote a sign of life, and a text with the rank's host and process."""
+        """Return, for each rank that has written a heartbeat, its state and a string with its host and process."""
         found = {}
         for rank in range(self.world):
             if self.store.check([self._key(rank)]):

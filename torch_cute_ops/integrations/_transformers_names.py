@@ -46,7 +46,8 @@ def model_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def converted_names(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the names of the model's parameters that transformers fills from unquantised tensors of a checkpoint."""
+    """Convert names of a checkpoint's unquantised tensors to names of the parameters into which transformers loads
+    them."""
     rename = _renaming(model, with_converters=True)
     return {rename(name) for name in names}
 

@@ -81,7 +81,7 @@ def places_of(
     """
     tokens, topk = ids.shape
     flat = ids.flatten().long()
-    # Give pairs without an expert to an extra expert, which gets no rows.
+    # Assign pairs whose id is not an expert to an extra expert, which gets no rows.
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     pairs = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).index_add_(0, flat, torch.ones_like(flat))
     # `order` lists the pairs by expert, then by token; `rank` is the position of a pair within its expert.

@@ -30,7 +30,7 @@ class CuteLinearMethod(LinearMethod, LinearMethodBase):
     """Method that multiplies by quantised weights with this package's kernels.
 
     Attributes:
-        quant_config: size of blocks of FP8 weights, which SGLang's loaders read.
+        quant_config: block size of FP8 weights, in the form that SGLang's weight loaders expect.
     """
 
     engine: ClassVar = Engine(

@@ -416,8 +416,8 @@ def plan(
     tile_n = tile_n or tiles_n(tile_m)[0]
     is_static = static_weight and pdl and rearranges(tile_m, split_k)
     prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
-    # Use one stage of activations per stage of the weight. In wide tiles, shared memory suffices only for fewer stages
-    # of activations.
+    # With up to 32 tokens per tile, use as many stages of activations as of the weight. For larger tiles, the number is
+    # fixed, because shared memory holds only 8, 7 or 5 slices of activations.
     fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
     sizes = expert_k, tile_m, tile_n, split_k
     hints = pdl, is_static, prefetches

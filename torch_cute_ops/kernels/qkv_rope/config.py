@@ -29,8 +29,8 @@ class QkvRopeSpec:
         dtype: dtype of the rows, bfloat16 or float16.
         head_dim: number of elements of a head.
         q_heads, kv_heads: numbers of heads of q, and of k and v.
-        rotary_dim: number of rotated elements of a head, from the first on.
-        interleaved: True if neighbouring elements form a pair; False if elements of the two halves do.
+        rotary_dim: number of leading elements of a head that are rotated.
+        interleaved: True if neighbouring elements form a pair; False if the i-th elements of both halves form a pair.
         table_dtype: dtype of the cosines and sines.
         position_dtype, slot_dtype: int32 or int64.
         q_norm_dtype, k_norm_dtype: dtype of the weight of the norm, or None without a norm.

@@ -190,8 +190,8 @@ class RowQuantSpec:
 
     @property
     def reductions(self) -> int:
-        """Number of values that the threads of a row reduce: the sum of squares for a norm, and, if needed, the amax or
-        the count of unusual blocks."""
+        """Number of reductions over the threads of a row: one for the sum of squares, one for the amax and one for the
+        count of unusual blocks, each only if it is needed."""
         return self.normalises + self.reduces_amax + self.counts_unusual_blocks
 
 

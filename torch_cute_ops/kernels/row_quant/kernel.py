@@ -123,7 +123,7 @@ class RowQuantKernel:
             may_alias=() if residual is None else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
-            # TVM-FFI does not check the first extent of the scales. If it is wrong, launch no CTAs, which raises an
+            # TVM-FFI does not check the first size of the scales. If it is wrong, launch an empty grid, which raises an
             # error. Overlapping tensors are refused in the same way.
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
