@@ -56,8 +56,12 @@ class _Call(NamedTuple):
 class _Launcher(KernelLauncher[_Call]):
     def run(self, call: _Call, out: Any) -> Any:
         rows = call.qkv.shape[0]
-        # The compiled function does not compare the number of slots with the number of rows.
+        # The compiled function does not compare the number of slots with the number of rows, nor the numbers of scales
+        # with the numbers of heads.
         if not rows or call.slots.shape[0] > rows or not 0.0 <= call.eps < float("inf"):
+            return None
+        scales = (call.q_scale, call.q_heads), (call.k_scale, call.kv_heads), (call.v_scale, call.kv_heads)
+        if any(scale is not None and scale.numel() not in (1, heads) for scale, heads in scales):
             return None
         if out is None:
             spec = self.config.spec
