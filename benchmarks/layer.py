@@ -295,6 +295,33 @@ class W4A8(FP8):
         return self.product(ops.mm_fp8_fp4, name, a=rows[0], a_scale=rows[1], block_size=MXFP4.block_size)
 
 
+class TokenW4A8(W4A8):
+    """MXFP4 weights with prepared scales, FP8 activations with one scale per token and interleaved k."""
+
+    label = "W4A8 per token"
+    how: Mapping[str, Any] = {"granularity": "token", "interleaved": True}
+    fast_accum = False
+
+    def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
+        super().__init__(widths, device, seed, inductor)
+        self.prepared = {
+            name: ops.prepare_scales(self.linears[name].weight_scale, n, k, block_size=MXFP4.block_size)  # type: ignore[arg-type]
+            for name, (n, k) in widths.shapes.items()
+        }
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        weight: Any = self.linears[name].weight
+        options: dict[str, Any] = {"block_size": MXFP4.block_size, "fast_accum": self.fast_accum, "out_dtype": DTYPE}
+        options |= {"static_weight": True, "prefetch": self.next_weight(name)}
+        return ops.mm_fp8_fp4(rows[0], weight.t(), rows[1], self.prepared[name], **options)
+
+
+class FastTokenW4A8(TokenW4A8):
+    """W4A8 per token in which tensor cores add up all of K."""
+
+    label, fast_accum = "W4A8 per token, fast", True
+
+
 class Humming(Layer):
     """W4A16 in which humming's layers compute the GEMMs."""
 
@@ -326,7 +353,9 @@ class Humming(Layer):
 PRECISIONS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
 USUAL = (*PRECISIONS, Humming.label)
 """Default of `--precisions`."""
-LAYERS: dict[str, type[Layer]] = {**PRECISIONS, **{one.label: one for one in (GateApart, QuantisedApart, Humming)}}
+OTHERS: tuple[type[Layer], ...] = (TokenW4A8, FastTokenW4A8, GateApart, QuantisedApart, Humming)
+"""Layers that are measured only if `--precisions` names them, and humming's."""
+LAYERS: dict[str, type[Layer]] = {**PRECISIONS, **{one.label: one for one in OTHERS}}
 NOT_OURS = (Layer.label, Humming.label)
 
 

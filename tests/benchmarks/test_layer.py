@@ -20,7 +20,7 @@ def norm(x, weight):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("label", layer.PRECISIONS)
+@pytest.mark.parametrize("label", [*layer.PRECISIONS, "W4A8 per token", "W4A8 per token, fast"])
 def test_a_layer(label):
     """Compare a decoder layer's output with a float64 computation on decoded weights. The residual is updated twice."""
     one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
@@ -37,7 +37,7 @@ def test_a_layer(label):
     first, second = (norm(total, one.norms[1]) @ weights["gate_up"].t()).chunk(2, -1)
     want = (F.silu(first) * second) @ weights["down"].t()
     got = one(x, residual)
-    limit = {"bf16": 0.9999, "W4A16": 0.9999, "W4A4": 0.97, "FP8": 0.998, "W4A8": 0.998}[label]
+    limit = {"bf16": 0.9999, "W4A16": 0.9999, "W4A4": 0.97}.get(label, 0.998)
     assert F.cosine_similarity(got.double().flatten(), want.flatten(), 0) > limit
     assert F.cosine_similarity(residual.double().flatten(), total.flatten(), 0) > 0.999
     if label != "bf16":
