@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from sglang.srt.layers import linear, quantization
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_loader.weight_utils import get_quant_config
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
+from sglang.srt.runtime_context import get_parallel, get_schedule, publish
+from sglang.srt.server_args import ServerArgs
 from support.engine_layers import stored_layer
 
 import torch_cute_ops.nn
 from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
-from torch_cute_ops.integrations.sglang import METHODS, register
+from torch_cute_ops.integrations.sglang import METHODS, _prepare, register
 from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
@@ -148,6 +151,41 @@ def test_ignored_layers():
     assert isinstance(layers["gate_up_proj"].quant_method, CuteLinearMethod)
 
 
+@torch.no_grad()
+def test_attention_of_deepseek():
+    """SGLang's models read the weight and the scales of kv_b_proj, and ask the other methods for a name."""
+    config, scheme, _ = CHECKPOINTS[-1]
+    made = quantization.get_quantization_config(METHODS["auto"]).from_config(config)
+    options: Any = {"bias": False, "quant_config": made, "params_dtype": torch.bfloat16, "parallel_group": "replicated"}
+    layer = linear.ColumnParallelLinear(256, 512, prefix="model.layers.0.self_attn.kv_b_proj", **options)
+    other = linear.ColumnParallelLinear(256, 512, prefix="model.layers.0.self_attn.q_b_proj", **options)
+    assert (
+        type(other.quant_method) is CuteLinearMethod and other.quant_method.quant_config.get_name() == "torch_cute_ops"
+    )
+    stored, weight = stored_layer(scheme, 512, 256)
+    for name, tensor in stored.items():
+        parameter = getattr(layer, name)
+        parameter.weight_loader(parameter, tensor)
+    layer.quant_method.process_weights_after_loading(layer)
+    attention = SimpleNamespace(
+        kv_b_proj=layer, qk_nope_head_dim=64, v_head_dim=64, w_kc=None, w_vc=None, w_scale=None, w_scale_k=None
+    )
+    model = SimpleNamespace(start_layer=0, end_layer=1, layers=[SimpleNamespace(self_attn=attention)])
+    architecture = SimpleNamespace(num_hidden_layers=1, architectures=["DeepseekV3ForCausalLM"])
+    DeepseekV2WeightLoaderMixin.post_load_weights(SimpleNamespace(quant_config=made, config=architecture, model=model))
+    keys, values = torch.from_numpy(weight).unflatten(0, (-1, 128)).split(64, 1)
+    factor = 1.0 if attention.w_scale is None else attention.w_scale.double()  # FP8 with one scale on a CPU
+    for got, want in ((attention.w_kc, keys), (attention.w_vc.transpose(1, 2), values)):
+        assert (got.double() * factor - want).norm() < 0.05 * want.norm()
+
+
+def test_transforms_are_refused():
+    transform = {"type": "hadamard", "apply": [{"location": "input", "targets": ["Linear"]}]}
+    config = {**compressed("nvfp4", "nvfp4-pack-quantized"), "transform_config": {"config_groups": {"R4": transform}}}
+    with pytest.raises(ValueError, match="the checkpoint has a transform_config"):
+        quantization.get_quantization_config(METHODS["auto"]).from_config(config)
+
+
 @pytest.mark.parametrize(
     ("scheme", "style", "kind"),
     [("nvfp4", "modelopt", "CuteNvFp4Config"), ("mxfp4", "compressed-tensors", "CuteCompressedTensorsConfig")],
@@ -174,6 +212,19 @@ def test_checkpoints(scheme, style, kind, tmp_path):
 
 
 def test_without_a_server():
-    from torch_cute_ops.integrations.sglang import _prepare
-
     assert _prepare.serving() is None
+
+
+def test_settings_of_a_server(tmp_path):
+    """Settings in effect are used, also if the user does not give them: a chunk of a prefill by default, and the
+    longest prompt without chunks. SGLang has no function to forget the settings, so this test is the last."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, max_position_embeddings=20000, **sizes)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    for own in ({}, {"chunked_prefill_size": -1}, {"chunked_prefill_size": 512, "max_running_requests": 3000}):
+        publish(ServerArgs(model_path=str(tmp_path), skip_tokenizer_init=True, device="cpu", **own), role="scheduler")
+        found, chunk = _prepare.serving(), get_schedule().chunked_prefill_size
+        assert chunk == own.get("chunked_prefill_size", chunk) and chunk is not None
+        assert found.most == {-1: 20000, 512: 3000}.get(chunk, chunk) and found.ranks_of_node == 1
+        assert not _prepare.is_deterministic()

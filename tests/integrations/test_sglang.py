@@ -78,6 +78,22 @@ def test_method_of_a_layer(config, prefix, scheme, sglang):
         assert isinstance(method, sglang._linear.CuteLinearMethod)
         assert (method.scheme, method.prefix, method.activations) == (scheme, prefix, "fp4")
     assert isinstance(made.get_quant_method(nn.Module(), prefix), sglang_stub.OwnMethod)  # attention, experts
+    for name in ("model.layers.0.self_attn.kv_b_proj", "wo_a"):  # models read their weights in SGLang's form
+        assert isinstance(made.get_quant_method(sglang_stub.LinearBase(), name), sglang_stub.OwnMethod)
+
+
+def test_refused_checkpoints_and_servers(sglang):
+    """SGLang's linear layers do not compute online transforms; results depend on the number of tokens in a batch."""
+    cls, config = sglang._config.CONFIGS[0], compressed("nvfp4", transform_config={"config_groups": {"R4": {}}})
+    assert cls.override_quantization_method(config, cls.name) == cls.name
+    with pytest.raises(ValueError, match="the checkpoint has a transform_config"):
+        cls.from_config(config)
+    cls.from_config(compressed("nvfp4", transform_config={}))  # as compressed-tensors writes it
+    sglang_stub.SERVER[0] = sglang_stub.server(2048, [], 1)
+    cls.from_config(NVFP4)
+    sglang_stub.SERVER[0] = sglang_stub.server(2048, [], 1, deterministic=True)
+    with pytest.raises(ValueError, match="results depend on the number of tokens in a batch"):
+        cls.from_config(NVFP4)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +128,21 @@ def test_warnings_are_shown_once(sglang, caplog):
 
 
 def test_prepared_rows(sglang):
-    """Kernels are compiled for a chunk of a prefill, or a whole batch, and for captured batches."""
+    """Kernels are compiled for a chunk of a prefill, a batch or the longest prompt, for decode steps that share a batch
+    with a chunk or are larger, and for captured batches."""
     assert sglang._prepare.serving() is None
     sglang_stub.SERVER[0] = sglang_stub.server(2048, [1, 8], 4)
     assert sglang._prepare.serving() == Serving(2048, (1, 8), 4)
-    sglang_stub.SERVER[0] = sglang_stub.server(-1, [], 1)
-    assert sglang._prepare.serving() == Serving(4096, (), 1)
+    for chunk, own, most in (
+        (-1, {}, 4096), (-1, {"context_length": 8192}, 8192),
+        (-1, {"model_config": SimpleNamespace(context_len=5000)}, 5000),
+        (2048, {"max_running_requests": 100, "enable_mixed_chunk": True}, 2148),
+        (2048, {"max_running_requests": 1000, "speculative_num_draft_tokens": 4}, 4000),
+        (2048, {"enable_dynamic_chunking": True, "pp_size": 2}, 4096),
+        (8192, {"enable_dynamic_chunking": True, "pp_size": 2}, 10240),
+    ):  # fmt: skip
+        sglang_stub.SERVER[0] = sglang_stub.server(chunk, [], 1, **own)
+        assert sglang._prepare.serving() == Serving(most, (), 1)
 
 
 def test_entry_point(sglang):

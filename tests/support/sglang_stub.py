@@ -29,17 +29,42 @@ QUANTIZATION_METHODS: dict[str, Any] = {}
 QUANTIZATION_CHOICES: list[str] = ["modelopt_fp4"]
 WEIGHT_LOADER_V2_SUPPORTED: list[str] = []
 SERVER: list[Any] = [None]
-"""Arguments of the server and its settings of graphs, or None outside a server, as the only element."""
+"""Settings of the server by the name of the function that returns them, or None outside a server, as the only
+element."""
+
+
+def _settings(name: str) -> Any:
+    if SERVER[0] is None:
+        raise ValueError("config namespace not published")
+    return SERVER[0][name]
 
 
 def get_server_args():
-    if SERVER[0] is None:
-        raise ValueError("Global server args is not set yet!")
-    return SERVER[0][0]
+    return _settings("get_server_args")
 
 
 def get_exec():
-    return SERVER[0][1]
+    return _settings("get_exec")
+
+
+def get_model():
+    return _settings("get_model")
+
+
+def get_parallel():
+    return _settings("get_parallel")
+
+
+def get_schedule():
+    return _settings("get_schedule")
+
+
+def get_spec():
+    return _settings("get_spec")
+
+
+def model_config_of(server_args: Any):
+    return server_args.model_config
 
 
 class LinearMethodBase:
@@ -141,7 +166,10 @@ MODULES: dict[str, dict[str, Any]] = {
         "QUANTIZATION_CHOICES": QUANTIZATION_CHOICES,
         "add_quantization_method_choices": add_quantization_method_choices,
     },
-    "sglang.srt.runtime_context": {each.__name__: each for each in (get_server_args, get_exec)},
+    "sglang.srt.arg_groups.model_override_base": {"model_config_of": model_config_of},
+    "sglang.srt.runtime_context": {
+        each.__name__: each for each in (get_server_args, get_exec, get_model, get_parallel, get_schedule, get_spec)
+    },
     f"{_LAYERS}.linear": {"LinearBase": LinearBase, "WEIGHT_LOADER_V2_SUPPORTED": WEIGHT_LOADER_V2_SUPPORTED},
     f"{_LAYERS}.parameter": {
         each.__name__: each
@@ -176,8 +204,24 @@ def forget() -> None:
         del sys.modules[name]
 
 
-def server(chunk: int, captured: list[int], ranks: int) -> Any:
+def server(chunk: int, captured: list[int], ranks: int, **own: Any) -> Any:
     """Return what a server with these settings has as the element of ``SERVER``."""
-    args = SimpleNamespace(chunked_prefill_size=chunk, max_prefill_tokens=4096, tp_size=ranks, nnodes=1)
-    phases = SimpleNamespace(decode=SimpleNamespace(bs=captured), prefill=SimpleNamespace(bs=None))
-    return args, SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=phases))
+    graph = SimpleNamespace(decode=SimpleNamespace(bs=captured), prefill=SimpleNamespace(bs=None))
+    settings: dict[str, dict[str, Any]] = {
+        "get_server_args": {"chunked_prefill_size": None, "model_config": SimpleNamespace(context_len=1024)},
+        "get_exec": {
+            "graph": SimpleNamespace(cuda_graph_config=graph),
+            "deterministic": SimpleNamespace(enable_deterministic_inference=own.pop("deterministic", False)),
+        },
+        "get_model": {"context_length": None},
+        "get_parallel": {"tp_size": ranks, "nnodes": 1, "pp_size": 1},
+        "get_schedule": {
+            "chunked_prefill_size": chunk, "max_prefill_tokens": 4096, "max_running_requests": None,
+            "enable_mixed_chunk": False, "enable_dynamic_chunking": False,
+        },
+        "get_spec": {"speculative_num_draft_tokens": None},
+    }  # fmt: skip
+    for values in settings.values():
+        values.update({name: own.pop(name) for name in [*own] if name in values})
+    assert not own
+    return {name: SimpleNamespace(**values) for name, values in settings.items()}

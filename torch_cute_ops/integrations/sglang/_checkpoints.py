@@ -23,6 +23,10 @@ from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
 from torch_cute_ops.integrations.sglang._prepare import serving
 from torch_cute_ops.nn._base import Activations
 
+_READ_BY_MODELS: Final = ("kv_b_proj", "wo_a")
+"""Last names of the layers whose weight and scales SGLang's models read in the form of SGLang's own method: MLA's
+up-projection of keys and values, and DeepSeek-V4's grouped output projection."""
+
 if TYPE_CHECKING:
     _Base = Any
 else:
@@ -48,7 +52,7 @@ class _CuteLayers(_Base):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return this package's method for a linear layer in a supported format, otherwise SGLang's method."""
         own = functools.partial(super().get_quant_method, layer, prefix)
-        if not isinstance(layer, (LinearBase, ParallelLMHead)):
+        if not isinstance(layer, (LinearBase, ParallelLMHead)) or prefix.split(".")[-1] in _READ_BY_MODELS:
             return own()
         scheme = self.scheme_of(layer, prefix)
         if scheme is None:

@@ -14,6 +14,7 @@ from sglang.srt.layers.parameter import (
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
+from torch_cute_ops.integrations._engines.checkpoints import METHODS
 from torch_cute_ops.integrations._engines.linear import Engine, LinearMethod
 from torch_cute_ops.quantized import FP8_BLOCK
 
@@ -30,7 +31,8 @@ class CuteLinearMethod(LinearMethod, LinearMethodBase):
     """Method that multiplies by quantised weights with this package's kernels.
 
     Attributes:
-        quant_config: block size of FP8 weights, in the form that SGLang's weight loaders expect.
+        quant_config: block size of FP8 weights and name of the method, in the form that SGLang's weight loaders and
+            models expect.
     """
 
     engine: ClassVar = Engine(
@@ -42,4 +44,4 @@ class CuteLinearMethod(LinearMethod, LinearMethodBase):
         unquantised=UnquantizedLinearMethod,
         warn=warn,
     )
-    quant_config: ClassVar = SimpleNamespace(weight_block_size=[FP8_BLOCK, FP8_BLOCK])
+    quant_config: ClassVar = SimpleNamespace(weight_block_size=[FP8_BLOCK, FP8_BLOCK], get_name=lambda: METHODS["auto"])
