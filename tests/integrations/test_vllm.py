@@ -152,6 +152,42 @@ def test_quantised_output_heads(vllm):
         assert isinstance(method, vllm_stub.UnquantizedLinearMethod)
 
 
+def test_layers_of_mla(vllm):
+    """vLLM multiplies an identity matrix by kv_b_proj, and reads DeepSeek-V4's wo_a in the form of its own method."""
+    made = vllm._config.CONFIGS[1].from_config(NVFP4)
+    for name in ("model.layers.0.self_attn.kv_b_proj", "o_proj"):
+        method = made.get_quant_method(vllm_stub.LinearBase(), name)
+        assert method.activations == ("fp4" if name == "o_proj" else "auto")
+    assert isinstance(made.get_quant_method(vllm_stub.LinearBase(), "a.wo_a"), vllm_stub.OwnMethod)
+
+
+@pytest.mark.parametrize(
+    "scheme", [LayerScheme("nvfp4", "modelopt", "fp4"), LayerScheme("fp8_tensor", "modelopt", "fp8_static")]
+)
+def test_weights_decoded_by_an_identity_matrix(scheme, vllm, device):
+    """The product is the weight, also if the checkpoint's scale of the input saturates 1."""
+    layer = vllm_stub.LinearBase()
+    layer.input_size, k = 128, 128
+    config = NVFP4 if scheme.format == "nvfp4" else {**NVFP4, "quant_algo": "FP8"}
+    method = vllm._config.CONFIGS[1].from_config(config).get_quant_method(layer, "kv_b_proj")
+    tensors, weight = stored_layer(scheme, 64, k)
+    tensors["input_scale"] = torch.tensor(1e-4)
+    with torch.device(device):
+        method.create_weights(layer, k, [64], k, 64, torch.bfloat16, weight_loader=None)
+    load(layer, [tensors], (64,))
+    method.process_weights_after_loading(layer)
+    got = method.apply(layer, torch.eye(k, dtype=torch.bfloat16, device=device)).T.double().cpu().numpy()
+    assert np.abs(got - weight).max() <= 2**-8 * np.abs(weight).max()
+    assert (np.abs(got - weight) <= 2**-8 * np.abs(weight)).all()
+
+
+def test_batch_invariance_is_refused(vllm, monkeypatch):
+    vllm._config.CONFIGS[0].from_config(NVFP4)
+    monkeypatch.setattr(vllm._config.envs, "VLLM_BATCH_INVARIANT", True)
+    with pytest.raises(ValueError, match="results depend on the number of tokens in a batch"):
+        vllm._config.CONFIGS[0].from_config(NVFP4)
+
+
 # Loading and values
 
 Stored = list[dict[str, torch.Tensor]]

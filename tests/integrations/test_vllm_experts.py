@@ -57,6 +57,7 @@ CHECKPOINTS = [
     (compressed("nvfp4"), LayerScheme("nvfp4", "compressed-tensors", "16bit")),
     (compressed("mxfp4"), LayerScheme("mxfp4", "compressed-tensors", "16bit")),
     (compressed("nvfp4", ignore=["a.0.up"]), None),
+    (compressed("nvfp4", transform_config={"config_groups": {}}), None),
     (NVFP4, LayerScheme("nvfp4", "modelopt", "fp4")),
     ({**NVFP4, "ignore": ["a"]}, None),
     ({**NVFP4, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, LayerScheme("fp8_channel", "modelopt", "fp8")),
@@ -287,9 +288,26 @@ def test_values_of_gpt_oss(vllm, device):
         check(stored, *given, applied(method, layer, *given), SwiGLU(1.702, 1.0, 7.0), bound)
 
 
+def module_of(stored: Stored, device: str) -> QuantExperts:
+    """Return ``QuantExperts`` with the stored FP4 weights."""
+    fmt, layers = stored.scheme.format, []
+    for shards in (("w1", "w3"), ("w2",)):
+        tensors = [each[shard][0] for each in stored.experts for shard in shards]
+        codes = [each["weight"] if "weight" in each else each["weight_packed"] for each in tensors]
+        scale = torch.cat([each["weight_scale"] for each in tensors])
+        given = {"weight": torch.cat(codes), "weight_scale": scale}
+        if fmt == "nvfp4":
+            given["weight_scale_2"] = torch.stack([each["weight_scale_2"] for each in tensors])
+        parts = tuple(len(each) for each in codes)
+        cls: Any = FORMATS[fmt]
+        layers.append(cls.from_tensors(**{name: each.to(device) for name, each in given.items()}, parts=parts))
+    return QuantExperts(*layers, stored.count)
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_fp4_activations_of_few_tokens(fmt, vllm, device):
-    """NVFP4 needs input scales of both layers; without them, activations keep 16 bits."""
+    """NVFP4 needs input scales of both layers; without them, activations keep 16 bits. The bits are those of
+    ``QuantExperts`` with the largest input scale of all gates and ups, and each expert's own before its down layer."""
     style = "modelopt" if fmt == "nvfp4" else "compressed-tensors"
     stored, layer = Stored(LayerScheme(fmt, style, "fp4"), 128, 64), layer_of()
     given = routed(24, 128, device)  # because the error of a single token varies much
@@ -297,11 +315,22 @@ def test_fp4_activations_of_few_tokens(fmt, vllm, device):
         for i, expert in enumerate(stored.experts):
             largest = max(abs(stored.hidden(i, row, SwiGLU())).max() for row in given[0].double().cpu().numpy())
             expert["w2"][0]["input_scale"].fill_(largest / (6 * 448))
+            expert["w1"][0]["input_scale"].fill_(0.002 + 0.001 * i)
+            expert["w3"][0]["input_scale"].fill_(0.004 - 0.001 * i)
     method = loaded(vllm, stored, layer, "fp4", device)
     y = applied(method, layer, *given)
     if device == "cpu":
         assert method.form.few == "fp4"
     check(stored, *given, y, SwiGLU(), BOUNDS[method.form.few])
+    module, scales = module_of(stored, device), {}
+    if fmt == "nvfp4" and method.form.few == "fp4":
+        hidden = torch.tensor([float(each["w2"][0]["input_scale"]) for each in stored.experts], device=device)
+        scales = {
+            "input_global_scale": torch.tensor([1 / 0.005], device=device), "hidden_global_scale": 1 / hidden
+        }  # fmt: skip
+    module.route_few_(method.form.few, **scales)
+    with torch.no_grad():
+        assert torch.equal(y, module(*given))
     if fmt == "nvfp4":
         for expert in stored.experts:
             for tensors, _ in expert.values():
@@ -340,6 +369,70 @@ def test_expert_parallel(vllm):
         check(stored, *given[tokens], y[tokens], SwiGLU(), bound)
 
 
+def test_ids_that_name_no_expert(vllm, device):
+    """Pairs with an id of E or more add nothing, as pairs with -1, also if the id's remainder names an expert."""
+    stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
+    method = loaded(vllm, stored, layer, device=device)
+    x, ids, factors = routed(FEW, 128, device)
+    wanted, given = ids.clone(), ids.clone()
+    wanted[:, 1] = -1
+    for dtype in (torch.int32, torch.int64):
+        for each in (E, E + 1, 2 * E + 3, 2**31 - 1):
+            given[:, 1] = each
+            got = applied(method, layer, x, given.to(dtype), factors)
+            assert torch.equal(got, applied(method, layer, x, wanted, factors))
+
+
+def test_no_second_copy(vllm, device, monkeypatch):
+    """The setting leaves out the second copy of the down layers, and every call permutes its tokens."""
+    config = SimpleNamespace(additional_config={"torch_cute_ops": {"few_tokens": False}})
+    said: list[str] = []
+    monkeypatch.setattr(vllm._experts.logger, "info_once", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(vllm._prepare, "serving", lambda: None)
+    stored, layers = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), [layer_of(), layer_of()]
+    bytes_of = [0, 0]
+    for i, layer in enumerate(layers):
+        vllm_stub.VLLM_CONFIG[0] = config if i else None
+        method = loaded(vllm, stored, layer, device=device)
+        bytes_of[i] = sum(each.nbytes for name, each in layer.named_parameters() if name.startswith("few_weight"))
+    # Codes and one scale per 16 elements of E matrices (H, I); tiles of scales are 128 rows and 4 columns.
+    assert bytes_of == [E * 128 * (64 // 2 + 64 // 16), 0]
+    assert len(said) == 1 and "layer of 4 experts takes 0.0 MiB more" in said[0]
+    given = routed(FEW, 128, device)
+    assert method.form.few is None and not method.form.is_few(FEW)
+    check(stored, *given, applied(method, layers[1], *given), SwiGLU(), BOUNDS["fp8"])
+
+
+@pytest.mark.parametrize("given", [{"few_token": False}, {"few_tokens": 0}, False])
+def test_unknown_settings(given, vllm):
+    vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(additional_config={"torch_cute_ops": given})
+    with pytest.raises(ValueError, match=r'additional_config\["torch_cute_ops"\] is'):
+        vllm._prepare.has_few_tokens()
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(64, 1), (128, 2), (192, 2)])
+def test_gpt_oss_with_a_tensor_for_each_expert(width, ranks, vllm):
+    """vLLM divides these tensors by the width with zeros. Ranks load them only if that width needs no zeros."""
+    stored = Stored(GPT_OSS, 128, width)
+    for rank in range(ranks):
+        layer = layer_of(128, width, activation=SWIGLUOAI, has_bias=True, tp_size=ranks, tp_rank=rank)
+        method = vllm._experts.CuteExpertsMethod(
+            GPT_OSS, "model.experts", "auto", prepare.Preparation(vllm._prepare.serving), layer
+        )
+        moe = layer.moe_config
+        sizes = method.maybe_roundup_sizes(128, moe.intermediate_size_per_partition, moe.in_dtype, None)
+        method.create_weights(layer, E, *sizes, moe.in_dtype, weight_loader=layer.weight_loader)
+        for name, part, dim in (("w13", "gate_up_proj", 0), ("w2", "down_proj", 1)):
+            parameter, tensor = getattr(layer, f"{name}_weight"), stored.tensors[f"x.{part}_blocks"][1]
+            arguments: Any = (parameter, tensor, f"{name}_weight", f"gpt_oss_{name}", 1, True)
+            if width == 192:
+                with pytest.raises(ValueError, match="vLLM divides by 128 columns per rank instead of 96"):
+                    parameter.weight_loader(*arguments)
+                continue
+            assert parameter.weight_loader(*arguments)
+            assert torch.equal(parameter[1], tensor.flatten(1).chunk(ranks, dim)[rank])
+
+
 def test_router_weights_on_the_input(vllm):
     """With one expert per token, its weight may multiply the token."""
     stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
@@ -375,6 +468,25 @@ def test_reloaded_weights(vllm):
 
 
 # Preparation
+
+
+def test_forms_are_prepared_once_settings_are_known(monkeypatch):
+    """A run without an engine's settings leaves the forms to the next run."""
+    form = experts.ExpertForm("fp8_block", None, 4, 4, 128, 128, 2, SwiGLU(), torch.bfloat16, False)
+    settings: list[Any] = [None]
+    prepared: list[Any] = []
+    monkeypatch.setattr(prepare, "jobs_of", lambda forms, *args: prepared.append([*forms]) or [])
+    monkeypatch.setattr(prepare, "compile_ahead", lambda *args, **kwargs: None)
+    monkeypatch.setattr(prepare, "arch_of_device", lambda index: None)
+    preparation = prepare.Preparation(lambda: settings[0])
+    preparation.add(form)
+    device = torch.device("cuda", 0)
+    preparation.run(device)
+    assert not prepared
+    settings[0] = prepare.Serving(8, (), 1)
+    preparation.run(device)
+    preparation.run(device)
+    assert prepared == [[form], [form]]  # for all numbers of rows and for captured ones, by the second run
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ class _Logger(logging.Logger):
     def warning_once(self, message: str, *args: Any) -> None:
         self.warning(message, *args)
 
+    def info_once(self, message: str, *args: Any) -> None:
+        self.info(message, *args)
+
 
 def init_logger(name: str) -> _Logger:
     return _Logger(name)
@@ -205,6 +208,13 @@ class RoutedExperts(nn.Module):
         if local < 0:
             return False
         data, kind = param.data[local], getattr(param, "quant_method", None)
+        if shard_id.startswith("gpt_oss_"):  # divides by the parameter's size, and flattens a weight's blocks
+            loaded_weight = loaded_weight.reshape(len(loaded_weight), -1)
+            dim = 0 if shard_id == "gpt_oss_w13" else 1
+            begin = self.moe_config.tp_rank * data.shape[dim]
+            loaded_weight = loaded_weight.narrow(dim, begin, min(data.shape[dim], loaded_weight.shape[dim] - begin))
+            data[tuple(slice(size) for size in loaded_weight.shape)] = loaded_weight
+            return True if return_success else None
         if "input_scale" in weight_name:
             data[...] = loaded_weight
         elif kind == "tensor":
@@ -466,6 +476,7 @@ class PerTensorScaleParameter(BasevLLMParameter):
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 MODULES: dict[str, dict[str, Any]] = {
     "vllm.config": {"get_current_vllm_config_or_none": get_current_vllm_config_or_none},
+    "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
     "vllm.ir": {"ops": IR_OPS},
     "vllm.ir.op": {"IrOp": IrOp},
     "vllm.ir.ops.layernorm": {"rms_norm": rms_norm, "fused_add_rms_norm": fused_add_rms_norm},

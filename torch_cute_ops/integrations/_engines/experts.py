@@ -140,6 +140,12 @@ def build(
     return _tensors_of(module)
 
 
+def bytes_of_copy(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of the second copy of the down layers among the tensors of :func:`build`."""
+    names = ("few_weight", "few_weight_scale")
+    return sum(tensor.nbytes for name, tensor in tensors.items() if name in names)
+
+
 def _stacked(tensor: Tensor) -> Tensor:
     """Merge the dimension of experts with the rows; a tensor with one number per expert stays."""
     return tensor if tensor.dim() == 1 else tensor.flatten(0, 1)
@@ -177,7 +183,8 @@ def compute(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tenso
         layer: object whose attributes are the tensors of :func:`build`.
         form: form of the layer.
         x: (M, H), tokens.
-        ids: (M, topk) int32 or int64, experts of this rank; -1 for an expert on another rank.
+        ids: (M, topk) int32 or int64, experts of this rank; -1 for an expert on another rank. Numbers that name no
+            expert of this rank count as -1.
         weights: (M, topk), weights of the experts.
     """
     weights = weights.to(torch.float32)
@@ -188,8 +195,8 @@ def compute(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tenso
 
 def _few(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     ops = torch.ops.cute
-    # An additional column takes the pairs of other ranks: the remainder of -1 is E.
-    places = torch.remainder(ids, form.experts + 1).to(torch.int64)
+    # An additional column takes the pairs of other ranks. Without its sign bit, -1 is larger than E.
+    places = torch.bitwise_and(ids, 2**31 - 1).clamp(max=form.experts).to(torch.int64)
     alpha = getattr(layer, "few_alpha", None)
     if alpha is not None:
         weights = weights * alpha[places.clamp(max=form.experts - 1)]

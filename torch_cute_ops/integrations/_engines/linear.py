@@ -62,6 +62,9 @@ class LinearMethod:
         activations: format of activations for FP4 weights.
         preparation: kernels of the model's layers; this layer adds its own.
         own: function that returns the engine's method for this layer.
+        multiplies_identity: True if the engine multiplies an identity matrix by the weight to decode it. FP4 weights
+            then keep 16-bit activations, and the checkpoint's scale of the input is not used, because 1 may be larger
+            than its largest value.
 
     Attributes:
         engine: classes and functions of the engine.
@@ -76,8 +79,12 @@ class LinearMethod:
         activations: Activations,
         preparation: Preparation,
         own: Callable[[], Any],
+        *,
+        multiplies_identity: bool = False,
     ) -> None:
-        self.scheme, self.prefix, self.activations = scheme, prefix, activations
+        self.scheme, self.prefix = scheme, prefix
+        self.activations: Activations = "auto" if multiplies_identity else activations
+        self._multiplies_identity = multiplies_identity
         self.preparation, self._own = preparation, own
         self._parts: tuple[int, ...] = ()
         self._are_blocks_divided = False
@@ -122,7 +129,7 @@ class LinearMethod:
             else:
                 parameter = self._parameter(field, k, loader)
             layer.register_parameter(field.stored, parameter)
-        has_input_scale = self.scheme.activations in ("fp4", "fp8_static")
+        has_input_scale = self.scheme.activations in ("fp4", "fp8_static") and not self._multiplies_identity
         device = torch.empty(0).device  # engines build models in a block that sets torch's default device
         self._form = self._form_of(k, params_dtype, has_input_scale, _adds_bias(layer), device)
         if self._reason_decoded(self._form) is None:
@@ -278,7 +285,7 @@ class LinearMethod:
             delattr(layer, field.stored)
             if field.name == "input_scale":
                 shared = _largest(tensor.reciprocal() if field.is_reciprocal else tensor)
-                if shared is not None and self.scheme.format != "mxfp4":
+                if shared is not None and self.scheme.format != "mxfp4" and not self._multiplies_identity:
                     taken[field.name] = shared
                 continue
             if "scale" in field.stored and bool(is_unloaded(tensor).any()):

@@ -66,10 +66,10 @@ class Preparation:
         forms = [form for form in self.forms if form not in self._prepared]
         if not forms or device.type != "cuda":
             return
-        self._prepared.update(forms)
         serving = self._serving()
         if serving is None:
             return
+        self._prepared.update(forms)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         most = max(serving.most, *serving.captured, 1)

@@ -30,6 +30,11 @@ from torch_cute_ops.nn._base import Activations
 
 logger = init_logger(__name__)
 
+_DECODED: Final = "kv_b_proj"
+"""Last name of MLA's layer whose weight vLLM decodes by multiplying an identity matrix."""
+_READ_BY_MODELS: Final = "wo_a"
+"""Last name of the layer whose weight and scales vLLM's models read in the form of vLLM's own method: DeepSeek-V4's
+grouped output projection."""
 _LINEAR: Final = nn.Linear(1, 1, device="meta")
 """Layer whose class the targets of compressed-tensors match as they match an output head's in transformers."""
 
@@ -68,9 +73,12 @@ class _CuteLayers(_Base):
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return own()
         scheme = self.scheme_of(layer, prefix)
-        if scheme is None:
+        name = prefix.split(".")[-1]
+        if scheme is None or name == _READ_BY_MODELS:
             return own()
-        return CuteLinearMethod(scheme, prefix, self.activations, self.preparation, own)
+        return CuteLinearMethod(
+            scheme, prefix, self.activations, self.preparation, own, multiplies_identity=name == _DECODED
+        )
 
     def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
         """Return the format of a linear layer, or None for a layer that vLLM's own method computes."""
@@ -102,7 +110,10 @@ class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
         return self._scheme_of(_LINEAR if isinstance(layer, ParallelLMHead) else layer, prefix)
 
     def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
-        """Return the format that all layers of the first expert have, otherwise None."""
+        """Return the format that all layers of the first expert have, otherwise None. As for linear layers, only vLLM
+        supports transforms."""
+        if self.transform_config is not None:
+            return None
         names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
         schemes = {self._scheme_of(_LINEAR, f"{prefix}.0.{name}") for name in names}
         return schemes.pop() if len(schemes) == 1 else None

@@ -15,6 +15,7 @@ from torch_cute_ops.integrations._engines import experts
 from torch_cute_ops.integrations._engines.experts import MULTIPLES, ExpertForm
 from torch_cute_ops.integrations._engines.linear import UNLOADED, is_unloaded
 from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
+from torch_cute_ops.integrations.vllm._prepare import has_few_tokens
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.experts import SwiGLU
 from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK
@@ -22,6 +23,8 @@ from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK
 logger = init_logger(__name__)
 
 _GPT_OSS: Final = "gpt-oss"
+_GPT_OSS_SHARD: Final = "gpt_oss_"
+"""Start of the shard ids for tensors of a single expert of gpt-oss."""
 _SHARDS: Final = {"w13": 2, "w2": 1}
 """Number of an expert's layers in each of vLLM's parameters."""
 
@@ -121,13 +124,19 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         super().__init__(layer.moe_config)
         self.scheme, self.prefix, self.activations, self.preparation = scheme, prefix, activations, preparation
         self.form: ExpertForm | None = None
+        self._has_few_tokens = has_few_tokens()
         self._width = self.moe.intermediate_size_per_partition  # without zeros
         if scheme.style == _GPT_OSS:
             # vLLM's loader divides these experts among ranks by blocks of scales, so that the last rank gets fewer.
             self.weight_dtype = "gpt_oss_mxfp4"
-            block, ranks, width = _block_of("mxfp4"), self.moe.tp_size, self.moe.intermediate_size
-            most = -(-width // block // ranks) * block
-            self._width = min(max(width - self.moe.tp_rank * most, 0), most)
+            most = self._divided
+            self._width = min(max(self.moe.intermediate_size - self.moe.tp_rank * most, 0), most)
+
+    @property
+    def _divided(self) -> int:
+        """Width of gpt-oss's experts on a rank before the last, without zeros."""
+        block = _block_of("mxfp4")
+        return -(-self.moe.intermediate_size // block // self.moe.tp_size) * block
 
     @property
     def supports_eplb(self) -> bool:
@@ -161,13 +170,15 @@ class CuteExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Add a parameter for each tensor of the checkpoint. Arguments are as for vLLM's ``FusedMoEMethodBase``."""
         loader = extra_weight_attrs["weight_loader"]
+        refused = self._reason_whole(intermediate_size_per_partition)
         sizes = {
             "w13": (intermediate_size_per_partition, hidden_size),
             "w2": (hidden_size, intermediate_size_per_partition),
         }
         for part, (n, k) in sizes.items():
             for field in self._fields():
-                parameter = self._parameter(field, num_experts, _SHARDS[part], n, k, loader)
+                parameter = self._parameter(field, num_experts, _SHARDS[part], n, k)
+                vars(parameter)["weight_loader"] = _adapted(loader, field, field.dtypes[0], refused)
                 layer.register_parameter(f"{part}_{field.stored}", parameter)
             if self.moe.has_bias:
                 bias = nn.Parameter(
@@ -178,6 +189,24 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         self._set_form(hidden_size, intermediate_size_per_partition, torch.empty(0).device, self._has_input_scales())
         assert self.form is not None
         self.preparation.add(self.form)
+
+    def _reason_whole(self, padded: int) -> str | None:
+        """Return the reason that ranks cannot load gpt-oss's experts from a tensor for each expert, or None.
+
+        vLLM's loader then divides an expert by the width with zeros, and by blocks of scales if one tensor contains
+        all experts.
+
+        Args:
+            padded: width of an expert on this rank, with zeros.
+        """
+        each = self._divided
+        if self.scheme.style != _GPT_OSS or self.moe.tp_size == 1 or each == padded:
+            return None
+        return (
+            f"{self.prefix}: the checkpoint has a tensor for each expert, which vLLM divides by {padded} columns per "
+            f"rank instead of {each}; use --enable-expert-parallel, another number of ranks, or a checkpoint whose "
+            "tensors contain all experts"
+        )
 
     def _fields(self) -> Iterator[Field]:
         """Yield the tensors that the checkpoint contains for an expert's layer."""
@@ -194,12 +223,12 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         """Set the form of the layer. FP4 activations of NVFP4 weights need input scales."""
         fmt, count = self.scheme.format, self.moe.num_local_experts
         wants_fp4 = self.activations == "fp4" and (has_input_scales or fmt == "mxfp4")
-        few = experts.few_activations(fmt, count, hidden, width, arch_of(device), "fp4" if wants_fp4 else "16bit")
+        few = None
+        if self._has_few_tokens:
+            few = experts.few_activations(fmt, count, hidden, width, arch_of(device), "fp4" if wants_fp4 else "16bit")
         self.form = _form(fmt, few, self.moe, hidden, width)
 
-    def _parameter(
-        self, field: Field, count: int, shards: int, n: int, k: int, loader: Callable[..., Any]
-    ) -> nn.Parameter:
+    def _parameter(self, field: Field, count: int, shards: int, n: int, k: int) -> nn.Parameter:
         """Return the parameter for a stored tensor of all experts. Its attributes tell vLLM's loader how ranks divide
         the tensor.
 
@@ -209,7 +238,6 @@ class CuteExpertsMethod(FusedMoEMethodBase):
             shards: number of an expert's layers in the parameter.
             n: rows of each of these layers.
             k: columns.
-            loader: vLLM's function that copies this rank's part.
         """
         dtype, shape, kind = field.dtypes[0], field.shape(n, k), None
         if field.name in ("weight_scale_2", "input_scale"):
@@ -224,7 +252,6 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         if kind is not None:
             data.view(torch.uint8).fill_(UNLOADED)
         parameter = nn.Parameter(data, requires_grad=False)
-        vars(parameter)["weight_loader"] = _adapted(loader, field, dtype)
         if kind is not None:
             vars(parameter)["quant_method"] = kind
         return parameter
@@ -243,7 +270,15 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         self._set_form(hidden, width, device, of_input is not None and of_hidden is not None)
         if self.form.few == "fp4" and of_input is not None and of_hidden is not None:
             given = {"input_global_scale": of_input.min().reshape(1), "hidden_global_scale": of_hidden}
-        for name, tensor in experts.build(self.form, parts["w13"], parts["w2"], **given).items():
+        tensors = experts.build(self.form, parts["w13"], parts["w2"], **given)
+        copied = experts.bytes_of_copy(tensors)
+        if copied:
+            logger.info_once(
+                "each layer of %d experts takes %.1f MiB more for calls with few tokens, a second copy of its down "
+                'layers; --additional-config \'{"torch_cute_ops": {"few_tokens": false}}\' turns them off',
+                self.form.experts, copied / 2**20,
+            )  # fmt: skip
+        for name, tensor in tensors.items():
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.preparation.add(self.form)
         self.preparation.run(device)
@@ -326,12 +361,18 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         return experts.compute(layer, self.form, x, topk_ids, topk_weights)
 
 
-def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype) -> Callable[..., Any]:
+def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype, refused: str | None) -> Callable[..., Any]:
     """Return vLLM's loader for a tensor whose stored form vLLM's loader does not know.
 
     Bytes of codes and of e8m0 scales are copied whatever dtype the checkpoint gives them; ModelOpt's block scales lose
     their dimensions of size 1; and gate's and up's input scales are kept apart, which vLLM's loader does for parameters
     whose name contains no ``input_scale``.
+
+    Args:
+        loader: vLLM's function that copies this rank's part.
+        field: stored tensor.
+        dtype: dtype of the parameter.
+        refused: reason that this rank's part of gpt-oss's experts cannot be loaded one expert after the other, or None.
     """
 
     @functools.wraps(loader)
@@ -343,6 +384,8 @@ def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype) -> Ca
         expert_id: int,
         return_success: bool = False,
     ) -> Any:
+        if refused is not None and str(shard_id).startswith(_GPT_OSS_SHARD):
+            raise ValueError(refused)
         if dtype == torch.uint8:
             loaded_weight = loaded_weight.view(torch.uint8)
         if field.name == "weight_scale_inv" and loaded_weight.dim() == 4:
