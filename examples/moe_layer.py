@@ -50,7 +50,8 @@ class Model(NamedTuple):
     """Properties of a model's expert layers.
 
     Attributes:
-        sizes: sizes on a GPU; for DeepSeek-V3 an eighth of each expert's columns, as on one of eight GPUs.
+        sizes: sizes of the part of a layer that one GPU holds; for DeepSeek-V3, an eighth of each expert's
+            intermediate size, as if eight GPUs shared the layer.
         top: number of experts that a token is routed to (topk).
         block_size: block size of the weights: 16 (NVFP4) or 32 (MXFP4).
         scoring: arguments of `moe_route` and `moe_route_dense`.

@@ -140,9 +140,8 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        self.polled = np.zeros(
-            self.threads, bool
-        )  # threads that have polled since another thread last continued; used only without a seed
+        # Threads that have polled and do not run again until all running threads have polled; used only without a seed.
+        self.polled = np.zeros(self.threads, bool)
         self.reason = np.zeros(self.threads, np.int32)  # why a thread waits (a number), or 0 if other arrays record it
         self.step: Step | None = None
         # For each register, a mask of the threads whose value depends on uninitialised memory.

@@ -98,7 +98,7 @@ def test_tactics() -> None:
             _, second = backend.kernels(problem, best, HOPPER.arch)
             # After the launch that interleaves k, the weight is complete.
             assert second.config == replace(multiply.config, static_weight=best.tile_m <= 64)
-            # Right after launches that prepare the scales, it is not.
+            # Right after launches that prepare the scales, the weight is not complete yet.
             promised = replace(arranged, static_weight=True)
             given = replace(promised, b=replace(problem.b, is_prepared=False, scale_layout=SCALE_LAYOUTS["linear"]))
             kernels = [backend.kernels(each, best, HOPPER.arch)[0].config for each in (promised, given)]

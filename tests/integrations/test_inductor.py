@@ -51,8 +51,8 @@ def test_compiled_by_inductor(device):
 
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
-    """Check a residual that is read before the first op updates it, when Inductor has already chosen the stride of a
-    dimension of size 1."""
+    """Check ops that update a residual in place, if another node reads the residual before the first update, and
+    Inductor has already chosen the stride of the residual's dimension of size 1."""
     weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):

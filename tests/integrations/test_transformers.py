@@ -397,7 +397,7 @@ def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
 
 
 def as_gpt_oss(path: Path) -> None:
-    """Rewrite a checkpoint with MXFP4 experts in gpt-oss's format."""
+    """Convert a checkpoint that has MXFP4 experts to gpt-oss's format."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")

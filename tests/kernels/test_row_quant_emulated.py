@@ -119,8 +119,8 @@ def execute(
         swiglu_limit=limit,
         max_ctas=max_ctas,
     )
-    # Not strict for clusters: a CTA learns by a shuffle that another CTA has read the values which it overwrites, and
-    # the emulator does not track this order.
+    # Not strict for clusters: a CTA overwrites partial sums in another CTA's shared memory. Only shuffles order the
+    # other CTA's reads before the overwrite, and the emulator does not track this order.
     run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, scoped=True, edit=edit)
     return Outcome(y, scale, linear, norm, residual)
 

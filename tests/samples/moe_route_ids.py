@@ -35,7 +35,8 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         yield Sample(name, (chosen(**rest), sizes["experts"]), order)
     yield Sample("positional", (chosen(9, 3, 20), 20, 16, 5))
     for m in (1, 64, 65, 200, 3001):
-        # Random ids, which include missing experts and experts named twice. A CPU would refuse ids below -1.
+        # Random ids, including negative ids (no expert) and tokens with the same expert twice. A CPU would refuse ids
+        # below -1.
         ids = torch.randint(-3 if device.type == "cuda" else -1, 20, (m, 4), dtype=torch.int32).to(device)
         for order in ({}, {"alignment": 1}, {"max_rows": 7}):
             yield Sample("-".join(("any-id", str(m), *map(str, order))), (ids, 20), order)

@@ -30,7 +30,7 @@ def table(rotary_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 def random_bytes(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of random bytes without NaN: old contents of a cache."""
+    """Return a tensor of random values without NaN, used as the old contents of a cache."""
     if dtype.itemsize == 2:
         return torch.randn(shape, device=device).to(dtype)
     return torch.randint(0, 0x7F, shape, dtype=torch.uint8, device=device).view(dtype)

@@ -8,7 +8,8 @@ from torch_cute_ops.formats.prepared_scales import is_prepared
 
 
 def is_interleaved(a: torch.Tensor, is_masked: bool = False) -> bool:
-    """Return True if the activations have the shape (M, ⌈K/256⌉, 256), in the masked layout (E, R, ⌈K/256⌉, 256)."""
+    """Return True if the activations have the shape (M, ⌈K/256⌉, 256) or, in the masked layout, (E, R, ⌈K/256⌉,
+    256)."""
     return len(a.shape) == (4 if is_masked else 3) and bool(a.shape[-1] == INTERLEAVED_K)
 
 

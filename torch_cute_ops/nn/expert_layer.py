@@ -55,7 +55,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj, self.down_proj, self.swiglu = gate_up_proj, down_proj, swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``down_proj(swiglu(gate_up_proj(x)))``, (..., H) from (..., H). Raises as :class:`QuantLinear`."""
+        """Compute ``down_proj(swiglu(gate_up_proj(x)))`` of ``x`` (..., H). The result has the same shape.
+
+        Raises the same errors as :class:`QuantLinear`.
+        """
         if is_proxy(x):
             return one_node(self, x)
         both = self.gate_up_proj(x)

@@ -274,8 +274,8 @@ class QuantExperts(nn.Module):
 
     @property
     def expert_factor(self) -> Tensor | None:
-        """(E,) float32 factors of the experts' routing weights in :meth:`forward_dense`, which undo global scales; or
-        None if no factors are needed.
+        """(E,) float32: for each expert, the factor by which its routing weights in :meth:`forward_dense` must be
+        multiplied to undo global scales. None if no factors are needed.
 
         Pass it to ``moe_route_dense`` as ``expert_factor``.
         """

@@ -37,7 +37,7 @@ class TensorArg(NamedTuple):
 
 
 class ScalarArg(NamedTuple):
-    """Description of a scalar argument. ``dtype`` is the DSL's name of its type, such as ``"Float32"``."""
+    """Description of a scalar argument. ``dtype`` is the DSL's name for the argument's type, such as ``"Float32"``."""
 
     dtype: str
 

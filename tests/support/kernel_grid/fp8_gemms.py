@@ -285,8 +285,11 @@ HAVE_SPILLED = (
 
 
 def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
-    """Return True if the selected cases combine this tile of ``fp8_fp4_wgmma_ss`` with this format. Tiles that differ
-    only in split_k alternate between the two formats; a size with a single tile gets both."""
+    """Return True if the selected cases combine this tile of ``fp8_fp4_wgmma_ss`` with this format.
+
+    Tiles that differ only in split_k alternate between the two formats. If ``tile_m`` and ``tile_n`` occur with only
+    one split_k, this tile appears in both formats.
+    """
     sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma_ss.TILES})
     of_size = [tile[2] for tile in fp8_fp4_wgmma_ss.TILES if tile[:2] == (tokens, columns)]
     return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0

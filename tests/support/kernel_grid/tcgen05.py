@@ -66,8 +66,8 @@ class Tcgen05Case(KernelCase):
 
 
 def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
-    """Return cases with all kinds of operands and tiles for each architecture if ``every``, and otherwise with a fourth
-    of them.
+    """If ``every``, return a case for each combination of operands, tile and architecture. Otherwise return a fourth of
+    the combinations of operands and tile, each for one architecture.
 
     Architectures and epilogues alternate from case to case.
     """

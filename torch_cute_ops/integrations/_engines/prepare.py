@@ -19,7 +19,7 @@ class Form(Hashable, Protocol):
         """Return a key that is equal for numbers of rows that call the same kernels."""
 
     def calls(self, m: int) -> Iterator[Call]:
-        """Yield the calls of ops for ``m`` rows."""
+        """Yield the op calls that the layer makes for ``m`` rows."""
 
 
 class Serving(NamedTuple):

@@ -310,8 +310,8 @@ class DecodingConsumers:
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
             # Load alpha, bias, units and scales before the MMAs, so that the MMAs hide the latency of the loads. Under
-            # split-K, load all but the scales later: the exchange of partial sums hides these loads, and during the
-            # MMAs the operands would take many registers.
+            # split-K, load only the scales here, and alpha, bias and units after the MMAs: the exchange of partial sums
+            # hides these loads, and during the MMAs the loaded values would take many registers.
             finish = self.results.finish(column, expert, consumer, work) if const_expr(c.split_k == 1) else None
             scales = self._token_scales(row, rows, tid, work)
             stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)

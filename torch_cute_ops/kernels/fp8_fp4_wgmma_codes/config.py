@@ -62,7 +62,7 @@ class Config(FP8GemmConfig):
 
     @property
     def flags_at(self) -> int:
-        """Index of the flag word in a k tile's words of scales."""
+        """Index of the flag word among the scale words of a k tile."""
         return self.amounts_at + self.tile_n
 
     @property

@@ -88,8 +88,8 @@ class CodeScales:
 
     @cute.jit
     def _store_weight_scales(self, scales: list, count, slot, lane, smem):
-        """Store the factors of a k tile. If some scales are 0, NaN, or far apart, also store the amounts that decoders
-        need to round codes (see ``codes.rounded``). ``count`` is the result of ``begin``."""
+        """Store the factors of a k tile. If some scales are 0 or NaN, or differ too much, also store the rounding
+        amounts that decoders need (see ``codes.rounded``). ``count`` is the result of ``begin``."""
         rows = [block_factors(word) for word in scales]
         is_hard = Boolean(False)
         for i in range_constexpr(len(rows)):
