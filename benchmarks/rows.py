@@ -223,8 +223,8 @@ class RowBenchmark(Benchmark):
         return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), self.of_copy)
 
     def decode_mark(self, rows: Sequence[Row], most: float) -> Mark:
-        """Return the target for M ≤ 128 and H = 7168: our time divided by the time of QuACK's rmsnorm, for the case
-        with the largest ratio."""
+        """Return the target for M ≤ 128 and H = 7168: our time divided by the time of QuACK's rmsnorm. The largest of
+        these ratios must be at most ``most``."""
         decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
         ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
         peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"

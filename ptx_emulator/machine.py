@@ -1,12 +1,12 @@
 """Execution of one launch: threads, scheduling and memory. ``barriers`` contains the barriers, and ``under_way`` the
 asynchronous operations.
 
-All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. The threads of these
-warps that have the lowest address run one basic block, so that diverged threads reconverge as early as possible.
-``seed`` determines the order in which warps run. An asynchronous copy is executed at a random time after its start, at
-the latest when no thread can run.
+All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. Of the threads of these
+warps, those at the lowest program address run one basic block, so that diverged threads reconverge as early as
+possible. ``seed`` determines the order in which warps run. An asynchronous copy is executed at a random time after its
+start, at the latest when no thread can run.
 
-Each of these faults raises an error with instruction, thread and address:
+Each of these faults raises an error that names the instruction, the thread and the address:
 
 - an access that is out of bounds or misaligned, or that reaches shared memory of a CTA that may have ended;
 - an address, or a value stored to global memory, that depends on uninitialised shared or local memory;

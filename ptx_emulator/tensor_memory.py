@@ -254,7 +254,7 @@ class TensorMemory:
         self.how[part] = how
         self.used.clock[part] = self.loaded.clock[part] = 0
 
-    # Loads and stores, of one warp
+    # Loads and stores of one warp
 
     def access(self, threads: Array, address: int, columns: int, kind: str) -> Part:
         """Check and record a warp's load (``ld``) or store (``st``) of columns in its quarter of the lanes."""

@@ -293,7 +293,7 @@ def test_the_source_distribution_is_complete(tmp_path):
 
 
 def test_actions_are_pinned():
-    """Check that each GitHub action is pinned by a full commit SHA, because a tag can be moved, with a comment that
+    """Check that each GitHub action is pinned to a full commit SHA, because a tag can be moved, and that a comment
     names the version."""
     uses = re.findall(r"uses: (.*)", "".join(path.read_text() for path in (PACKAGE.parent / ".github").rglob("*.yml")))
     assert uses

@@ -1,4 +1,4 @@
-"""moe_fc2_fp4: the second GEMM of an expert layer, of NVFP4 activations and NVFP4 weights."""
+"""moe_fc2_fp4: the second GEMM of an expert layer, with NVFP4 activations and NVFP4 weights."""
 
 from __future__ import annotations
 

@@ -213,9 +213,10 @@ def test_nothing_is_launched_on_overlap(case: ExpertsCase | WgmmaCase) -> None:
     check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
-# Each of four pipelines gets more k tiles than stages. The kernel waits for an empty stage (in two places, one for each
-# k tile of an m tile), for a full stage, and for the previous m tile's accumulators. A warp synchronises after finding
-# m tiles, after reading a k tile, after reading an m tile, and after adding to the accumulators.
+# Each of four pipelines gets more k tiles than it has stages. The kernel waits for an empty stage (in two places,
+# because an m tile consists of two k tiles and their loop is unrolled), for a full stage, and for the previous m tile's
+# accumulators. A warp synchronises after finding m tiles, after reading a k tile, after reading an m tile, and after
+# adding to the accumulators.
 M_TILES = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
 FACTORS = Experts(
     WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), expert_k=256), 13, 136, 8, 256, "dense", 0, 1

@@ -285,8 +285,9 @@ def test_those_are_all_waits(run: Run, count: int) -> None:
 
 @pytest.mark.parametrize("run", [PAIRED, FAST, K_GROUPS], ids=["two k tiles", "fast", "K groups"])
 def test_what_orders_a_gemm_is_enough_and_needed(run: Run) -> None:
-    """Check that the result is right in several orders of threads, and that the emulator finds a race or a wrong result
-    in one of them without the waits for MMAs, the waits for copies, or one of the named barriers."""
+    """Check that the result is right in several orders of threads. Also check that the emulator finds a race, a
+    deadlock or a wrong result in one of these orders if the waits for MMAs, the waits for copies, or any one of the
+    named barriers is removed."""
     check_in_orders(execute, run, 3)
     barriers = [changed(BARRIER, number) for number in range(BARRIERS)]
     for edit in (MMAS_DONE, changed(WAIT, None, PASSED), *barriers):

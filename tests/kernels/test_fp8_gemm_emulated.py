@@ -195,7 +195,7 @@ RUNS = [
     Run(wgmma("masked", (32, 128, 1), FP32, "expert_column", FP32), (3, 0, 20), 136, 128, 2, room=24),
     Run(wgmma("offsets", (128, 64, 1), BF16, "expert_column", BF16), (70, 3), 136, 128, 2),
     Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (70,), 136, 128, 2),
-    # The last k tile, or the only one, is 64 elements; 2,880 columns, as in gpt-oss
+    # The last k tile, or the only one, contains 64 elements. The second run uses 2,880 columns, as in gpt-oss
     Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (5,), 136, 1344, 1),
     Run(wgmma("counted", (16, 128, 1), BF16), (3, 0, 2), 2880, 64, 3, seed=1),
     Run(wgmma("offsets", (128, 128, 1), FP16), (70, 9), 136, 448, 1, seed=2),

@@ -316,7 +316,7 @@ def test_copies(op, name, launches):
 
 @each_sample(sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack"))))
 def test_copies_of_residuals(op, name, launches):
-    """Check that a residual is updated in place if the kernel can access it in place."""
+    """Check that a residual is updated without a copy if the kernel supports its strides and alignment."""
     sample = copy_updated(op, get_sample(op, name, "cpu"))
     enter(op, sample)
     ((_, args),) = launches.calls

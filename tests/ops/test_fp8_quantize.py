@@ -78,8 +78,8 @@ def test_quotients_around_every_boundary(power, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("granularity", "blocks"), [("token", 1), ("block128", 3)])
 def test_not_finite_anywhere_in_a_block(bad, dtype, granularity, blocks, device):
-    """Put one NaN or infinity at each place of a block, and check that only this block gets a NaN scale and zero
-    codes."""
+    """Put one NaN or infinity into each row, at every position of a block in turn, and check that only this block gets
+    a NaN scale and zero codes."""
     width = 128 * blocks
     rows = torch.randn(width, width).to(dtype)
     clean, _ = quantise(rows.to(device), granularity)

@@ -219,7 +219,8 @@ def test_add_rows(lead, dtype, kind, other, generator):
 
 @st.composite
 def routes(draw):
-    """Draw experts (M, topk), some of them invalid and some twice in a token, and the arguments of the layout."""
+    """Draw expert ids (M, topk), some of them invalid and some repeated within a token, and the arguments that
+    determine the layout of the experts' rows."""
     experts, tokens, topk = draw(st.integers(1, 20)), draw(st.integers(0, 30)), draw(st.integers(1, 16))
     beyond = draw(one_of((0, 1, 5)))
     ids = torch.randint(-beyond, experts + beyond, (tokens, topk), generator=draw(generators()), dtype=torch.int32)

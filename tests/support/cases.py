@@ -368,7 +368,7 @@ def run_function(op: OpSpec, sample: Sample, outputs: Tensors | None = None) -> 
 
 
 def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tensors:
-    """Set the elements of these outputs that the op leaves unspecified to zero, in place, and return the outputs."""
+    """Set to zero those elements of the outputs that the op leaves unspecified, in place, and return the outputs."""
     outputs = tuple(outputs)
     if op.defined is not None:
         for output, value in zip(outputs, op.defined(outputs, *sample.args, **sample.kwargs), strict=True):

@@ -240,7 +240,8 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
 
 
 def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
-    """Return some rows of an expert's weight in fp64, after decoding to the dtype in which the GEMM multiplies."""
+    """Return the rows ``columns`` of an expert's weight in fp64, after decoding to the dtype in which the GEMM
+    multiplies."""
     codes, factors = weight[expert, columns], scales[expert, ..., columns, :]
     if has_tokens_and_fp4(problem):
         operand = problem.b if problem.b.is_prepared else replace(problem.b, scale_layout=SCALE_LAYOUTS["linear"])

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def on_demand(package: str, kernel: str) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__`` that imports the class ``kernel`` from its module ``kernel`` on first use."""
+    """Return a ``__getattr__`` for ``package`` that imports the class named by ``kernel`` from the package's submodule
+    ``kernel.py`` on first use."""
 
     def get(name: str) -> Any:
         if name != kernel:

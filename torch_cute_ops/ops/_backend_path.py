@@ -129,7 +129,7 @@ class BackendPath(CallPath[Call]):
         _checks.check_fp4_scale(self.op, name, scale, matrix, fmt, layout, call.scale_layout, follows)
 
     def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
-        """Check that ``a`` has rows of ``k`` elements in 16 bits, or in FP4 with block scales."""
+        """Check that ``a`` has rows of ``k`` elements, either 16-bit elements or FP4 elements with block scales."""
         op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.prologue_gate else "K")
         line = f"a column of {self.b_name}"
         _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")

@@ -261,8 +261,8 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         m, scales = a.shape[0], self.a_scales
         if not m:
             return None
-        # Check that the operands have no gaps between rows. Otherwise the kernel would launch no CTAs, and the
-        # resulting CUDA error would end a graph capture.
+        # Check that the operands have no gaps between rows. Otherwise the compiled function would request a launch with
+        # no CTAs, and the resulting CUDA error would end a graph capture.
         if not b.mT.is_contiguous() or not b_scale.is_contiguous():
             return None
         if a_scale is not None and not a_scale.is_contiguous():

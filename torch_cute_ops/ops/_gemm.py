@@ -169,7 +169,7 @@ class Gemm(BackendPath[GemmCall]):
             )
             if launcher is not None:
                 result = launcher.run((a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch), out)
-        except Exception:  # TVM-FFI, DLPack or CUDA failed, or an argument is no tensor; run_checked finds the reason
+        except Exception:  # TVM-FFI, DLPack or CUDA failed, or an argument is not a tensor; run_checked finds why
             result = None
         if result is None:
             call = GemmCall(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *static)

@@ -311,7 +311,8 @@ class Config:
 
     @cached_property
     def sends(self) -> bool:
-        """Return True if the CTAs of a cluster send their partial sums to each other, instead of reading them."""
+        """Return True if the CTAs of a cluster send their partial sums to each other, False if they read each other's
+        partial sums."""
         return sends(self.tile_m, self.split_k)
 
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:

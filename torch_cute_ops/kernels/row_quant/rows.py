@@ -136,7 +136,7 @@ class Rows:
 
     @cute.jit
     def copy_slice(self, copy, thread):
-        """Call ``copy`` with the number of elements of the CTA's slice, which is a constant in each call."""
+        """Call ``copy`` with the number of elements of the CTA's slice. Each branch passes a compile-time constant."""
         c = self.config
         last_width = c.spec.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):

@@ -95,8 +95,8 @@ class ExpertTiles:
             rows, of_expert = Dim("rows"), Dim("rows_of_expert", bits=64, divisibility=16)
             a = TensorArg(fp8, (experts, rows, k), (of_expert, k, 1), align=16)
             # This stride always equals ``rows``, which has 32 bits, but is declared with 64 bits. The DSL (4.8.1)
-            # passes wrong values if a 64-bit stride follows a 32-bit stride: its caller writes a flat struct, and its
-            # callee reads nested structs.
+            # passes wrong values if a 64-bit stride follows a 32-bit stride: in the code that it generates, the caller
+            # writes a flat struct, but the callee reads nested structs.
             a_scale_of_expert = Dim("a_scale_of_expert", bits=64)
             a_scale = TensorArg(fp32, (experts, rows, blocks), (a_scale_of_expert, 1, pitch), align=4)
             out = TensorArg(out_dtype, (experts, rows, n), (Dim("out_of_expert", bits=64, divisibility=8), n, 1), 16)
