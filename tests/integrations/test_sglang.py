@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import sglang_stub
-from support.engine_layers import stored_layer
+from support.engine_layers import installed, stored_layer
 from test_vllm import DEEPSEEK, INT4, LAYERS, NVFP4, compressed, load
 from torch import nn
 
@@ -24,19 +24,14 @@ from torch_cute_ops.integrations._engines.prepare import Serving
 @pytest.fixture
 def sglang(monkeypatch):
     """Put the stubs in the place of SGLang, and return the integration's modules by name."""
-    for name, module in sglang_stub.modules():
-        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sglang_stub, "SERVER", [None])
-    sglang_stub.forget()
-    names = ("_config", "_checkpoints", "_linear", "_prepare")
-    made = {name: importlib.import_module(f"{sglang_stub.OURS}.{name}") for name in names}
-    yield SimpleNamespace(root=importlib.import_module(sglang_stub.OURS), **made)
-    sglang_stub.forget()
+    with installed(sglang_stub, ("_config", "_checkpoints", "_linear", "_prepare"), monkeypatch) as modules:
+        yield modules
 
 
 def test_register(sglang):
-    """The methods come before those of SGLang, of which one overrides the user's choice. A second call, as SGLang makes
-    in each process, changes nothing."""
+    """Our methods are registered before SGLang's, because one of SGLang's methods overrides the user's choice. SGLang
+    calls ``register`` again in each process, which changes nothing."""
     methods, choices = sglang_stub.QUANTIZATION_METHODS, sglang_stub.QUANTIZATION_CHOICES
     methods["modelopt_fp4"] = sglang_stub.ModelOptFp4Config
     try:

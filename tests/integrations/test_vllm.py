@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support import vllm_stub
-from support.engine_layers import Recorded, stored_layer
+from support.engine_layers import Recorded, installed, stored_layer
 from torch import nn
 
 import torch_cute_ops
@@ -31,14 +31,9 @@ from torch_cute_ops.runtime.compiler import is_kept
 @pytest.fixture
 def vllm(monkeypatch):
     """Put the stubs in the place of vLLM, and return the integration's modules by name."""
-    for name, module in vllm_stub.modules():
-        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
-    vllm_stub.forget()
-    names = ("_config", "_checkpoints", "_linear", "_prepare")
-    made = {name: importlib.import_module(f"{vllm_stub.OURS}.{name}") for name in names}
-    yield SimpleNamespace(root=importlib.import_module(vllm_stub.OURS), **made)
-    vllm_stub.forget()
+    with installed(vllm_stub, ("_config", "_checkpoints", "_linear", "_prepare"), monkeypatch) as modules:
+        yield modules
 
 
 # Choice of the method
@@ -153,7 +148,8 @@ def test_quantised_output_heads(vllm):
 
 
 def test_layers_of_mla(vllm):
-    """vLLM multiplies an identity matrix by kv_b_proj, and reads DeepSeek-V4's wo_a in the form of its own method."""
+    """vLLM decodes kv_b_proj with an identity matrix as its input. vLLM reads DeepSeek-V4's wo_a as its own method
+    stores it."""
     made = vllm._config.CONFIGS[1].from_config(NVFP4)
     for name in ("model.layers.0.self_attn.kv_b_proj", "o_proj"):
         method = made.get_quant_method(vllm_stub.LinearBase(), name)

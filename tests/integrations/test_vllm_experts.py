@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import checkpoints, vllm_stub, weights
-from support.engine_layers import Recorded, stored_layer
+from support.engine_layers import Recorded, installed, stored_layer
 from test_vllm import DEEPSEEK, MIXED, NVFP4, compressed
 
 from torch_cute_ops import registry
@@ -28,13 +27,9 @@ SILU, SWIGLUOAI = SimpleNamespace(value="silu"), SimpleNamespace(value="swigluoa
 @pytest.fixture
 def vllm(monkeypatch):
     """Put the stubs in the place of vLLM, and return the integration's modules by name."""
-    for name, module in vllm_stub.modules():
-        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
-    vllm_stub.forget()
-    names = ("_config", "_experts", "_prepare")
-    yield SimpleNamespace(**{name: importlib.import_module(f"{vllm_stub.OURS}.{name}") for name in names})
-    vllm_stub.forget()
+    with installed(vllm_stub, ("_config", "_experts", "_prepare"), monkeypatch) as modules:
+        yield modules
 
 
 def layer_of(hidden: int = 128, width: int = 64, **settings: Any) -> Any:
@@ -306,8 +301,8 @@ def module_of(stored: Stored, device: str) -> QuantExperts:
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_fp4_activations_of_few_tokens(fmt, vllm, device):
-    """NVFP4 needs input scales of both layers; without them, activations keep 16 bits. The bits are those of
-    ``QuantExperts`` with the largest input scale of all gates and ups, and each expert's own before its down layer."""
+    """NVFP4 needs input scales of both layers; without them, activations keep 16 bits. ``QuantExperts`` returns
+    the same bits with the largest input scale of all gates and ups, and each expert's own before its down layer."""
     style = "modelopt" if fmt == "nvfp4" else "compressed-tensors"
     stored, layer = Stored(LayerScheme(fmt, style, "fp4"), 128, 64), layer_of()
     given = routed(24, 128, device)  # because the error of a single token varies much

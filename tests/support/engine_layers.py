@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +54,17 @@ def stored_layer(scheme: LayerScheme, n: int, k: int) -> tuple[dict[str, torch.T
     if scheme.activations == "fp8_static":
         tensors["input_scale"] = torch.tensor(0.02)
     return tensors, weights.fp8_rows(elements, torch.tensor(factor))
+
+
+@contextlib.contextmanager
+def installed(stub: ModuleType, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Put the stubs in the place of the engine. Yield the integration, as ``root``, and its modules by name."""
+    for name, module in stub.modules():
+        monkeypatch.setitem(sys.modules, name, module)
+    stub.forget()
+    modules = {name: importlib.import_module(f"{stub.OURS}.{name}") for name in names}
+    yield SimpleNamespace(root=importlib.import_module(stub.OURS), **modules)
+    stub.forget()
 
 
 class Recorded(TorchDispatchMode):

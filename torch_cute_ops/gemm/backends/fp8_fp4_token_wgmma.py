@@ -26,8 +26,6 @@ from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
-FEW_ROWS: Final = 64
-"""Number of rows of the largest tile whose K several CTAs may divide."""
 FEW_K_TILE_CLOCKS: Final = 400.0
 FEW_ROW_CLOCKS: Final = 1.5
 """SM clocks per k tile for tiles of up to 64 rows: fixed clocks, and clocks per row. Not measured: derived from the

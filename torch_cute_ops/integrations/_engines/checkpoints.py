@@ -18,7 +18,20 @@ _CONFIG: Final = Path("config.json")
 """File that error messages of the checkpoint reader name."""
 
 
-class RegisteredConfig:
+class SupportedModels:
+    """Part of every configuration: the models and GPUs that this package supports."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes of models."""
+        return [torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the compute capability of the oldest GPUs that kernels support."""
+        return LEAST_CAPABILITY
+
+
+class RegisteredConfig(SupportedModels):
     """Part of a configuration that an engine's registry names. :meth:`from_config` returns a subclass of the engine's
     own configuration of the checkpoint's style, so that code of the engine that asks for that class works unchanged.
 
@@ -57,15 +70,6 @@ class RegisteredConfig:
     def get_name(cls) -> str:
         """Return the method's name."""
         return cls.name
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of models."""
-        return [torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return the compute capability of the oldest GPUs that kernels support."""
-        return LEAST_CAPABILITY
 
     @staticmethod
     def get_config_filenames() -> list[str]:

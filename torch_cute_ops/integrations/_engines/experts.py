@@ -11,10 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.formats.experts import MAX_TOPK
 from torch_cute_ops.gemm.buckets import bucket
-from torch_cute_ops.integrations._engines.gemms import Call
+from torch_cute_ops.integrations._engines.gemms import BLOCK_SIZES, STATIC, Call
 from torch_cute_ops.nn.experts import (
     FORMATS,
     MOST_FEW,
@@ -28,9 +27,6 @@ from torch_cute_ops.nn.experts import (
 
 MULTIPLES: Final = {"nvfp4": 64, "mxfp4": 64, "fp8_block": 128, "fp8_channel": 64}
 """Number whose multiples the widths of experts must be, by format. Engines fill smaller experts up with zeros."""
-_BLOCK: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
-_STATIC: Final = {"static_weight": True}
-"""Promise that a weight is not written while the previous launch runs. Engines synchronise after they load weights."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ def _tensors_of(module: QuantExperts) -> dict[str, Tensor]:
     layers: dict[str, Any] = {"gate_up": module.gate_up_proj, "down": module.down_proj}
     for name, layer in layers.items():
         tensors[f"{name}_weight"] = layer.weight.unflatten(0, (module.experts, -1))
-        if module.scheme in _BLOCK:
+        if module.scheme in BLOCK_SIZES:
             tensors[f"{name}_scale"] = layer.weight_scale
             alpha = layer._alpha()
             if alpha is not None:
@@ -205,7 +201,7 @@ def _few(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) 
 
     gate_up, gate_up_scale = layer.gate_up_weight.mT, layer.gate_up_scale
     down, down_scale = layer.few_weight.mT, layer.few_weight_scale
-    options: dict[str, Any] = {"block_size": _BLOCK[form.scheme], **_STATIC}
+    options: dict[str, Any] = {"block_size": BLOCK_SIZES[form.scheme], **STATIC}
     first = {
         "alpha": getattr(layer, "few_gate_up_alpha", None), "bias": getattr(layer, "few_gate_up_bias", None),
         **_swiglu(form), **options,
@@ -223,7 +219,7 @@ def _few(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) 
 
 
 def _few_calls(form: ExpertForm, m: int) -> Iterator[Call]:
-    is_nvfp4, block, given = form.scheme == "nvfp4", _BLOCK[form.scheme], _given(form, torch.float32)
+    is_nvfp4, block, given = form.scheme == "nvfp4", BLOCK_SIZES[form.scheme], _given(form, torch.float32)
     fc1 = {**given, "n": form.experts * form.width, "k": form.hidden, "m": m, "swiglu": form.swiglu != SwiGLU()}
     fc2 = {**given, "n": form.hidden, "k": form.experts * form.width, "m": m, "out_dtype": form.dtype}
     fc1["block_size"] = fc2["block_size"] = block
@@ -263,13 +259,13 @@ def _many(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor)
 
 def _product(layer: Any, form: ExpertForm, name: str, a: Tensor, a_scale: Tensor, offsets: Tensor) -> Tensor:
     weight, scale = getattr(layer, f"{name}_weight").mT, getattr(layer, f"{name}_scale")
-    epilogue = {"bias": getattr(layer, f"{name}_bias", None), "out_dtype": form.dtype, **_STATIC}
-    if form.scheme not in _BLOCK:
+    epilogue = {"bias": getattr(layer, f"{name}_bias", None), "out_dtype": form.dtype, **STATIC}
+    if form.scheme not in BLOCK_SIZES:
         y: Tensor = torch.ops.cute.grouped_mm_fp8(a, weight, a_scale, scale, offsets, **epilogue)
         return y
     alpha = getattr(layer, f"{name}_alpha", None)
     y = torch.ops.cute.grouped_mm_fp8_fp4(
-        a, weight, a_scale, scale, offsets, alpha=alpha, block_size=_BLOCK[form.scheme], **epilogue
+        a, weight, a_scale, scale, offsets, alpha=alpha, block_size=BLOCK_SIZES[form.scheme], **epilogue
     )
     return y
 
@@ -281,13 +277,13 @@ def _many_calls(form: ExpertForm, m: int) -> Iterator[Call]:
         yield "fp8_quantize", {"hidden": form.hidden, "dtype": dtype}
     else:
         yield "moe_permute_fp8quant", {"hidden": form.hidden, "dtype": dtype, "topk": form.topk}
-    op = "grouped_mm_fp8_fp4" if form.scheme in _BLOCK else "grouped_mm_fp8"
+    op = "grouped_mm_fp8_fp4" if form.scheme in BLOCK_SIZES else "grouped_mm_fp8"
     for n, k, is_first in ((2 * form.width, form.hidden, True), (form.hidden, form.width, False)):
         given = {**_given(form, dtype), "n": n, "k": k, "m": rows, "counts": False, "out_dtype": dtype}
         if form.scheme == "fp8_channel":
             given["token_scales"] = True
-        elif form.scheme in _BLOCK:
-            given["block_size"] = _BLOCK[form.scheme]
+        elif form.scheme in BLOCK_SIZES:
+            given["block_size"] = BLOCK_SIZES[form.scheme]
         if form.scheme == "nvfp4":
             given["alpha"] = "expert_column" if is_first or form.experts > 1 else "one"
         yield op, given
@@ -301,7 +297,7 @@ def _many_calls(form: ExpertForm, m: int) -> Iterator[Call]:
 
 def _given(form: ExpertForm, bias: torch.dtype) -> dict[str, Any]:
     """Return the properties of all GEMMs of a form, with biases in the dtype ``bias``."""
-    return {"experts": form.experts, **_STATIC, **({"bias_dtype": bias} if form.has_bias else {})}
+    return {"experts": form.experts, **STATIC, **({"bias_dtype": bias} if form.has_bias else {})}
 
 
 def _swiglu(form: ExpertForm) -> dict[str, Any]:

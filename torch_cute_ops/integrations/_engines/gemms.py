@@ -20,8 +20,9 @@ from torch_cute_ops.nn.quantize import SCHEMES
 Call = tuple[str, dict[str, Any]]
 """Name of an op, with the static properties of a call as ``torch_cute_ops.warmup`` takes them."""
 
-_BLOCK: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
-_STATIC: Final = {"static_weight": True}
+BLOCK_SIZES: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
+"""Number of elements with a scale, by FP4 format."""
+STATIC: Final = {"static_weight": True}
 """Promise that a weight is not written while the previous launch runs. Engines synchronise after they load weights."""
 
 
@@ -88,7 +89,7 @@ def gemm_of(form: Form) -> Gemm:
     """Return the product for a form."""
     if form.scheme == "fp8_block":
         return _FP8Block()
-    if form.scheme not in _BLOCK:
+    if form.scheme not in BLOCK_SIZES:
         return _FP8(form.has_input_scale)
     of: dict[str, Callable[[str], Gemm]] = {"16bit": _FP4WeightOnly, "fp4": _FP4, "fp8": _FP8FP4}
     return of[form.activations](form.scheme)
@@ -116,7 +117,7 @@ class _FP4Weight:
     @property
     def block_size(self) -> int:
         """Elements with a common scale in a row of the weight."""
-        return _BLOCK[self.scheme]
+        return BLOCK_SIZES[self.scheme]
 
     def alpha(self, layer: Any) -> Tensor | None:
         """Return the factor of the result: of the merged layers' columns, or of a layer."""
@@ -133,7 +134,7 @@ class _FP4Weight:
 class _FP4WeightOnly(_FP4Weight):
     def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.cute.mm_fp4_weight_only(
-            rows, layer.weight.t(), layer.weight_scale, self.alpha(layer), bias, block_size=self.block_size, **_STATIC
+            rows, layer.weight.t(), layer.weight_scale, self.alpha(layer), bias, block_size=self.block_size, **STATIC
         )
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -146,7 +147,7 @@ class _FP4(_FP4Weight):
         a, a_scale = torch.ops.cute.fp4_quantize(rows, scale, block_size=self.block_size)
         return torch.ops.cute.mm_fp4(
             a, layer.weight.t(), a_scale, layer.weight_scale, self.alpha(layer), bias, rows.dtype, self.block_size,
-            **_STATIC,
+            **STATIC,
         )  # fmt: skip
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -167,7 +168,7 @@ class _FP8FP4(_FP4Weight):
         a, a_scale = torch.ops.cute.fp8_quantize(rows, granularity="block128")
         return torch.ops.cute.mm_fp8_fp4(
             a, layer.weight.t(), a_scale, layer.weight_scale, self.alpha(layer), bias, rows.dtype, self.block_size,
-            **_STATIC,
+            **STATIC,
         )  # fmt: skip
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -180,7 +181,7 @@ class _FP8Block:
     def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
         a, a_scale = torch.ops.cute.fp8_quantize(rows, granularity="block128")
         return torch.ops.cute.mm_fp8_block(
-            a, layer.weight.t(), a_scale, layer.weight_scale_inv, None, bias, rows.dtype, **_STATIC
+            a, layer.weight.t(), a_scale, layer.weight_scale_inv, None, bias, rows.dtype, **STATIC
         )
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -205,7 +206,7 @@ class _FP8:
         factor = layer.weight_scale
         if hasattr(layer, "row_scale") and factor.numel() > 1:
             factor = layer.row_scale
-        return torch.ops.cute.mm_fp8(a, layer.weight.t(), a_scale, factor.view(-1), bias, rows.dtype, **_STATIC)
+        return torch.ops.cute.mm_fp8(a, layer.weight.t(), a_scale, factor.view(-1), bias, rows.dtype, **STATIC)
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
         granularity = "tensor" if self.is_static else "token"
@@ -217,5 +218,5 @@ class _FP8:
 def _properties(form: Form, m: int, **own: Any) -> dict[str, Any]:
     """Return the properties of all GEMMs, and ``own``, without values that are None."""
     bias = form.dtype if form.has_bias else None
-    given = {"n": form.n, "k": form.k, "m": m, "bias_dtype": bias, **own, **_STATIC}
+    given = {"n": form.n, "k": form.k, "m": m, "bias_dtype": bias, **own, **STATIC}
     return {name: value for name, value in given.items() if value is not None}

@@ -3,7 +3,6 @@
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.fp8 import Fp8Config
@@ -17,7 +16,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import nn
 
 from torch_cute_ops.checkpoint.spec import LayerScheme
-from torch_cute_ops.integrations._engines.checkpoints import LEAST_CAPABILITY, scheme_of_algorithm, scheme_of_group
+from torch_cute_ops.integrations._engines.checkpoints import SupportedModels, scheme_of_algorithm, scheme_of_group
 from torch_cute_ops.integrations._engines.prepare import Preparation
 from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
 from torch_cute_ops.integrations.sglang._prepare import serving
@@ -33,7 +32,7 @@ else:
     _Base = object
 
 
-class _CuteLayers(_Base):
+class _CuteLayers(SupportedModels, _Base):
     """Part of a configuration that chooses the method of each layer.
 
     Attributes:
@@ -62,15 +61,6 @@ class _CuteLayers(_Base):
     def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
         """Return the format of a linear layer, or None for a layer that SGLang's own method computes."""
         raise NotImplementedError
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of models."""
-        return [torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return the compute capability of the oldest GPUs that kernels support."""
-        return LEAST_CAPABILITY
 
 
 class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):

@@ -4,7 +4,6 @@ supports."""
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -21,7 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from torch_cute_ops.checkpoint.spec import LayerScheme
-from torch_cute_ops.integrations._engines.checkpoints import LEAST_CAPABILITY, scheme_of_algorithm, scheme_of_group
+from torch_cute_ops.integrations._engines.checkpoints import SupportedModels, scheme_of_algorithm, scheme_of_group
 from torch_cute_ops.integrations._engines.prepare import Preparation
 from torch_cute_ops.integrations.vllm._experts import CuteExpertsMethod, reason_left
 from torch_cute_ops.integrations.vllm._linear import CuteLinearMethod
@@ -44,7 +43,7 @@ else:
     _Base = object
 
 
-class _CuteLayers(_Base):
+class _CuteLayers(SupportedModels, _Base):
     """Part of a configuration that chooses the method of each layer.
 
     Attributes:
@@ -87,15 +86,6 @@ class _CuteLayers(_Base):
     def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
         """Return the format of a layer of experts, or None for experts that vLLM's own method computes."""
         raise NotImplementedError
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes of models."""
-        return [torch.bfloat16, torch.float16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Return the compute capability of the oldest GPUs that kernels support."""
-        return LEAST_CAPABILITY
 
 
 class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
