@@ -60,7 +60,7 @@ def registered():
 
 
 def test_register():
-    """Our methods come before SGLang's, of which one overrides the user's choice for ModelOpt's checkpoints."""
+    """Our methods are registered before SGLang's, because one of SGLang's methods overrides the user's choice."""
     assert [*quantization.QUANTIZATION_METHODS][:3] == [*METHODS.values()]
     assert [name for name in QUANTIZATION_CHOICES if name in METHODS.values()] == [*METHODS.values()]
     assert linear.WEIGHT_LOADER_V2_SUPPORTED.count(CuteLinearMethod.__name__) == 1
