@@ -320,8 +320,8 @@ INTERLEAVED = [
 
 @pytest.mark.parametrize(("one", "unused"), [pytest.param(*p.values, unused, id=p.id) for p, unused in INTERLEAVED])
 def test_interleaved_codes(one: Run, unused: int) -> None:
-    """Check that interleaved codes are those of the ordinary kernel bit for bit, with zeros at the end of a row. Scales
-    and sums must be equal too."""
+    """Check that interleaved codes, scales and sums are equal to the ordinary kernel's bit for bit, and that a row ends
+    in zeros."""
     ordinary = one.config
     used = ordinary.spec.width - unused
     spec = dataclasses.replace(ordinary.spec, interleaved=True, norm_width=used)
