@@ -39,9 +39,9 @@ def results(
     call = op.bind(*one.args, **one.kwargs, **given)
     problem = op.path.problem(call)
     backend = backend_for(name, problem)
-    shape = *call.a.shape[:-1], problem.n
-    for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
-        out = torch.full(shape, torch.nan, dtype=problem.out_dtype, device=call.a.device)
+    lead = call.a.shape[: -2 if problem.a.is_interleaved else -1]
+    for tactic in backend.tactics(problem, bucket(lead[-1]), target):
+        out = torch.full((*lead, problem.n), torch.nan, dtype=problem.out_dtype, device=call.a.device)
         backend.launcher(problem, tactic, target)(operands_of(call), out)
         yield tactic, out
 
