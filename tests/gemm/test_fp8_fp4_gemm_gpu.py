@@ -114,13 +114,13 @@ def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
     outs = [torch.empty(2100, n, dtype=torch.bfloat16, device=target.device) for _ in calls]
     wants = [out.clone() for out in outs]
     for call, want in zip(calls, wants, strict=True):
-        launchers[tactics[0]](operands_of(call), want)
+        launchers[tactics[0]](operands_of(problem, call), want)
         torch.cuda.synchronize()
     for tactic in tactics[1:]:
 
         def run(tactic=tactic):
             for call, out in zip(calls, outs, strict=True):
-                launchers[tactic](operands_of(call), out)
+                launchers[tactic](operands_of(problem, call), out)
 
         graph = torch.cuda.CUDAGraph()
         run()

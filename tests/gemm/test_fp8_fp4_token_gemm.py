@@ -111,7 +111,7 @@ def test_tactics() -> None:
 @pytest.mark.parametrize(
     ("m", "k", "given"),
     [
-        (1, 128, {"out_dtype": BF16}),
+        (1, 192, {"out_dtype": BF16}),
         (9, 448, {"out_dtype": FP16, "fast_accum": True}),
         (33, 1088, {"out_dtype": FP32}),
         (70, 2880, {"out_dtype": BF16, "fast_accum": True}),

@@ -276,7 +276,7 @@ def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
     problem = OPS["grouped_mm_fp8"].path.problem(call)
     monkeypatch.setattr(FP8MmaSync, "launcher", lambda self, problem, *_: Reference().launcher(problem, (), HOPPER))
     out = torch.empty(*call.a.shape[:-1], 40, dtype=BF16)
-    backend_for("mma_sync", problem).launcher(problem, None, HOPPER)(operands_of(call), out)
+    backend_for("mma_sync", problem).launcher(problem, None, HOPPER)(operands_of(problem, call), out)
     assert torch.equal(out, torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs))
 
 

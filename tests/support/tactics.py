@@ -13,18 +13,18 @@ from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import Operands
-from torch_cute_ops.gemm.problem import Tactic
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.ops._define import OpSpec
 
 
-def operands_of(call: Any) -> Operands:
+def operands_of(problem: GemmProblem, call: Any) -> Operands:
     """Return the operands of a GEMM call as backends expect them: per-token scales, or a single scale of all rows, as
     one column."""
     operands = Operands(**{name: getattr(call, name) for name in Operands._fields})
-    scale, rows = operands.a_scale, call.a.shape[:-1].numel()
-    if scale is not None and (scale.dim() == 1 or (scale.dim() == 3 and call.b_scale.dim() < 3)):
-        return operands._replace(a_scale=scale.reshape(-1, 1).expand(rows, 1))
-    return operands
+    if operands.a_scale is None or problem.a.has_fp8_blocks:
+        return operands
+    rows = call.a.shape[: -2 if problem.a.is_interleaved else -1].numel()
+    return operands._replace(a_scale=operands.a_scale.reshape(-1, 1).expand(rows, 1))
 
 
 def results(
@@ -42,7 +42,7 @@ def results(
     lead = call.a.shape[: -2 if problem.a.is_interleaved else -1]
     for tactic in backend.tactics(problem, bucket(lead[-1]), target):
         out = torch.full((*lead, problem.n), torch.nan, dtype=problem.out_dtype, device=call.a.device)
-        backend.launcher(problem, tactic, target)(operands_of(call), out)
+        backend.launcher(problem, tactic, target)(operands_of(problem, call), out)
         yield tactic, out
 
 
