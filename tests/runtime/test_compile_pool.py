@@ -144,7 +144,7 @@ def pool(monkeypatch):
     state = {}
 
     class Workers(contextlib.nullcontext):
-        def __init__(self, function, count):
+        def __init__(self, function, count, prepare):
             super().__init__(self)
             state["count"] = count
 

@@ -41,9 +41,41 @@ def test_tasks_are_answered_until_the_block_is_left():
                 at_work = [pid for pid in workers.pids if is_alive(pid)]
                 started = time.monotonic()
                 raise Leave
-    assert time.monotonic() - started < 20 and not any(map(is_alive, workers.pids))
+    assert time.monotonic() - started < 20
+    assert wait_until(lambda: not any(map(is_alive, workers.pids)), 5.0)  # killed, but perhaps not quite ended
     assert answers == {-1.0: Died(-signal.SIGKILL), -2.0: Died(-signal.SIGKILL), 0.01: "slept 0.01"}
     assert at_work and set(at_work) <= set(workers.pids[2:])
+
+
+def mark(_):
+    """Return the ids of the process that ran ``prepare`` and of this process's parent."""
+    return int(os.environ["PREPARED"]), os.getppid()
+
+
+def prepare():
+    os.environ["PREPARED"] = str(os.getpid())
+
+
+def test_a_template_is_prepared_once():
+    """Check that all workers are forked from one process, which has called ``prepare``."""
+    with Workers(mark, 2, prepare) as workers:
+        answers = {answer for _, answer in workers.map(range(5))}
+    ((prepared, parent),) = answers
+    assert prepared == parent != os.getpid() and len(workers.pids) == 2
+
+
+def end():
+    os._exit(3)
+
+
+def test_tasks_fail_if_the_template_dies():
+    """Check that every task is answered if the template ends before it forks a worker, or while a worker runs."""
+    with Workers(sleep, 2, end) as workers:
+        assert dict(workers.map([0.0, 1.0, 2.0])) == dict.fromkeys([0.0, 1.0, 2.0], Died(3))
+    answers = {}
+    with Workers(os.kill, 1) as workers:
+        answers = dict(workers.map([0, 1]))
+    assert answers == dict.fromkeys([0, 1], Died(1))  # the function raises TypeError
 
 
 PARENT = """

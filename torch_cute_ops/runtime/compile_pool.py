@@ -1,6 +1,7 @@
 """Compilation of kernels in parallel processes, ahead of the calls that need them."""
 
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -83,7 +84,7 @@ def compile_all(
         workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // size)
     # Ranks that compile the same kernels begin at different kernels, so that they do not wait for each other.
     first = len(distinct) * (own % size) // size
-    with Workers(_compile, min(workers, len(distinct))) as processes:
+    with Workers(_compile, min(workers, len(distinct)), _import_compiler) as processes:
         for task, result in processes.map(distinct[first:] + distinct[:first]):
             yield task, result if isinstance(result, str) else _fate(result)
 
@@ -152,6 +153,12 @@ def _compile(task: Task) -> str:
     except Exception as error:  # the DSL's errors have no common base, and some cannot be sent between processes
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _import_compiler() -> None:
+    """Import the DSL. If it is missing, workers report this for each kernel."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch_cute_ops.kernels.common.core.ptx")
 
 
 def _fate(died: Died) -> str:

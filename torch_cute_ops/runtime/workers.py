@@ -1,7 +1,9 @@
 """Worker processes that end when their work ends, or when the parent process ends for any reason.
 
-A worker is a new interpreter. In contrast to ``multiprocessing``, it does not run the parent's main module again, so a
-script can start workers without ``if __name__ == "__main__"``; and daemonic processes can start workers too.
+The workers are forked from a *template*: a new interpreter that has imported what the workers need. Imports take
+seconds, and longer if many processes import at the same time. The calling process itself cannot be forked, because it
+may have initialised CUDA. In contrast to ``multiprocessing``, the template does not run the caller's main module again,
+so a script can start workers without ``if __name__ == "__main__"``; and daemonic processes can start workers too.
 """
 
 import contextlib
@@ -10,17 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({pipe}, {parent})"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({control}, {parent})"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Died:
 
 
 class _Worker(NamedTuple):
-    process: subprocess.Popen[bytes]
+    pid: int
     pipe: "connection.Connection[Any, Any]"
     task: Any
 
@@ -48,15 +52,19 @@ class Workers(Generic[Task, Result]):
     Args:
         function: function of an importable module. The function, its tasks and its results are pickled.
         count: maximum number of processes.
+        prepare: function of an importable module, which the template calls before it forks workers.
 
     Attributes:
-        pids: ids of all started processes.
+        pids: ids of all started workers.
     """
 
-    def __init__(self, function: Callable[[Task], Result], count: int) -> None:
+    def __init__(
+        self, function: Callable[[Task], Result], count: int, prepare: Callable[[], None] | None = None
+    ) -> None:
         self.pids: list[int] = []
-        self._function, self._count = function, count
+        self._functions, self._count = (function, prepare), count
         self._busy: list[_Worker] = []
+        self._template: _Template | None = None
         # No one writes to this pipe. Its reading end reports the end of this process, the only holder of ``_alive``.
         self._parent, self._alive = os.pipe()
 
@@ -67,10 +75,10 @@ class Workers(Generic[Task, Result]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _interrupts_held():
+            if self._template is not None:
+                self._template.kill()
             for worker in self._busy:
-                worker.process.kill()
-            for worker in self._busy:
-                _end(worker)
+                _await_end(worker)
             self._busy.clear()
             os.close(self._parent)
             os.close(self._alive)
@@ -80,7 +88,9 @@ class Workers(Generic[Task, Result]):
         waiting = list(tasks)[::-1]
         while waiting or self._busy:
             while waiting and len(self._busy) < self._count:
-                self._start(waiting.pop())
+                yield from self._start(waiting.pop())
+            if not self._busy:  # the template has died
+                return
             ready = connection.wait([worker.pipe for worker in self._busy])
             for worker in [worker for worker in self._busy if worker.pipe in ready]:
                 self._busy.remove(worker)
@@ -88,41 +98,100 @@ class Workers(Generic[Task, Result]):
                 try:
                     result = worker.pipe.recv()
                 except (EOFError, OSError):
-                    _end(worker)
-                    result = Died(worker.process.returncode)
+                    worker.pipe.close()
+                    assert self._template is not None
+                    result = Died(self._template.status_of(worker.pid))
                 else:
                     self._go_on(worker, waiting)
                 yield worker.task, result
 
-    def _start(self, task: Task) -> None:
+    def _start(self, task: Task) -> Iterator[tuple[Task, Died]]:
+        """Start a worker with a task. Yield the task as failed if the template has died."""
+        if self._template is None:
+            with _interrupts_held():
+                self._template = _Template(self._parent)
+            self._template.send(self._functions)
         pipe, theirs = connection.Pipe()
-        ends = {"pipe": theirs.fileno(), "parent": self._parent}
-        program = _PROGRAM.format(path=sys.path, module=__name__, **ends)
-        with _interrupts_held(), theirs:
-            # Not forked: a process that has initialised CUDA must not be forked.
-            process = subprocess.Popen(
-                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=tuple(ends.values())
-            )
-            self._busy.append(_Worker(process, pipe, task))
-            self.pids.append(process.pid)
+        with theirs:
+            pid = self._template.fork(theirs)
+        if pid is None:
+            pipe.close()
+            yield task, Died(self._template.status())
+            return
+        self.pids.append(pid)
+        self._busy.append(_Worker(pid, pipe, task))
         with contextlib.suppress(OSError):  # if the process has ended, map() notices it
-            pipe.send(self._function)
-            pipe.send(task)
+            pipe.send((task,))
 
     def _go_on(self, worker: _Worker, waiting: list[Task]) -> None:
         """Send a worker its next task, or end the worker if no task is left."""
         if not waiting:
-            _end(worker)
+            _await_end(worker)
             return
         self._busy.append(worker._replace(task=waiting.pop()))
         with contextlib.suppress(OSError):
-            worker.pipe.send(self._busy[-1].task)
+            worker.pipe.send((self._busy[-1].task,))
 
 
-def _end(worker: _Worker) -> None:
-    worker.process.kill()
-    worker.process.wait()
-    worker.pipe.close()
+class _Template:
+    """The template process, as its parent sees it. The template leads a session of its own, to which all workers
+    belong.
+
+    Args:
+        parent: file descriptor that is closed when this process ends.
+    """
+
+    def __init__(self, parent: int) -> None:
+        self._control, theirs = connection.Pipe()
+        program = _PROGRAM.format(path=sys.path, module=__name__, control=theirs.fileno(), parent=parent)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), parent),
+                start_new_session=True,
+            )
+
+    def send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # if the template has ended, fork() notices it
+            self._control.send(message)
+
+    def fork(self, pipe: "connection.Connection[Any, Any]") -> int | None:
+        """Fork a worker that receives tasks from a pipe. Return its id, or None if the template has died."""
+        try:
+            self._control.send(None)
+            reduction.send_handle(self._control, pipe.fileno(), self._process.pid)
+            return int(self._control.recv())
+        except (EOFError, OSError):
+            return None
+
+    def status_of(self, pid: int) -> int | None:
+        """Return the exit status of a worker that has ended."""
+        try:
+            self._control.send(pid)
+            return int(self._control.recv())
+        except (EOFError, OSError):
+            return self.status()
+
+    def status(self) -> int:
+        """Wait until the template has ended, and return its exit status."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Kill the template and all workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._control.close()
+
+
+def _await_end(worker: _Worker) -> None:
+    """Wait until a worker that is idle or killed has ended, and close its pipe."""
+    with contextlib.suppress(OSError), worker.pipe as pipe:
+        pipe.send(())
+        with contextlib.suppress(EOFError):
+            while True:
+                pipe.recv()
 
 
 @contextlib.contextmanager
@@ -135,31 +204,62 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(pipe: int, parent: int) -> None:
-    """Run tasks in a worker until ``pipe`` closes. The worker starts with interrupts blocked, and unblocks only
-    SIGTERM.
+def serve(control: int, parent: int) -> None:
+    """Fork workers in the template until ``control`` closes. The template starts with interrupts blocked, and unblocks
+    only SIGTERM.
 
     Args:
-        pipe: file descriptor of the connection that sends the function, then tasks, and receives results.
+        control: file descriptor of the connection that sends the functions of ``Workers``, and then requests: None,
+            followed by the file descriptor of a worker's pipe, to fork a worker; or the id of a worker that has ended,
+            for its exit status.
         parent: file descriptor that is closed when the parent ends.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    with connection.Connection(pipe) as tasks:
-        function = _received(tasks)
-        while (task := _received(tasks)) is not _CLOSED:
-            result = function(task)
-            with contextlib.suppress(OSError):
-                tasks.send(result)
+    with connection.Connection(control) as requests:
+        function, prepare = requests.recv()
+        if prepare is not None:
+            prepare()
+        while (ended := _received(requests)) is not _CLOSED:
+            if ended is not None:
+                requests.send(os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]))
+                continue
+            pipe = reduction.recv_handle(requests)
+            with warnings.catch_warnings():
+                # Python warns that the child lacks the threads of libraries, which may hold locks. NumPy's BLAS, the
+                # only library here with threads, expects forks.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                requests.close()
+                _work(function, pipe, parent)
+            os.close(pipe)
+            requests.send(pid)
+
+
+def _work(function: Callable[[Any], Any], pipe: int, parent: int) -> NoReturn:
+    """Run tasks in a worker until its pipe sends an empty message or closes. Then exit."""
+    status = 1
+    try:
+        threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+        with connection.Connection(pipe) as tasks:
+            while (message := _received(tasks)) not in ((), _CLOSED):
+                result = function(*message)
+                with contextlib.suppress(OSError):
+                    tasks.send(result)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 _CLOSED = object()
 
 
-def _received(tasks: "connection.Connection[Any, Any]") -> Any:
-    """Return the next object of a connection, or ``_CLOSED``."""
+def _received(messages: "connection.Connection[Any, Any]") -> Any:
+    """Return the next message of a connection, or ``_CLOSED``."""
     try:
-        return tasks.recv()
+        return messages.recv()
     except (EOFError, OSError):
         return _CLOSED
 
