@@ -184,7 +184,9 @@ RUNS = [
     Run(case(NVFP4, "masked", (64, 128, 1), True, BF16, "expert_column"), (3, 0, 70), 136, 576, 4, room=72),
     Run(case(NVFP4, "plain", (128, 128, 1), False, FP16, "column", FP16), (200,), 264, 1472, 2, seed=None),
     Run(case(MXFP4, "offsets", (128, 128, 1), True, BF16, "expert"), (70, 0, 131), 136, 128, 1),
-    Run(case(NVFP4, "plain", (192, 128, 1), True, BF16, "column"), (250,), 136, 1600, 1, seed=1),
+    Run(case(NVFP4, "plain", (256, 128, 2), True, FP32, "column"), (250,), 136, 1600, 2, seed=1),
+    Run(case(MXFP4, "offsets", (128, 128, 2), False, FP16, "expert_column", FP32), (131, 0, 9), 264, 1344, 2),
+    Run(case(NVFP4, "masked", (64, 128, 1), False, FP32, "expert"), (3, 70), 136, 576, 4, room=72),
     Run(case(MXFP4, "counted", (256, 128, 1), True, BF16, "expert_column", BF16), (270, 3), 136, 1344, 2),
     Run(case(NVFP4, "plain", (16, 128, 1), True, FP32, "one", prefetches=True), (7,), 136, 384, 4),
 ]

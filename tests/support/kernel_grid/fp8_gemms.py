@@ -343,7 +343,7 @@ def fp8_fp4_token_gemm_cases(every: bool) -> list[FP8FP4TokenGemmCase]:
     hinted = FP8FP4TokenGemmCase(NVFP4, "plain", (64, 128, 2), False, PER_COLUMN[0], static_weight=True)
     cases = [hinted, replace(hinted, prefetches=True)]
     for tile in fp8_fp4_token_wgmma.TILES:
-        for fast_accum in (False, True) if tile[0] not in fp8_fp4_token_wgmma.FAST_TILE_M else (True,):
+        for fast_accum in (False, True) if tile[0] != fp8_fp4_token_wgmma.FAST_TILE_M else (True,):
             for fmt in (NVFP4, MXFP4) if every else (next(formats),):
                 layout = next(layouts)
                 epilogue = next(by_column if layout == "plain" else by_expert)

@@ -5,27 +5,32 @@ The GEMM is plain or grouped by expert. Each weight row is re-encoded with one p
 computes the units, and converts block scales to indices of decoding tables. ``torch_cute_ops.interleave_k`` arranges
 ``a``.
 
-Roles. A CTA consists of two consumer warpgroups, or two *K groups* of two, one producer warp and three scale-loader
-warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
+Roles. A CTA consists of two consumer warpgroups, or two *K groups* of two, one producer warp and two or three
+scale-loader warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
-| stages | ``a``, codes, indices, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
+| stages | codes, indices, record, ``a`` | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
+| slots | ``a`` in large tiles | producer | consumer warps | 1 | consumer_warps | a_slots |
 | partial sums | ``received`` | consumers of all CTAs | first K group | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 | K groups | accumulators | second K group | first K group | 8 | 8 | 1 if k_groups > 1 else 0 |
 
-1. A stage holds 256 elements of K (two k tiles), so that codes are copied in whole cache lines of 128 bytes. Consumers
-   without K groups multiply both k tiles. With two K groups, each group multiplies one k tile of every stage, so that
-   one warp of a scheduler can decode while another waits. After the last stage, the accumulators of the second group
-   are added to those of the first.
+1. A stage holds 256 elements of K (two k tiles), so that codes are copied in whole cache lines of 128 bytes. In tiles
+   of 256 rows of ``a``, the k tiles of ``a`` have a pipeline of their own, and are copied and released one by one.
+   Consumers without K groups multiply both k tiles. With two K groups, each group multiplies one k tile of every stage,
+   so that one warp of a scheduler can decode while another waits. After the last stage, the accumulators of the second
+   group are added to those of the first.
 2. Each of the four lanes that share the rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, that is,
    one MXFP4 block or two NVFP4 blocks. A block's index selects one of 256 tables of eight e4m3 bytes in shared memory,
    which consumers compute at the start of the kernel. ``a`` is interleaved so that the K of an MMA consists of eight
    elements of each lane's quarter.
 3. While the MMAs of a k tile run, a consumer decodes the next k tile into a second set of registers. At the end of an
-   iteration of the mainloop it waits for its MMAs, because ptxas would serialise MMAs that are in flight from one
-   iteration to the next. The next k tile is then already decoded.
-4. Scales are applied once, after the sum over K. ``Config.fast_accum`` is as in ``kernels.fp8_token_wgmma``.
+   iteration of the mainloop it waits for its MMAs; the next k tile is then already decoded.
+4. A lane's two weight rows are neighbours, and so are its two columns of the result. Eight lanes store 16 columns of a
+   row: a whole sector of L2.
+5. Under split-K with up to 64 rows of ``a``, each CTA adds up every ``split_k``-th row of the result. With more rows,
+   each of two CTAs adds up the accumulators of one consumer warpgroup of both.
+6. Scales are applied once, after the sum over K. ``Config.fast_accum`` is as in ``kernels.fp8_token_wgmma``.
 
 Bytes moved: The codes of each expert that owns rows, and one index per block, are read once per row tile. ``a`` is read
 once per column tile, mostly from L2. The result is written once.

@@ -9,8 +9,10 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
     GROUPS,
     K_TILE,
     LINE_SPAN,
+    NARROW_SPLITS,
     SCALE_WARPS,
     SPLITS,
+    WGMMA_M,
     WIDE,
     Arguments,
     FP8GemmConfig,
@@ -22,13 +24,12 @@ __all__ = ["Arguments", "Config", "plan"]
 
 SPAN_K: Final = LINE_SPAN * K_TILE
 """Number of elements of K in a stage. Activations are interleaved within this many elements."""
-FAST_TILE_M: Final = (192, 256)
-"""Numbers of rows of ``a`` of the largest tiles. There are not enough registers for a second set of accumulators, so
+FAST_TILE_M: Final = 256
+"""Number of rows of ``a`` of the largest tiles. There are not enough registers for a second set of accumulators, so
 ``fast_accum`` must be True."""
 TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (8, 16, 32, 64) for split_k in SPLITS),
-    (128, WIDE, 1),
-    *((tile_m, WIDE, 1) for tile_m in FAST_TILE_M),
+    *((tile_m, WIDE, split_k) for tile_m in (128, FAST_TILE_M) for split_k in NARROW_SPLITS),
 )
 """Supported (tile_m, tile_n, split_k)."""
 TABLES: Final = 256
@@ -53,6 +54,7 @@ class Config(FP8GemmConfig):
     span: ClassVar = LINE_SPAN
     has_token_scales: ClassVar = True
     in_flight: ClassVar = 1
+    pairs_rows: ClassVar = True
     pass_stages: ClassVar = 2
     """Number of stages that a consumer multiplies in an iteration of the mainloop: 512 elements of K."""
 
@@ -62,19 +64,40 @@ class Config(FP8GemmConfig):
 
     @property
     def k_groups(self) -> int:
-        # Tiles of more rows would spill registers with four consumer warpgroups.
-        return 2 if self.tile_m <= (32 if self.fast_accum else 16) else 1
+        # Larger tiles would spill registers with four consumer warpgroups. Under split-K, tiles of 64 rows would have
+        # room for three stages only.
+        most = 64 if self.fast_accum and self.split_k == 1 else 32
+        return 2 if self.tile_m <= most else 1
+
+    @property
+    def a_slots(self) -> int:
+        # If a stage held two k tiles of ``a``, only two stages would fit, and copies would be late.
+        if self.tile_m != FAST_TILE_M:
+            return 0
+        return 5 if self.split_k == 1 else 3  # under split-K, received accumulators take 64 KB
 
     @property
     def scale_warps(self) -> int:
-        # Tiles of 256 rows have room for two stages, and each scale loader needs one.
-        return 2 if self.tile_m == FAST_TILE_M[-1] else SCALE_WARPS
+        return min(SCALE_WARPS, self.stages)  # each scale loader needs a stage
+
+    @property
+    def exchanges(self) -> bool:
+        """True if each of two CTAs of a cluster adds up the accumulators of one consumer warpgroup of both CTAs."""
+        return self.split_k > 1 and self.tile_m > WGMMA_M
+
+    @property
+    def received_bytes(self) -> int:
+        return WGMMA_M * self.tile_m * 4 if self.exchanges else super().received_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        return 0 if self.exchanges else super().store_bytes
 
     @property
     def registers(self) -> tuple[int, ...]:
         # At launch, each of the 640 or 384 threads has 96 or 168 registers. The producer's warpgroup releases some for
         # the consumers.
-        return (104, 56) if self.k_groups == 2 else (232, 40)
+        return (112, 32) if self.k_groups == 2 else (232, 40)
 
     @property
     def promotes(self) -> bool:
@@ -110,7 +133,7 @@ class Config(FP8GemmConfig):
         return self.token_scales_at + 2 * GROUPS * self.tile_m * 4
 
     def reason_unsupported(self, arch: Arch) -> str | None:
-        if self.tile_m in FAST_TILE_M and not self.fast_accum:
+        if self.tile_m == FAST_TILE_M and not self.fast_accum:
             return f"tiles of {self.tile_m} rows have no registers for fp32 sums: fast_accum must be True"
         return super().reason_unsupported(arch)
 

@@ -22,10 +22,10 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
     pair,
 )
 from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of
-from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Smem, Stages, WorkSchedule, wait_if
+from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Smem, Stages, WorkSchedule, arrive, wait_if
 from torch_cute_ops.kernels.common.fp8.k_groups import K_GROUP_THREADS, KGroupSums
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
-from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
+from torch_cute_ops.kernels.common.fp8.row_stores import store_column_pairs
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_token_wgmma.config import TABLE_BYTES, TABLES, Config
@@ -191,9 +191,9 @@ class DecodingLoop:
         cute.arch.barrier(barrier_id=TABLES_READY, number_of_threads=threads)
 
     @cute.jit
-    def run(self, multiply, acc, k_group, stage, parity, consumer, work, smem):
+    def run(self, multiply, acc, k_group, stage, parity, slot, slot_parity, consumer, work, smem):
         """Multiply the k tiles of an output tile that belong to K group ``k_group``. The caller has waited for the
-        first stage. Return the next stage and its parity."""
+        first stage. Return the next stage and slot of ``a``, and their parities."""
         c = self.config
         acc.fill(0.0)
         partial = cute.make_rmem_tensor((c.mma_n // 2,), Float32) if const_expr(c.promotes) else acc
@@ -207,24 +207,45 @@ class DecodingLoop:
         self._decode(words[0], loaded)
         args = multiply, acc, partial, words, loaded, k_group
         for rest in cutlass.range(count - c.pass_stages, -1, -c.pass_stages, unroll=1):
-            stage, parity = self._multiply_stages(*args, c.pass_stages, rest, stage, parity, consumer, smem)
+            stage, parity, slot, slot_parity = self._multiply_stages(
+                *args, c.pass_stages, rest, stage, parity, slot, slot_parity, consumer, smem
+            )
         for rest in cutlass.range(count % c.pass_stages - 1, -1, -1, unroll=1):
-            stage, parity = self._multiply_stages(*args, 1, rest, stage, parity, consumer, smem)
-        return stage, parity
+            stage, parity, slot, slot_parity = self._multiply_stages(
+                *args, 1, rest, stage, parity, slot, slot_parity, consumer, smem
+            )
+        return stage, parity, slot, slot_parity
 
     def _multiply_stages(
-        self, multiply, acc, partial, words, loaded, k_group, count: int, follow, stage, parity, consumer, smem
+        self,
+        multiply,
+        acc,
+        partial,
+        words,
+        loaded,
+        k_group,
+        count: int,
+        follow,
+        stage,
+        parity,
+        slot,
+        slot_parity,
+        consumer,
+        smem,
     ) -> tuple:
         """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. The caller has waited
         for the first stage, and has decoded its first k tile to ``words[0]``. Return the next stage and its parity."""
         done, last = None, count * self.k_tiles - 1
         for i in range(last + 1):
-            within = i % self.k_tiles
-            multiply(
-                stage * LINE_SPAN + k_group + within, words[i % 2], partial, adds=i > 0 or not self.config.promotes
-            )
+            within, used = i % self.k_tiles, slot
+            if self.config.a_slots:
+                smem.slots.wait_full(slot, slot_parity)
+                slot, slot_parity = smem.slots.next(slot, slot_parity)
+            else:
+                used = stage * LINE_SPAN + k_group + within
+            multiply(used, words[i % 2], partial, adds=i > 0 or not self.config.promotes)
             # Load the next k tile, and wait for the previous k tile's MMAs, while this k tile's MMAs run.
-            read = None
+            read, decoded = None, None
             if within == self.k_tiles - 1:
                 read = stage
                 stage, parity = smem.stages.next(stage, parity)
@@ -236,15 +257,26 @@ class DecodingLoop:
                 self._load_if(follow > 0, loaded, stage, parity, k_group, consumer, smem)
             warpgroup.wait_group(1)
             if done is not None:
-                self.stages.release(done, consumer.lane, smem)
+                self._release(done, consumer, smem)
             self._decode(words[(i + 1) % 2], loaded)
+            if self.config.a_slots:
+                read = used
+                if within == self.k_tiles - 2:  # all codes of the stage are decoded
+                    self.stages.release(stage, consumer.lane, smem)
             done = read
         warpgroup.wait_group(0)
-        self.stages.release(done, consumer.lane, smem)
+        self._release(done, consumer, smem)
         if self.config.promotes:
             for i in range(self.config.mma_n // 2):
                 acc[i] = ptx.add_rn(acc[i], partial[i])
-        return stage, parity
+        return stage, parity, slot, slot_parity
+
+    def _release(self, done, consumer: Consumer, smem) -> None:
+        """Release a k tile of ``a``, or the stage that holds it."""
+        if self.config.a_slots:
+            arrive(smem.slots.empty + done, consumer.lane)
+        else:
+            self.stages.release(done, consumer.lane, smem)
 
     @cute.jit
     def _load_if(self, condition, loaded: Loaded, stage, parity, k_group, consumer, smem):
@@ -259,7 +291,7 @@ class DecodingLoop:
         dtype = Uint8 if width == 1 else Uint16
         base = cute.recast_ptr(self.stages.scales(stage * LINE_SPAN, smem).iterator, dtype=Uint8)
         for r in range(ROWS):
-            row = consumer.row + 8 * r
+            row = consumer.row ^ r
             codes = load_words(self.weight.code_piece(stage, row, consumer.quad, k_tile, smem))
             for i in range(STEPS):
                 loaded.codes[r * STEPS + i] = codes[i]
@@ -300,21 +332,26 @@ class DecodingConsumers:
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
         k_group = group // GROUPS if const_expr(c.k_groups > 1) else Int32(0)
         in_group = tid % K_GROUP_THREADS
-        first = in_group // 32 * 16
-        consumer = Consumer(in_group, lane, lane % 4, first, first + lane // 4, Int32(0), smem.stores)
+        first, pair = in_group // 32 * 16, lane // 4
+        # Two lanes whose loads are served together have an even and an odd row, so that they access different banks.
+        row = first + 2 * pair + pair % 2
+        consumer = Consumer(in_group, lane, lane % 4, first, row, Int32(0), smem.stores)
         self.loop.compute_tables(tid, smem)
         multiply = self.mma.begin(smem)
         acc = cute.make_rmem_tensor((c.mma_n // 2,), Float32)
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        slot, slot_parity = Int32(0), Int32(0)
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
             # Load alpha, bias, units and scales before the MMAs, so that the MMAs hide the latency of the loads. Under
             # split-K, load only the scales here, and alpha, bias and units after the MMAs: the exchange of partial sums
             # hides these loads, and during the MMAs the loaded values would take many registers.
-            finish = self.results.finish(column, expert, consumer, work) if const_expr(c.split_k == 1) else None
+            finish = self._of_rows(column, expert, consumer, work) if const_expr(c.split_k == 1) else None
             scales = self._token_scales(row, rows, tid, work)
-            stage, parity = self.loop.run(multiply, acc, k_group, stage, parity, consumer, work, smem)
+            stage, parity, slot, slot_parity = self.loop.run(
+                multiply, acc, k_group, stage, parity, slot, slot_parity, consumer, work, smem
+            )
             tile = row, rows, column, expert, number + work.num_clusters >= work.num_tiles
             if const_expr(c.k_groups == 1):
                 self._finish(acc, scales, finish, tile, turn, group, consumer, work, smem)
@@ -337,12 +374,30 @@ class DecodingConsumers:
             tile: first row, number of rows, first column and expert of the tile; and True for the CTA's last tile.
         """
         row, rows, column, expert, is_last = tile
+        if self.config.exchanges:
+            self._exchange(acc, scales, row, rows, column, expert, turn, is_last, group, consumer, work, smem)
+            return
         self._scale(acc, scales, turn * GROUPS + group, group, consumer, smem)
         if self.config.split_k > 1:
             finish = self.results.finish(column, expert, consumer, work)
             self.results.add_up(acc, finish, row, rows, column, turn, is_last, consumer, work, smem)
         else:
-            store_columns(acc, work.out, row, rows, column + consumer.first, consumer.lane, finish)
+            store_column_pairs(acc, work.out, row, rows, column + consumer.first, consumer.lane, finish)
+
+    @cute.jit
+    def _exchange(self, acc, scales: list, row, rows, column, expert, turn, is_last, group, consumer, work, smem):
+        """Add up the accumulators of one consumer warpgroup over two CTAs, and store its results."""
+        exists = rows > 0
+        self.results.exchange(acc, exists, group, turn, is_last, consumer, work, smem)
+        if group == work.rank:
+            self._scale(acc, scales, turn * GROUPS + group, group, consumer, smem)
+            finish = self._of_rows(column, expert, consumer, work)
+            store_column_pairs(acc, work.out, row, rows, column + consumer.first, consumer.lane, finish)
+
+    def _of_rows(self, column, expert, consumer, work) -> tuple:
+        """Return the functions that apply the epilogue to the accumulators of the thread's two weight rows."""
+        epilogue = self.results.epilogue.of_tile(expert, work)
+        return tuple(epilogue(column + (consumer.row ^ r), 1) for r in range(2))
 
     def _token_scales(self, row, rows, tid, work) -> list:
         """Load this thread's share of the scales of a tile's rows of ``a``: every 128th row."""

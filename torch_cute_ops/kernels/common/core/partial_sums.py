@@ -29,11 +29,11 @@ COLUMNS = 4  # number of columns of the result that a thread reduces at once
 
 
 @cute.jit
-def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, column, quad) -> None:
+def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, column, quad, step=8) -> None:
     """Store a lane's accumulators in this CTA's shared memory, at ``base``, in the layout ``tile``.
 
-    Four lanes share each column. ``quad`` is the index of this lane among the four. If ``tile_m`` is 1, the four lanes
-    hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
+    The lane's columns are ``column`` and ``column + step``. Four lanes share each column. ``quad`` is the index of this
+    lane among the four. If ``tile_m`` is 1, the four lanes hold the same two accumulators, ``acc[0]`` and ``acc[2]``.
     """
     layout = cute.make_layout((tile.tile_m, tile.pitch), stride=(tile.pitch, 1))
     to = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
@@ -42,7 +42,7 @@ def store_partial_sums(tile: PartialSums, acc: cute.Tensor, base: cute.Pointer, 
             to[0, column + quad * 8] = ptx.select(quad == 0, acc[0], acc[2])
     for group in range(tile.tile_m // MMA_TOKENS):
         for i in range(4):
-            to[group * MMA_TOKENS + quad * 2 + i % 2, column + i // 2 * 8] = acc[group * 4 + i]
+            to[group * MMA_TOKENS + quad * 2 + i % 2, column + i // 2 * step] = acc[group * 4 + i]
 
 
 def thread_columns(tile: PartialSums, threads: int, tid, first_column) -> tuple:

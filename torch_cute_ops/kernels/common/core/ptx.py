@@ -508,14 +508,17 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
 
 @dsl_user_op
 def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=None) -> None:
-    """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``.
+    """Store one, two or four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``.
 
     The store is predicated instead of branched over, because the compiler would not move other stores across a branch.
     """
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]
-    text = f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}};}}"
-    _asm(None, operands, text, "l,r,r,r,r,r", loc, ip)
+    vector = f".v{len(words)}" if len(words) > 1 else ""
+    values = ", ".join(f"${2 + i}" for i in range(len(words)))
+    values = f"{{{values}}}" if len(words) > 1 else values
+    text = f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global{vector}.b32 [$0+{offset}], {values};}}"
+    _asm(None, operands, text, ",".join("lr" + "r" * len(words)), loc, ip)
 
 
 @dsl_user_op

@@ -51,7 +51,8 @@ class Consumer(NamedTuple):
         tid: index of the thread among all consumer threads of the tile.
         lane, quad: index of the thread in its warp, and index among the four lanes that share a row.
         first: first of the 16 rows of the M side that this warp computes.
-        row: first of the thread's two rows of the M side. The second is ``row + 8``.
+        row: first of the thread's two rows of the M side. The second is ``row ^ 1`` if ``FP8GemmConfig.pairs_rows``,
+            otherwise ``row + 8``.
         token: in a swapped tile, first row of ``a`` that this warpgroup computes.
         stores: shared memory in which the warp assembles lines of the result before it stores them.
     """
@@ -145,9 +146,7 @@ def token_operand(config: FP8GemmConfig, smem: Smem) -> cute.Tensor:
     """Return the activations of all slots (k tiles in the pipeline) as the B operand of MMAs whose A operand is in
     registers."""
     mma = tiled_mma(config.mma_n, warpgroup.OperandSource.RMEM)
-    return mma.make_fragment_B(
-        mma.get_slice(0).partition_B(k_tiles(smem.a, config.tile_m, config.stages * config.span))
-    )
+    return mma.make_fragment_B(mma.get_slice(0).partition_B(k_tiles(smem.a, config.tile_m, config.slots)))
 
 
 def register_operand(words, steps: int) -> cute.Tensor:
@@ -653,7 +652,8 @@ class Results:
         c = self.config
         of_part = replace(c.sum_tile, tile_m=c.mma_n)
         base = smem.stores + cute.assume(consumer.token * (4 * of_part.pitch), divby=16)
-        store_partial_sums(of_part, acc, base, consumer.row, consumer.quad)
+        step = (consumer.row ^ 1) - consumer.row if c.pairs_rows else 8
+        store_partial_sums(of_part, acc, base, consumer.row, consumer.quad, step)
 
     @cute.jit
     def _tell_read(self, is_last, consumer, smem):

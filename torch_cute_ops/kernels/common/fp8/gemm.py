@@ -98,6 +98,7 @@ class Smem:
         copies: pipeline from the producer and the scale loaders to the decoders. Without decoders, it ends at the
             consumers.
         stages: pipeline of the stages that the consumers multiply. It has the same empty barriers as ``copies``.
+        slots: pipeline of the k tiles of ``a``, if ``a`` has a pipeline of its own.
         partial_sums: barriers of ``received``: full when the other CTAs' partial sums have arrived, empty when all CTAs
             have read the partial sums that they received.
         k_groups: barriers for the accumulators that the second K group passes to the first K group.
@@ -113,6 +114,7 @@ class Smem:
     table: cute.Pointer
     copies: Pipeline
     stages: Pipeline
+    slots: Pipeline
     partial_sums: Pipeline
     k_groups: Pipeline
 
@@ -144,7 +146,7 @@ class Stages:
     def allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        b = base + c.stages * c.span * c.tile_m * K_TILE
+        b = base + c.slots * c.tile_m * K_TILE
         workspace = b + c.stages * c.copied_n * c.line
         scales = workspace + c.workspace_bytes
         records = scales + c.stages * c.span * c.slot_words * 4
@@ -165,6 +167,7 @@ class Stages:
             table=table,
             copies=Pipeline(copied, empty, c.stages),
             stages=Pipeline(barriers, empty, c.stages),
+            slots=Pipeline.at(barriers + 2 * c.stages + 2, c.a_slots),
             partial_sums=Pipeline(barriers + 2 * c.stages, barriers + 2 * c.stages + 1, 1),
             k_groups=Pipeline(barriers + 3 * c.stages + 2, barriers + 3 * c.stages + 3, 1),
         )
@@ -179,6 +182,8 @@ class Stages:
             if c.decoder_warps:
                 cute.arch.mbarrier_init(smem.stages.full + i, c.decoded_arrivals)
             cute.arch.mbarrier_init(smem.stages.empty + i, c.consumer_warps * c.cluster_m)
+        if c.a_slots:
+            smem.slots.init(1, c.consumer_warps)
         if c.split_k > 1:
             smem.partial_sums.init(1, 4 * GROUPS * c.split_k)
         if c.k_groups > 1:
@@ -366,12 +371,13 @@ class Producer:
     @cute.jit
     def run(self, a_map, b_map, lane, work, smem):
         c = self.config
-        a_stages = cute.group_modes(k_tiles(smem.a, c.box_m, c.stages * c.span * c.boxes), 0, 2)
+        a_stages = cute.group_modes(k_tiles(smem.a, c.box_m, c.slots * c.boxes), 0, 2)
         b_stages = cute.group_modes(self.weight.stages(c.stages, smem), 0, 2)
         one = cute.make_layout(1)
         policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
         # The parity 1 lets the first waits for empty stages return at once.
         stage, parity = Int32(0), Int32(1)
+        slot, slot_parity = Int32(0), Int32(1)
         ahead = Int32(0)  # number of stages for which the weight copy has started
         for number in range(work.first, work.num_tiles, work.num_clusters):
             expert, row, rows, column = self.schedule.find(number, lane, work, smem)
@@ -384,7 +390,9 @@ class Producer:
             tiled = cute.local_tile(b_map[1], (c.copied_n, c.line, 1), (place, None, expert))
             b_to, b_from = cpasync.tma_partition(b_map[0], 0, one, b_stages, cute.group_modes(tiled, 0, 3))
             boxes = cutlass.max(cutlass.min(cute.ceil_div(rows, c.box_m), Int32(c.boxes)), Int32(0))
-            size = c.copied_n * c.line + boxes * (c.span * c.box_m * K_TILE)
+            size = c.copied_n * c.line
+            if const_expr(not c.a_slots):
+                size += boxes * (c.span * c.box_m * K_TILE)
             record = row, rows, column, expert if const_expr(c.tells_expert) else 0
             if const_expr(c.static_weight):
                 if number == work.first:
@@ -407,12 +415,21 @@ class Producer:
                     smem.copies.wait_empty(stage, parity)
                     self._expect(record, size, stage, smem)
                 barrier = smem.copies.full + stage
+                if const_expr(c.a_slots):
+                    cute.copy(b_map[0], b_from[None, k_stage], b_to[None, stage], tma_bar_ptr=barrier, **policy)
                 for i in range_constexpr(c.span):
+                    at = stage * c.span + i
+                    if const_expr(c.a_slots):
+                        at, barrier = slot, smem.slots.full + slot
+                        smem.slots.wait_empty(slot, slot_parity)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, boxes * (c.box_m * K_TILE))
+                        slot, slot_parity = smem.slots.next(slot, slot_parity)
                     for box in range_constexpr(c.boxes):
                         if box < boxes:
-                            to = a_to[None, (stage * c.span + i) * c.boxes + box]
+                            to = a_to[None, at * c.boxes + box]
                             cute.copy(a_map[0], a_from[None, box, k_stage * c.span + i], to, tma_bar_ptr=barrier)
-                if const_expr(not c.static_weight):
+                if const_expr(not (c.static_weight or c.a_slots)):
                     source, to = b_from[None, k_stage], b_to[None, stage]
                     cute.copy(b_map[0], source, to, tma_bar_ptr=barrier, **policy)
                 stage, parity = smem.copies.next(stage, parity)

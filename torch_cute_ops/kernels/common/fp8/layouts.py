@@ -168,6 +168,9 @@ class FP8GemmConfig:
         slot_words: number of fp32 words of a slot's scales, a multiple of 4.
         line: bytes of a weight row in a stage.
         span: number of k tiles of a stage.
+        a_slots: number of k tiles of ``a`` in a pipeline of their own, or 0 if the stages hold ``a``. With large tiles,
+            k tiles of ``a`` are then copied and released one by one, although a stage holds ``span`` k tiles of the
+            weight.
         k_groups: number of sets of ``GROUPS`` consumer warpgroups. With two sets, set i multiplies the i-th k tile of
             each stage, and the accumulators of both sets are added up after the last stage of a tile.
         has_token_scales: True if ``a`` has per-token scales, False if it has block scales.
@@ -179,6 +182,7 @@ class FP8GemmConfig:
             after the stage's copies have arrived.
         decoder_teams: number of decoder teams. Teams take the stages round-robin.
         cluster_m: number of CTAs of a cluster that share a weight tile. Each computes ``tile_m`` rows of ``a``.
+        pairs_rows: True if a consumer thread's two rows of the M side are neighbours, False if they are 8 rows apart.
         unrolls: True if one iteration of the main loop covers all stages of the pipeline, so that all addresses are
             constants.
         waits_last: True if consumers wait for the previous kernel only after their last tile, because the two kernels
@@ -199,6 +203,7 @@ class FP8GemmConfig:
     in_flight: ClassVar[Any] = 2
     line: ClassVar[int] = K_TILE
     span: ClassVar[int] = 1
+    a_slots: ClassVar[Any] = 0
     k_groups: ClassVar[Any] = 1
     has_token_scales: ClassVar[bool] = False
     scale_warps: ClassVar[Any] = SCALE_WARPS
@@ -208,6 +213,7 @@ class FP8GemmConfig:
     decoder_warps: ClassVar[Any] = 0
     decoder_teams: ClassVar[Any] = 1
     cluster_m = 1
+    pairs_rows: ClassVar[bool] = False
     unrolls: ClassVar[Any] = False
     waits_last: ClassVar[Any] = False
 
@@ -330,16 +336,23 @@ class FP8GemmConfig:
         return self.tile_m < 2 * WGMMA_M
 
     @property
+    def slots(self) -> int:
+        """Number of k tiles of ``a`` in shared memory."""
+        return self.a_slots or self.stages * self.span
+
+    @property
     def stage_bytes(self) -> int:
-        """Bytes of shared memory that a stage takes: both operands, their scales, and a record."""
-        of_slots = self.span * (self.tile_m * K_TILE + self.slot_words * 4)
-        return of_slots + self.copied_n * self.line + RECORD_BYTES
+        """Bytes of shared memory that a stage takes: the weight, ``a`` unless it has its own pipeline, their scales,
+        and a record."""
+        of_a = 0 if self.a_slots else self.tile_m * K_TILE
+        return self.span * (of_a + self.slot_words * 4) + self.copied_n * self.line + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:
         """Bytes of shared memory that a CTA takes."""
         return (
             self.stages * self.stage_bytes
+            + self.a_slots * self.tile_m * K_TILE
             + self.workspace_bytes
             + self.store_bytes
             + self.received_bytes

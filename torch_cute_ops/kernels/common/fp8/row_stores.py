@@ -112,6 +112,29 @@ def store_columns(
                     _store([word], 2, out, first_row + row, column)
 
 
+def store_column_pairs(acc: cute.Tensor, out: cute.Tensor, first_row, rows, first_column, lane, finish) -> None:
+    """Apply the epilogue to the accumulators of a swapped tile whose threads hold neighbouring columns
+    (``FP8GemmConfig.pairs_rows``), and store 16 columns of ``out``, eight rows at a time.
+
+    Eight lanes store 16 contiguous columns of a row, that is, whole sectors. ``finish`` contains the functions for the
+    lane's two columns. In every second pair of columns, the lane's first column is the odd one.
+    """
+    dtype = out.element_type
+    pair = lane // 4
+    column = first_column + pair * 2
+    exists, is_odd = column < out.shape[1], pair % 2 > 0
+    for group in range(cute.size(acc) // 4):
+        for e in range(2):
+            row = 8 * group + lane % 4 * 2 + e
+            values = [finish[r](acc[4 * group + 2 * r + e], 0) for r in range(2)]
+            words = pack(values, dtype)
+            if len(words) == 2:
+                words = [ptx.select(is_odd, words[1 - i], words[i]) for i in range(2)]
+            else:
+                words = [ptx.prmt_by(words[0], words[0], ptx.select(is_odd, Uint32(0x1032), Uint32(0x3210)))]
+            ptx.store_if(_place(2, out, first_row + row, column), words, (row < rows) & exists)
+
+
 def _store(words: list, divby: int, out: cute.Tensor, row, column) -> None:
     store_words(words, cute.make_tensor(_place(divby, out, row, column), cute.make_layout(len(words))))
 
