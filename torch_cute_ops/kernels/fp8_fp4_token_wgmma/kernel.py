@@ -245,7 +245,7 @@ class DecodingLoop:
                 used = stage * LINE_SPAN + k_group + within
             multiply(used, words[i % 2], partial, adds=i > 0 or not self.config.promotes)
             # Load the next k tile, and wait for the previous k tile's MMAs, while this k tile's MMAs run.
-            read, decoded = None, None
+            read = None
             if within == self.k_tiles - 1:
                 read = stage
                 stage, parity = smem.stages.next(stage, parity)
