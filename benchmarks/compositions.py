@@ -16,15 +16,15 @@ BLOCK = 16
 E4M3_MAX = 448.0
 
 
-def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise (M, K) fp32 to packed e2m1 (M, K/2) uint8 and block scales (M, K/16) float8_e4m3fn, with global scale
-    1."""
+def nvfp4_quantize(y: torch.Tensor, global_scale: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise (M, K) fp32 to packed e2m1 (M, K/2) uint8 and block scales (M, K/16) float8_e4m3fn. `global_scale` is
+    one number, or (M, 1)."""
     blocks = y.unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1)
-    scale = (amax * (1 / 6)).clamp(max=E4M3_MAX)
+    scale = (amax * global_scale * (1 / 6)).clamp(max=E4M3_MAX)
     scale = torch.where(torch.isfinite(amax), scale, float("nan")).to(torch.float8_e4m3fn)
     decoded = scale.to(torch.float32)
-    inverse = torch.where(decoded > 0, 1.0 / decoded, 0.0)  # 0 if the block is all zero or contains NaN
+    inverse = torch.where(decoded > 0, global_scale / decoded, 0.0)  # 0 if the block is all zero or contains NaN
     scaled = blocks * inverse.unsqueeze(-1)
     magnitude = scaled.abs().clamp(max=6.0)
     # Round half to even, to multiples of 0.5 below 2, of 1 from 2 to 4, and of 2 above 4.
@@ -156,6 +156,39 @@ def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the result of `silu_mul_fp32` to NVFP4 with 128x4 scales."""
     y, scale = nvfp4_quantize(silu_mul_fp32(x))
     return y, to_128x4(scale)
+
+
+def nvfp4_quantize_per_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise (M, K) fp32 to NVFP4 with 128x4 scales and a scale per row, (M,). Rows of extreme magnitude are not
+    handled."""
+    row_scale = y.abs().amax(-1) / 2688
+    factor = torch.where(row_scale > 0, 1 / row_scale, row_scale)
+    codes, scale = nvfp4_quantize(y, factor.unsqueeze(-1))
+    return codes, to_128x4(scale), row_scale
+
+
+def fp4_quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise to NVFP4 with a scale per row."""
+    return nvfp4_quantize_per_token(x.to(torch.float32))
+
+
+def rmsnorm_fp4quant_per_token(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Apply RMSNorm, then quantise to NVFP4 with a scale per row."""
+    return nvfp4_quantize_per_token(rmsnorm_fp32(x, weight, eps))
+
+
+def add_rmsnorm_fp4quant_per_token(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add `x` to the residual in place, and return `rmsnorm_fp4quant_per_token` of the sum."""
+    return rmsnorm_fp4quant_per_token(residual.add_(x), weight, eps)
+
+
+def silu_mul_fp4quant_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise the result of `silu_mul_fp32` to NVFP4 with a scale per row."""
+    return nvfp4_quantize_per_token(silu_mul_fp32(x))
 
 
 def e4m3_quantize(

@@ -19,11 +19,12 @@ COLOURS = {
     "humming": "#CC79A7",
     "marlin": "#E69F00",
     "quack": "#D55E00",
+    "plain": "#D55E00",
     "inductor": "#009E73",
     "cublas_bf16": "#009E73",
     "copy": "#8A8A8A",
 }
-MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "humming": "v", "cublas_bf16": "^", "copy": None}
+MARKERS = {"ours": "o", "quack": "s", "plain": "s", "inductor": "^", "humming": "v", "cublas_bf16": "^", "copy": None}
 
 
 def _count(value: float, _: Any = None) -> str:

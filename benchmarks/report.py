@@ -25,6 +25,7 @@ LABELS = {
     "humming_w4a16": "humming W4A16",
     "marlin": "Marlin",
     "quack": "QuACK",
+    "plain": "without row scales",
     "inductor": "Inductor",
     "cublas_bf16": "cuBLAS bf16",
     "fill": "fill",

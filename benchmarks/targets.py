@@ -15,6 +15,9 @@ FP4_OVER_INDUCTOR = 5.0
 FP8_OVER_INDUCTOR = 2.0
 FP8_DECODE_OVER_INDUCTOR = 1.0
 """Smallest speedup over the composition compiled by Inductor."""
+PER_TOKEN_OVER_PLAIN = 1.05
+"""Largest accepted time of an op that computes a scale per row, divided by the time of the same op without row
+scales."""
 
 # --- steps of an expert layer ---
 

@@ -11,11 +11,13 @@ from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.ops.add_rmsnorm import add_rmsnorm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_both_layouts import add_rmsnorm_fp4quant_both_layouts
+from torch_cute_ops.ops.add_rmsnorm_fp4quant_per_token import add_rmsnorm_fp4quant_per_token
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm_both_layouts import add_rmsnorm_fp4quant_with_norm_both_layouts
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
@@ -38,11 +40,13 @@ from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.ops.qkv_norm_rope_append import qkv_norm_rope_append
 from torch_cute_ops.ops.rmsnorm import rmsnorm
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
+from torch_cute_ops.ops.rmsnorm_fp4quant_per_token import rmsnorm_fp4quant_per_token
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul import silu_mul
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
+from torch_cute_ops.ops.silu_mul_fp4quant_per_token import silu_mul_fp4quant_per_token
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
 from torch_cute_ops.quantized import QuantizedWeight, dequantize, linear, quantize
@@ -55,6 +59,7 @@ __all__ = [
     "add_rmsnorm",
     "add_rmsnorm_fp4quant",
     "add_rmsnorm_fp4quant_both_layouts",
+    "add_rmsnorm_fp4quant_per_token",
     "add_rmsnorm_fp4quant_with_norm",
     "add_rmsnorm_fp4quant_with_norm_both_layouts",
     "add_rmsnorm_fp8quant",
@@ -66,6 +71,7 @@ __all__ = [
     "dequantize",
     "fp4_dequantize",
     "fp4_quantize",
+    "fp4_quantize_per_token",
     "fp4quant_mm_fp4",
     "fp8_quantize",
     "grouped_mm_fp8",
@@ -96,11 +102,13 @@ __all__ = [
     "quantize",
     "rmsnorm",
     "rmsnorm_fp4quant",
+    "rmsnorm_fp4quant_per_token",
     "rmsnorm_fp4quant_with_norm",
     "rmsnorm_fp8quant",
     "silu_mul",
     "silu_mul_fp4quant",
     "silu_mul_fp4quant_mm_fp4",
+    "silu_mul_fp4quant_per_token",
     "silu_mul_fp8quant",
     "silu_mul_mm_fp4_weight_only",
     "warmup",

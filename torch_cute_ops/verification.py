@@ -171,6 +171,8 @@ def _rows(
     fmt = None
     if "block_size" in named:
         fmt = resolve_fp4_format(named["block_size"], named["scale_format"])
+    elif "row_scale" in spec.outputs:
+        fmt = NVFP4
     if "scale_layout" in named:
         named["scale_layout"] = "linear" if fmt is not None else "row"
     want = as_tuple(spec.compute(named))

@@ -158,6 +158,8 @@ def test_row_alone(op, name, device):
             if key.startswith("scale"):
                 layout = key.removeprefix("scale_") if key != "scale" else given["scale_layout"]
                 want.append(row_of_scales(output, layout, rows, outputs_width(outputs[0]), given, m))
+            elif key == "row_scale":
+                want.append(output[m : m + 1])
             else:
                 want.append(output.reshape(rows, *output.shape[first.dim() - 1 :])[m])
         assert_same(run(op, named(op, alone)), want)
@@ -174,7 +176,7 @@ def row_of_scales(scale, layout, rows, width, given, m):
         return scale if given["granularity"] == "tensor" else scale.reshape(rows, -1)[m]
     # Collect the row's bytes from the batch's layout, then arrange them for a single row.
     all_bytes = scale.cpu().contiguous().view(torch.uint8).numpy()
-    row = spec.collect(all_bytes, layout, rows, width // given["block_size"])[m]
+    row = spec.collect(all_bytes, layout, rows, width // given.get("block_size", 16))[m]
     laid = torch.from_numpy(np.ascontiguousarray(spec.arrange(row[None], layout))).to(scale.device).view(scale.dtype)
     return laid[0] if layout == "linear" else laid
 

@@ -71,6 +71,18 @@ def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Ten
     return packed.reshape(*lead, packed.shape[-1]), scale
 
 
+def quantised_per_token(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
+    """Quantise fp32 rows to NVFP4 with a scale per row; return ``(y, scale, row_scale)``. ``lead`` are the leading
+    dimensions of the input."""
+    blocks, row_scale = spec.quantise_per_token(value)
+    scale = torch.from_numpy(spec.arrange(blocks.scales, given["scale_layout"]))
+    if given["scale_layout"] == "linear":
+        scale = scale.reshape(*lead, scale.shape[-1])
+    packed = torch.from_numpy(blocks.packed)
+    y = packed.reshape(*lead, packed.shape[-1])
+    return y, scale.view(torch.float8_e4m3fn), torch.from_numpy(row_scale)
+
+
 def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
     """Quantise fp32 rows to FP8 as the call asks; return ``(y, scale)``. ``lead`` are the leading dimensions of the
     input."""

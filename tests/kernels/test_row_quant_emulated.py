@@ -20,6 +20,7 @@ from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp4_quantize_per_token import quantize_rows_per_token
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -30,6 +31,7 @@ from torch_cute_ops.testing import GATE_ERROR, assert_fp4_close, assert_fp8_clos
 fp4_dequantize = OPS["fp4_dequantize"].reference
 
 EPS = 1e-5
+FLT_MAX = torch.finfo(torch.float32).max
 GATE = (1.702, 1.0, 3.0)
 """Parameters of a gate. About half of the values of ``inputs`` are above its limit."""
 
@@ -42,6 +44,7 @@ class Outcome(NamedTuple):
     linear: torch.Tensor | None
     norm: torch.Tensor | None
     residual: torch.Tensor | None
+    row_scale: torch.Tensor | None = None
 
 
 def expected(spec: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any) -> Outcome:
@@ -55,6 +58,9 @@ def expected(spec: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any
     if spec.normalises:
         value = rmsnorm_rows(value, weight, EPS)
     norm = value.to(spec.dtype) if spec.writes_norm else None
+    if spec.has_row_scale:
+        y, scale, row_scale = quantize_rows_per_token(value, spec.layout.name)
+        return Outcome(y, scale, None, norm, updated, row_scale)
     if isinstance(spec.fmt, FP4Format):
         y, linear = quantize_rows(value, spec.fmt, factor, "linear")
         scale = linear if spec.layout.is_linear else from_linear(linear, spec.layout)
@@ -94,6 +100,7 @@ def execute(
             scale = poisoned(*((1,) if p.fmt == FP8_TENSOR else (rows, scales)), dtype=torch.float32)
     linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
     norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
+    row_scale = poisoned(rows, dtype=torch.float32) if p.has_row_scale else None
     # Copy with the same strides, which clone() would not keep.
     residual = (
         None
@@ -111,6 +118,7 @@ def execute(
         scale=scale,
         scale_linear=linear,
         norm=norm,
+        row_scale=row_scale,
         offsets=None,
         counts=None,
         eps=EPS,
@@ -122,7 +130,7 @@ def execute(
     # Not strict for clusters: a CTA overwrites partial sums in another CTA's shared memory. Only shuffles order the
     # other CTA's reads before the overwrite, and the emulator does not track this order.
     run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, scoped=True, edit=edit)
-    return Outcome(y, scale, linear, norm, residual)
+    return Outcome(y, scale, linear, norm, residual, row_scale)
 
 
 def check(spec: Any, got: Outcome, want: Outcome) -> None:
@@ -131,7 +139,11 @@ def check(spec: Any, got: Outcome, want: Outcome) -> None:
     if not spec.normalises and spec.source == "rows":
         equal("y", got.y, want.y)
         equal("scale", got.scale, want.scale)
+        equal("row_scale", got.row_scale, want.row_scale)
         return
+    if spec.has_row_scale:
+        limit = 1e-6 if spec.normalises else GATE_ERROR
+        torch.testing.assert_close(got.row_scale, want.row_scale, rtol=limit, atol=0.0, equal_nan=True)
     if isinstance(spec.fmt, FP4Format):
         want_scale = want.scale.reshape(got.scale.shape)
         assert_fp4_close((got.y, got.scale), (want.y, want_scale), spec.fmt, spec.layout)
@@ -209,6 +221,7 @@ class Run(NamedTuple):
 
 BF, HF, F, BFF = (BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)
 NV, NVG, MX = (tuple(itertools.product([name], ("linear", "128x4", "8x4"))) for name in ("nvfp4", "nvfp4-g", "mxfp4"))
+NVT = tuple(itertools.product(["nvfp4-t"], ("linear", "128x4", "8x4")))
 TENSOR, TOKEN, BLOCK, COLUMNS = FP8_TARGETS
 
 
@@ -276,6 +289,23 @@ RUNS = [
     run("swiglu", HF, 2304, TOKEN, HOPPER, 9, 4, 0, **CLUSTER),
     # The CTAs exchange only the amax of the row.
     run("quantize", BF, 1152, TOKEN, HOPPER, 9, 4, 1, **CLUSTER),
+    # Each NVFP4 row gets its own scale: with several rows per warp, one or two warps per row, warps that process one
+    # block more than others, and two CTAs per row.
+    run("quantize", BF, 48, NVT[1], HOPPER, 130, 2, 0, groups=2),
+    run("norm", HF, 128, NVT[2], BLACKWELL, 19, 1, 1, groups=2),
+    run("quantize", F, 528, NVT[1], BLACKWELL, 140, 3, 0, **WARP_GROUPS),
+    run("norm", BF, 512, NVT[1], HOPPER, 130, 2, 1, **WARP_GROUPS, stages=1),
+    run("add", BFF, 528, NVT[0], BLACKWELL, 13, 1, 0, **WARP_GROUPS),
+    run("silu", HF, 1024, NVT[2], HOPPER, 13, 1, 1, **WARP_GROUPS),
+    run("add", HF, 2048, NVT[1], HOPPER, 9, 1, 2, **WIDE_GROUPS),
+    run("norm", F, 1024, NVT[0], HOPPER, 9, 1, 0, **WIDE_GROUPS),
+    run("swiglu", F, 1152, NVT[1], BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
+    run("norm", BF, 1536, NVT[1], HOPPER, 20, 1, 0, **FOUR_GROUPS),
+    run("swiglu", BF, 1296, NVT[0], HOPPER, 9, 1, 0, **FOUR_GROUPS),
+    run("quantize", BF, 1152, NVT[1], HOPPER, 9, 4, 1, **CLUSTER),
+    run("add", HF, 1152, NVT[2], BLACKWELL, 9, 4, 0, **CLUSTER),
+    run("norm", BF, 2576, NVT[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
+    run("swiglu", HF, 2304, NVT[1], HOPPER, 9, 4, 0, **CLUSTER),
     # Nothing is quantised.
     run("norm", BF, 128, ROUNDED, HOPPER, 19, 1, 0, groups=2),
     run("norm", F, 528, ROUNDED, BLACKWELL, 9, 1, 1, **WARP_GROUPS),
@@ -387,7 +417,7 @@ def test_neighbours_read_before_a_sum_is_stored() -> None:
         execute(config, HOPPER, *given, 1, 2, edit=changed(r"bar\.warp\.sync", 3))
 
 
-@pytest.mark.parametrize("target", [NVG[1], MX[0], TENSOR, TOKEN, COLUMNS])
+@pytest.mark.parametrize("target", [NVG[1], NVT[1], MX[0], TENSOR, TOKEN, COLUMNS])
 @pytest.mark.parametrize("dtypes", [BF, F], ids=["bf16", "fp32"])
 def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     """Check special values of gates with clamps.
@@ -404,7 +434,7 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     got = execute(config, HOPPER, *given, 2, 0)
     want = expected(config.spec, *given)
     check(config.spec, got, want)
-    by_row = dataclasses.replace(config.spec, fmt=FP8_TOKEN, layout=ROW)
+    by_row = dataclasses.replace(config.spec, fmt=FP8_TOKEN, layout=ROW, has_row_scale=False)
     rows = expected(by_row, x, None, None, None).scale.flatten()
     is_nan = torch.zeros(28, dtype=torch.bool)
     # One row with a gate of minus infinity, and rows with NaN in either half
@@ -456,6 +486,12 @@ SPECIAL = [
     run("quantize", BF, 192, TOKEN, HOPPER, 14, 2, 0),
     run("quantize", F, 192, TENSOR, BLACKWELL, 14, 2, 0),
     run("quantize", HF, 192, COLUMNS, HOPPER, 14, 2, 0),
+    run("quantize", BF, 192, NVT[0], HOPPER, 14, 2, 0),
+    run("quantize", HF, 192, NVT[1], BLACKWELL, 14, 2, 0),
+    run("quantize", F, 192, NVT[2], HOPPER, 14, 2, 0),
+    run("norm", BF, 192, NVT[1], BLACKWELL, 14, 2, 0),
+    run("norm", F, 192, NVT[0], HOPPER, 14, 2, 0),
+    run("add", HF, 768, NVT[1], HOPPER, 14, 2, 0),
     run("norm", BF, 192, ROUNDED, HOPPER, 14, 2, 0),
     run("add", F, 192, ROUNDED, BLACKWELL, 14, 2, 0),
 ]
@@ -469,6 +505,36 @@ def test_special_values(one: Run) -> None:
     given = (x, residual, *weight_and_factor(config.spec))
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.spec, got, expected(config.spec, *given))
+
+
+@pytest.mark.parametrize(("what", "arch"), [("quantize", HOPPER), ("quantize", BLACKWELL), ("silu", HOPPER)])
+def test_row_scales_of_every_magnitude(what: str, arch: str) -> None:
+    """Check rows of every order of magnitude of fp32, in which blocks are between 1 and 2^-20 of the row's amax.
+
+    The rows include the smallest and the largest row scale, the row scales at which rows are multiplied by a power of
+    two, and rows whose scale is zero.
+    """
+    one = Run(what, F, 96, NVT[0], arch, 0, 3, 0, {})
+    powers = torch.arange(-149, 128)
+    torch.manual_seed(1)
+    shape = (len(powers), 6, 16)
+    rows = (torch.rand(shape) + 1) * torch.randn(shape).sign() * 2.0 ** -(4.0 * torch.arange(6)[:, None])
+    x = torch.ldexp(rows.double(), powers[:, None, None]).clamp(-FLT_MAX, FLT_MAX).float().flatten(1)
+    # Row scales next to the bounds: 2^-126, 2^-60 and 2^60.
+    bounds = 2688 * torch.tensor([2.0**-126, 2.0**-60, 2.0**60], dtype=torch.float32)
+    near = torch.stack(
+        (bounds, bounds.nextafter(torch.tensor(0.0)), bounds.nextafter(torch.tensor(torch.inf)))
+    ).flatten()
+    x = torch.cat((x, torch.linspace(-1, 1, 96).float() * near[:, None]))
+    if what == "silu":
+        x = torch.cat((torch.full_like(x, 1.0), x), 1)  # silu(1) = 0.731
+    given = (x, None, None, None)
+    got = execute(one.config, arch, *given, one.max_ctas, one.seed)
+    want = expected(one.config.spec, *given)
+    check(one.config.spec, got, want)
+    assert (want.row_scale == 0).sum() > 20 and (want.row_scale > 2.0**60).sum() > 20
+    if what == "quantize":
+        assert want.row_scale[-9] == 2.0**-126 and want.row_scale[-6] == 0 and want.row_scale[-3] > 2.0**-126
 
 
 @pytest.mark.parametrize("target", [TENSOR, TOKEN, BLOCK])

@@ -68,6 +68,11 @@ def test_sample_is_its_parts(op, name, device):
 
 # Use few combinations of static properties, so that most examples on a GPU find a compiled kernel.
 COMBINATIONS = {
+    "per_token": (
+        (torch.bfloat16, torch.bfloat16, 96, {"scale_layout": "128x4"}, False),
+        (torch.float16, torch.float32, 48, {"scale_layout": "8x4"}, False),
+        (torch.float32, torch.float32, 64, {"scale_layout": "linear"}, False),
+    ),
     "fp4": (
         (torch.bfloat16, torch.bfloat16, 96, {"scale_layout": "128x4"}, False),
         (torch.bfloat16, torch.float32, 64, {"scale_layout": "linear"}, True),

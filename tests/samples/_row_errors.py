@@ -77,8 +77,9 @@ def out_errors(
             return ErrorInput(f"out-{name}-{what}", args, kwargs, error, rf"{name} {match}", out)
 
         dtype, (rows, *rest) = tensor.dtype, tensor.shape
-        *inner, columns = rest
-        size, right = tensor.numel(), ", ".join(map(str, tensor.shape))
+        is_vector = not rest
+        *inner, columns = rest or (0,)
+        size, right = tensor.numel(), ", ".join(map(str, tensor.shape)) + "," * is_vector
         others = {
             torch.uint8: (torch.int8, torch.float32),
             torch.float8_e4m3fn: (torch.uint8, torch.float32),
@@ -88,14 +89,8 @@ def out_errors(
         for wrong in others[dtype]:
             text = f"with dtype {short(wrong)}; expected "
             yield bad(short(wrong), TypeError, text, blank(*tensor.shape, dtype=wrong))
-        for shape in (
-            (rows + 1, *rest),
-            (rows - 1, *rest),
-            (rows, *inner, columns + 4),
-            (size,),
-            (),
-            (1, rows, *rest),
-        ):
+        of_matrix = () if is_vector else ((rows, *inner, columns + 4), (size,))
+        for shape in ((rows + 1, *rest), (rows - 1, *rest), *of_matrix, (), (1, rows, *rest)):
             text = rf"with shape \({', '.join(map(str, shape))},?\); expected \({right}\)"
             yield bad(f"shape-{'x'.join(map(str, shape))}", ValueError, text, blank(*shape, dtype=dtype))
         if name in block_scales:
@@ -104,6 +99,8 @@ def out_errors(
             yield bad("rows-expanded", ValueError, text, blank(1, columns, dtype=dtype).expand(rows, -1))
             overlapping = blank(rows * columns, dtype=dtype).as_strided((rows, columns), (1, rows - 1))
             yield bad("columns-overlap", ValueError, text, overlapping)
+        elif is_vector:
+            yield bad("every-other", ValueError, "with strides .* contiguous", blank(2 * rows, dtype=dtype)[::2])
         else:
             text = "with strides .* contiguous"
             order = tuple(reversed(range(tensor.dim())))
@@ -116,7 +113,7 @@ def out_errors(
             yield bad("requires-grad", ValueError, "requires grad", leaf)
         if device.type == "cuda":
             yield bad("cpu", ValueError, "is on cpu", blank(*tensor.shape, dtype=dtype, device=torch.device("cpu")))
-            if name not in ("scale_linear", "scale_out"):
+            if name not in ("scale_linear", "scale_out", "row_scale"):
                 offset = blank(size + 16, dtype=dtype)[1 : 1 + size].view(tensor.shape)
                 unaligned = bad("unaligned", ValueError, ".* multiple of 16 bytes", offset)
                 yield replace(unaligned, is_address=True)

@@ -316,6 +316,8 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"hidden": 256, "global_scale": True}
     if name == "moe_swiglu_fp8quant":
         return {"hidden": 512, "dtype": dtype}
+    if name.endswith("_per_token"):
+        return {"hidden": 512, "dtype": dtype}
     factor = {"fp8": {"granularity": "tensor"}, "fp4": {"global_scale": True}}
     return {"hidden": 512, "dtype": dtype} | next((given for fmt, given in factor.items() if fmt in name), {})
 

@@ -43,6 +43,7 @@ from torch_cute_ops.kernels import (
 from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
 from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp4_quantize_per_token import quantize_rows_per_token
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
@@ -182,7 +183,7 @@ class LaunchFailed(Exception):
 ROUTE_OUTPUTS = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
 CACHES = ("key_cache", "value_cache", "key_block_scale", "value_block_scale")
 WRITTEN = {
-    "RowQuantKernel": ("residual", "y", "scale", "scale_linear", "norm"),
+    "RowQuantKernel": ("residual", "y", "scale", "scale_linear", "norm", "row_scale"),
     "MoeRouteKernel": ROUTE_OUTPUTS,
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
@@ -471,7 +472,10 @@ def compute_rows(config: Any, *args: Any) -> None:
         padding = (0, spec.width - spec.norm_width)
         within = slice(0, spec.norm_width)
         value = torch.nn.functional.pad(rmsnorm_rows(x[:, within], call.weight[within], call.eps), padding)
-    if isinstance(spec.fmt, FP4Format):
+    if spec.has_row_scale:
+        *results, row_scale = quantize_rows_per_token(value, spec.layout.name)
+        write(call.row_scale, row_scale)
+    elif isinstance(spec.fmt, FP4Format):
         results = quantize_rows(value, spec.fmt, call.factor, spec.layout.name)
         if call.scale_linear is not None:
             write(call.scale_linear, quantize_rows(value, spec.fmt, call.factor, "linear")[1])

@@ -222,6 +222,35 @@ def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarra
     return Quantised(codes.reshape(rows, width), scales)
 
 
+def quantise_per_token(value: np.ndarray) -> tuple[Quantised, np.ndarray]:
+    """Quantise fp32 rows (M, K) to NVFP4 with a scale per row, and return these row scales, (M,) fp32.
+
+    Each operation rounds to the 24 significant bits of fp32, but without fp32's limits of the exponent.
+    """
+    assert value.dtype == np.float32 and value.ndim == 2
+    exact = value.astype(np.float64)
+    bad = ~np.isfinite(exact).all(-1)
+    exact = np.where(bad[:, None], 0.0, exact)
+    blocks = exact.reshape(len(value), value.shape[1] // 16, 16)
+    amax = np.abs(exact).max(-1)
+    dead = amax < 2688 * 2.0**-126
+    row_scale = np.where(dead, 0.0, to_24_bits(amax / 2688))
+    g = to_24_bits(1 / np.where(dead, 1.0, row_scale))[:, None]
+    product = np.where(dead[:, None], 0.0, to_24_bits(np.abs(blocks).max(-1) * g))
+    scales = e4m3(to_24_bits(product * float(np.float32(1 / 6))))
+    s = scale_value(scales, "e4m3").astype(np.float64)
+    inverse = np.where(s == 0, 0.0, to_24_bits(g / np.where(s == 0, 1.0, s)))
+    codes = e2m1(np.where((s == 0)[..., None], 0.0, to_24_bits(blocks * inverse[..., None])))
+    scales = np.where(bad[:, None], 0x7F, scales).astype(np.uint8)
+    return Quantised(codes.reshape(value.shape), scales), np.where(bad, np.nan, row_scale).astype(np.float32)
+
+
+def to_24_bits(value: np.ndarray) -> np.ndarray:
+    """Round float64 numbers to 24 significant bits: to nearest, ties to even. Exponents are not limited."""
+    fraction, exponent = np.frexp(value)
+    return np.ldexp(np.rint(np.ldexp(fraction, 24)), exponent - 24)
+
+
 def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.ndarray | None = None) -> np.ndarray:
     """Decode codes (M, K) with scale bytes (M, blocks) to fp32: one product, then one quotient, each rounded to
     fp32."""

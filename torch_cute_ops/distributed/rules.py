@@ -12,7 +12,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
+from torch_cute_ops.formats import (
+    FP8_BLOCK128,
+    FP8_TENSOR,
+    NVFP4,
+    SCALE_LAYOUTS,
+    resolve_fp4_format,
+    resolve_fp8_format,
+)
 from torch_cute_ops.formats.fp8 import ROW
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.prepared_scales import is_prepared
@@ -151,8 +158,11 @@ def _rows_before(shape: Sequence[int], dim: int) -> int:
 def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rule]:
     shape = call["input"].shape
     last = len(shape) - 1
-    is_fp4 = "block_size" in call
-    if is_fp4:
+    has_row_scale = "row_scale" in names
+    is_fp4 = "block_size" in call or has_row_scale
+    if has_row_scale:
+        fmt, layout, block = None, SCALE_LAYOUTS[call["scale_layout"]], NVFP4.block_size
+    elif is_fp4:
         both = "scale_128x4" in names
         layout = SCALE_LAYOUTS["128x4" if both else call["scale_layout"]]
         block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
@@ -170,15 +180,19 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
         refusal = None
         if fmt == FP8_TENSOR:
             outputs["scale"] = Replicate()
-        elif not layout.is_linear:
+        elif has_row_scale or not layout.is_linear:
             if dim and _rows_before((*shape[:dim], 1), 0) != 1:
-                refusal = f"{layout.name} scales are over the flattened rows; shard dimension 0, or flatten the input"
-            outputs["scale"] = outputs["scale_128x4"] = Shard(0)
+                what = "row" if layout.is_linear else layout.name
+                refusal = f"{what} scales are over the flattened rows; shard dimension 0, or flatten the input"
+            outputs["row_scale"] = Shard(0)
+            if not layout.is_linear:
+                outputs["scale"] = outputs["scale_128x4"] = Shard(0)
             multiples = _tiles("the number of rows", _rows_before(shape, 0), layout)
             if last > 1:
                 multiples.append(Multiple(f"dimension {dim} of input", shape[dim], 1))
         yield Rule("rows", inputs, outputs, multiples, refusal)
-    if path.normalises or path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
+    reduces_amax = has_row_scale or (fmt is not None and not fmt.is_static and not block)
+    if path.normalises or path.source != "rows" or reduces_amax:
         return  # a row, or its gate and up halves, cannot be divided
     scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(last)
     if is_fp4 and not layout.is_linear:

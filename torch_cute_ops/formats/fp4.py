@@ -15,6 +15,15 @@ E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 E4M3_NAN: Final = 0x7F
 UE8M0_NAN: Final = 0xFF
+NVFP4_MAX: Final = E4M3_MAX * E2M1_MAX
+"""Largest magnitude of an NVFP4 element times its block scale."""
+SMALLEST_ROW_SCALE: Final = 2.0**-126
+"""Smallest row scale of per-token NVFP4 other than zero: the smallest normal number of fp32."""
+EXTREME_ROW_SCALE: Final = 2.0**60
+EXTREME_ROW_POWER: Final = 2.0**64
+"""Rows whose scale is below 1 / ``EXTREME_ROW_SCALE`` are multiplied by ``EXTREME_ROW_POWER`` before they are
+quantised, and rows whose scale is above ``EXTREME_ROW_SCALE`` are divided by it. The row's encode scale divided by a
+block scale is then finite in fp32."""
 UE8M0_BIAS: Final = 127
 
 
@@ -109,7 +118,7 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
         )
     # Use ``full_like``: torch divides a Python number by a tensor as a multiplication by the reciprocal, which rounds
     # twice.
-    scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = (torch.full_like(amax, NVFP4_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 

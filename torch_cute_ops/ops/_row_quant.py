@@ -71,6 +71,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         # The kernel writes whole rows of interleaved codes, which are as long as the rows of the op's output.
         self.pads_output = self.is_padded and not self.is_interleaved
         self.also_linear, self.writes_norm = problem.also_linear, problem.writes_norm
+        self.has_row_scale = problem.has_row_scale
         self.tile_rows = self.layout.tile_rows or 1
         if isinstance(fmt, FP4Format):
             self.y_width, self.y_dtype = self.width // 2, torch.uint8
@@ -88,7 +89,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.is_column = self.layout == COLUMN
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_scale = fmt is not None
-        self.has_two_outputs = self.has_scale and not (self.also_linear or self.writes_norm)
+        self.has_two_outputs = self.has_scale and not (self.also_linear or self.writes_norm or self.has_row_scale)
         self.y_tail: tuple[int, ...] = (self.y_width,)
         if problem.interleaved:
             self.y_tail = (-(-self.y_width // INTERLEAVED_K), INTERLEAVED_K)
@@ -120,6 +121,8 @@ class RowLauncher(KernelLauncher[RowCall]):
             more.append(new((rows, self.blocks), (self.blocks, 1), self.scale_dtype))
         if self.writes_norm:
             more.append(new((rows, self.width), (self.width, 1), dtype))
+        if self.has_row_scale:
+            more.append(new((rows,), (1,), torch.float32))
         return y, scale, *more
 
     def launch(self, call: RowCall, out: Any) -> None:
@@ -128,7 +131,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         rows = input.reshape(-1, hidden)
         sums = None if residual is None else residual.reshape(-1, hidden)
         count = rows.shape[0]
-        y = scale = linear = norm = held = None
+        y = scale = linear = norm = row_scale = held = None
         if self.has_scale:
             y = output = out[0].view(count, -1)
             if self.is_interleaved:
@@ -142,6 +145,8 @@ class RowLauncher(KernelLauncher[RowCall]):
                 linear = out[2].view(count, -1)
             if self.writes_norm:
                 norm = out[-1].view(count, -1)
+            if self.has_row_scale:
+                row_scale = out[-1]
         else:
             norm = output = out.view(count, -1)
         if self.is_padded:
@@ -151,7 +156,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         if self.pads_output:
             padded = output.new_empty(count, self.width)
             y, norm = (None, padded) if y is None else (padded, norm)
-        outputs = (y, scale, linear, norm, None, None)
+        outputs = (y, scale, linear, norm, row_scale, None, None)
         rest = (None if factor is None else factor.reshape(1), *outputs)
         scalars = (call.eps, *gate_arguments(*call.gate), self.max_ctas)
         try:
@@ -187,7 +192,7 @@ class RowQuant(KernelPath[RowCall]):
     launcher_type = RowLauncher
     renames: ClassVar = {"global_scale": "factor", "scale": "factor"}
     # The kernel stores these outputs one element at a time, so they need no alignment.
-    any_address = frozenset(("scale_linear", "scale_out"))
+    any_address = frozenset(("scale_linear", "scale_out", "row_scale"))
 
     def __init__(
         self, source: Literal["rows", "add", "silu_mul"] = "rows", *, normalises: bool = False, **fixed: Any
@@ -251,7 +256,7 @@ class RowQuant(KernelPath[RowCall]):
             # fmt: on
             if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
                 outputs = launcher.new_outputs(rows, dtype) if out is None else out
-                linear = norm = None
+                linear = norm = row_scale = None
                 if launcher.has_two_outputs:
                     y, scale = outputs
                 elif not launcher.has_scale:
@@ -261,6 +266,7 @@ class RowQuant(KernelPath[RowCall]):
                     y, scale = outputs[0], outputs[1]
                     linear = outputs[2] if launcher.also_linear else None
                     norm = outputs[-1] if launcher.writes_norm else None
+                    row_scale = outputs[-1] if launcher.has_row_scale else None
                 if has_factor and factor.dim() != 1:  # type: ignore[union-attr]
                     factor = factor.reshape(1)  # type: ignore[union-attr]
                 if is_plain:
@@ -281,7 +287,7 @@ class RowQuant(KernelPath[RowCall]):
                 ):
                     # fmt: off
                     launcher.function(
-                        input, residual, weight, factor, y, scale, linear, norm, None, None,
+                        input, residual, weight, factor, y, scale, linear, norm, row_scale, None, None,
                         eps, factor_of_gate, offset, clamp, launcher.max_ctas,
                     )
                     # fmt: on
@@ -360,6 +366,7 @@ class RowQuant(KernelPath[RowCall]):
             writes_norm=not self.quantises or "norm" in self.signature.outputs,
             swiglu=not gates_plainly(*call.gate),
             interleaved=call.interleaved,
+            has_row_scale="row_scale" in self.signature.outputs,
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:

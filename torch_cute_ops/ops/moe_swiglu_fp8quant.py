@@ -79,7 +79,7 @@ class _Launcher(KernelLauncher[_Call]):
     ) -> None:
         ctas = self.sms * self.config.waves
         passed = gate_arguments(*gate)
-        self.function(rows, None, None, None, y, scale, None, None, offsets, counts, 0.0, *passed, ctas)
+        self.function(rows, *(None,) * 3, y, scale, *(None,) * 3, offsets, counts, 0.0, *passed, ctas)
 
 
 class _Gate(KernelPath[_Call]):

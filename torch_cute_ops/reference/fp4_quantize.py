@@ -18,13 +18,16 @@ from torch_cute_ops.formats.scale_layout import from_linear
 def quantize_rows(
     value: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 rows (..., K) to packed codes (..., K/2) and scales in ``scale_layout``."""
+    """Quantise fp32 rows (..., K) to packed codes (..., K/2) and scales in ``scale_layout``.
+
+    ``global_scale`` contains one element, or one element per row, (..., 1).
+    """
     layout = resolve_scale_layout(scale_layout)
     blocks = value.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     scale, inverse = _block_scale(amax, fmt, global_scale)
     # A block whose scale is zero, infinite or NaN stores zeros with a positive sign.
-    live = amax.isfinite() & (inverse != 0)
+    live = amax.isfinite() & (inverse != 0) & ~inverse.isnan()
     scaled = torch.where(live.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
     packed = pack_e2m1(encode_e2m1(scaled).flatten(-2))
     if layout.is_linear:
@@ -44,7 +47,9 @@ def _block_scale(
         inverse = decode_ue8m0(2 * UE8M0_BIAS - byte)
         byte = torch.where(amax.isfinite(), byte, UE8M0_NAN)
         return byte, torch.where(amax == 0, 0.0, inverse)
-    g = amax.new_ones(()) if global_scale is None else global_scale.reshape(())
+    g = amax.new_ones(()) if global_scale is None else global_scale
+    if g.numel() == 1:
+        g = g.reshape(())
     scale = encode_e4m3(amax * g * (1 / 6))
     nan = torch.full((), E4M3_NAN, dtype=torch.uint8, device=amax.device).view(torch.float8_e4m3fn)
     inverse = torch.where(scale.float() == 0, 0.0, g / scale.float())

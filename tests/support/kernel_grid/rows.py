@@ -43,6 +43,9 @@ ROUNDED = ("rounded", "row")
 
 TARGETS = (*FP4_TARGETS, *FP8_TARGETS, ROUNDED)
 
+TOKEN_TARGETS = tuple(itertools.product(("nvfp4-t",), SCALE_LAYOUTS))
+"""Targets of NVFP4 rows with a scale per row. The grid does not contain them; see ``ROW_SCALED``."""
+
 DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 """Pairs (dtype of the input, or of the output of dequantisation; dtype of the weight)."""
 
@@ -147,6 +150,7 @@ class Case(KernelCase):
             writes_norm="norm" in self.what.also or self.target == ROUNDED,
             swiglu=self.what.swiglu,
             interleaved=self.interleaved,
+            has_row_scale=self.target in TOKEN_TARGETS,
         )
         return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
 
@@ -182,24 +186,46 @@ INTERLEAVED = (
 )
 """Cases whose codes are interleaved along k, without and with blocks of zeros at the end of a row."""
 
+ROW_SCALED = tuple(
+    itertools.starmap(
+        Case,
+        (
+            (WHAT["quantize"], (BF16, BF16), 48, TOKEN_TARGETS[1], "sm_90a"),
+            (WHAT["quantize"], (BF16, BF16), 7168, TOKEN_TARGETS[1], "sm_90a"),
+            (WHAT["quantize"], (FP32, FP32), 65_536, TOKEN_TARGETS[0], "sm_120a"),
+            (WHAT["norm"], (BF16, BF16), 7168, TOKEN_TARGETS[0], "sm_120a"),
+            (WHAT["norm"], (FP16, FP32), 4096, TOKEN_TARGETS[1], "sm_90a"),
+            (WHAT["norm"], (BF16, FP32), 7168, TOKEN_TARGETS[2], "sm_100a"),
+            (WHAT["add"], (BF16, BF16), 7168, TOKEN_TARGETS[1], "sm_90a"),
+            (WHAT["add"], (FP32, FP32), 4096, TOKEN_TARGETS[1], "sm_100a"),
+            (WHAT["add"], (BF16, BF16), 16_384, TOKEN_TARGETS[0], "sm_120a"),
+            (WHAT["silu"], (BF16, BF16), 7168, TOKEN_TARGETS[1], "sm_90a"),
+            (WHAT["silu"], (FP32, FP32), 2880, TOKEN_TARGETS[2], "sm_120a"),
+            (WHAT["swiglu"], (FP16, FP16), 7168, TOKEN_TARGETS[0], "sm_100a"),
+            (WHAT["swiglu"], (BF16, BF16), 65_536, TOKEN_TARGETS[1], "sm_90a"),
+        ),
+    )
+)
+"""Cases of NVFP4 rows with a scale per row."""
+
 
 def every_case() -> Iterator[Case]:
-    """Yield every valid case of the grid, and ``INTERLEAVED``."""
+    """Yield every valid case of the grid, ``INTERLEAVED`` and ``ROW_SCALED``."""
     choices = itertools.product(WHATS, DTYPES, WIDTHS, TARGETS, ARCHS)
     yield from (case for case in itertools.starmap(Case, choices) if case.is_valid)
-    yield from INTERLEAVED
+    yield from (*INTERLEAVED, *ROW_SCALED)
 
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """Return a selection of the grid, plus ``TIGHT`` and ``INTERLEAVED``, that contains each pair of choices. For wide
-    rows, it also contains each triple of operation, width and architecture.
+    """Return a selection of the grid, plus ``TIGHT``, ``INTERLEAVED`` and ``ROW_SCALED``, that contains each pair of
+    choices. For wide rows, it also contains each triple of operation, width and architecture.
 
     The selection is greedy: for each pair that is still missing, it adds the case that contains the most missing pairs.
     """
     having = defaultdict(list)
     for case in every_case():
-        if case.interleaved:
+        if case.interleaved or case.target in TOKEN_TARGETS:
             continue
         for pair in case.pairs:
             having[pair].append(case)
@@ -213,4 +239,4 @@ def covering_cases() -> tuple[Case, ...]:
         chosen.append(best)
         for pair in best.pairs:
             missing.pop(pair, None)
-    return *chosen, *(case for case in TIGHT if case not in chosen), *INTERLEAVED
+    return *chosen, *(case for case in TIGHT if case not in chosen), *INTERLEAVED, *ROW_SCALED

@@ -6,8 +6,9 @@
   residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by the first
   half (``silu(gate) * up``, or the general SwiGLU).
 - RMSNorm, or none.
-- format: FP4, FP8, or none. An FP8 scale belongs to the whole tensor (the caller passes it), to a row, or to 128
-  elements (64 elements in the last block of some rows).
+- format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
+  the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it),
+  to a row, or to 128 elements (64 elements in the last block of some rows).
 - outputs: codes and scales. Optional outputs are the same scales in the linear layout, and the values before
   quantisation. Without a format, these values are the only output. FP8 codes of tokens and tensors may be interleaved
   along k (``formats.interleave``), for ``kernels.fp8_fp4_token_wgmma``: a thread then stores its 16 codes as four words
@@ -27,7 +28,8 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
    registers.
 2. Each thread reads its blocks: thread i processes blocks i, i + threads_per_row, and so on. It adds or gates,
    multiplies by the weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and
-   one barrier reduce the sum of squares over the row, and also the amax if there is one scale per row. In a cluster,
+   one barrier reduce the sum of squares over the row, and also the amax if each row has a scale. Rows with an NVFP4
+   scale of extreme magnitude are multiplied by a power of two in registers, which is a branch that few rows take. In a cluster,
    each warp sends its partial results to all CTAs (``st.async``, which an mbarrier counts). The group's barrier also
    releases the row's buffer. Sums with the residual overwrite the residual in the buffer. After the barrier, one thread
    stores the sums in bulk. The buffer is free when the bulk store has read it. On an H200 at width 16,384, this is 4 %

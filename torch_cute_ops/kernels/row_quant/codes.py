@@ -82,7 +82,7 @@ class Encoder:
         """FP8 blocks of 128 elements, each shared by eight threads."""
         return SharedBlocks(SCALE_THREADS, self.config.blocks_per_thread)
 
-    def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
+    def scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
         """Return ``amax * rstd``, or ``amax`` if ``rstd`` is None."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
 
@@ -102,14 +102,14 @@ class Encoder:
         """Return the codes of each block as words, and the fp32 scale: ``global_scale`` if it is not None, otherwise
         the row's scale."""
         is_static = self.config.spec.fmt.is_static
-        scale = global_scale if is_static else dynamic_scale(self._scaled(amax, rstd))
+        scale = global_scale if is_static else dynamic_scale(self.scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
     def fp8_blocks(self, blocks, rstd, amax, thread) -> tuple[list, Float32]:
         """Return the codes of each block as words, and the scale of the FP8 block that this thread owns, whose largest
         magnitude is ``amax``."""
-        scale = dynamic_scale(self._scaled(amax, rstd))
+        scale = dynamic_scale(self.scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []
         for j, (products, _) in enumerate(blocks):

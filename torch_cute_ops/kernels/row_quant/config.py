@@ -76,6 +76,8 @@ class RowQuantSpec:
         max_experts: capacity of the table of experts' rows, in experts.
         interleaved: True if k of FP8 codes is interleaved (``formats.interleave``). Rows of codes are then padded with
             zeros to a multiple of 256 elements.
+        has_row_scale: True if each NVFP4 row has its own global scale, which the kernel computes from the row's amax.
+            The inverse of this global scale, the row scale, is then an output.
     """
 
     source: Source
@@ -94,6 +96,7 @@ class RowQuantSpec:
     swiglu: bool = False
     max_experts: int = USUAL_EXPERTS
     interleaved: bool = False
+    has_row_scale: bool = False
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
@@ -173,7 +176,7 @@ class RowQuantSpec:
     @property
     def reduces_amax(self) -> bool:
         """True if each row has one scale. The threads of a row then reduce the row's amax."""
-        return self.fmt == FP8_TOKEN
+        return self.fmt == FP8_TOKEN or self.has_row_scale
 
     @property
     def folds(self) -> bool:
@@ -441,7 +444,7 @@ class Config:
 class Arguments(
     namedtuple(
         "Arguments",
-        "input residual weight factor y scale scale_linear norm "
+        "input residual weight factor y scale scale_linear norm row_scale "
         "offsets counts eps swiglu_alpha swiglu_beta swiglu_limit max_ctas",
     )
 ):
@@ -462,6 +465,7 @@ class Arguments(
             of a row), contiguous by rows or by columns. None without a format.
         scale_linear: (R, B) in the dtype of ``scale``, with ``RowQuantSpec.also_linear``.
         norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.
+        row_scale: (R,) fp32 row scales, with ``RowQuantSpec.has_row_scale``.
         offsets: (E + 1,) int32 first rows of experts, or (2,) for the range of all rows, with
             ``RowQuantSpec.has_offsets``.
         counts: (E,) int32 numbers of rows of experts, with ``RowQuantSpec.has_counts``.

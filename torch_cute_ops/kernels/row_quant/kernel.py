@@ -8,12 +8,12 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
-from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
+from torch_cute_ops.kernels.common.fp4.codes import nvfp4_row_scale, scale_argument, scale_matrix
 from torch_cute_ops.kernels.row_quant.codes import Encoder
 from torch_cute_ops.kernels.row_quant.config import FEW_ROWS, WARP, Arguments, Config
 from torch_cute_ops.kernels.row_quant.experts import fill_table, table_at
@@ -86,6 +86,7 @@ class RowQuantKernel:
             scale=scale,
             scale_linear=linear,
             norm=matrix(dtype, rows, spec.width) if spec.writes_norm else None,
+            row_scale=TensorArg("Float32", (rows,), (1,), align=4) if spec.has_row_scale else None,
             offsets=TensorArg("Int32", (Dim("ends"),), (1,), align=4) if spec.has_offsets else None,
             counts=TensorArg("Int32", (Dim("experts"),), (1,), align=4) if spec.has_counts else None,
             eps=ScalarArg("Float32"),
@@ -106,6 +107,7 @@ class RowQuantKernel:
         scale,
         scale_linear,
         norm,
+        row_scale,
         offsets,
         counts,
         eps: Float32,
@@ -118,7 +120,7 @@ class RowQuantKernel:
         layout = self.config.spec.layout
         allowed = ctas_unless_overlapping(
             Int32(1),
-            written=(y, scale, scale_linear, norm, residual),
+            written=(y, scale, scale_linear, norm, row_scale, residual),
             read=(input, weight, factor, offsets, counts),
             may_alias=() if residual is None else ((residual, input),),
         )
@@ -129,7 +131,8 @@ class RowQuantKernel:
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
         scale = scale_matrix(scale, layout)
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.spec.swiglu) else None
-        given = input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate
+        outputs = y, scale, scale_linear, norm, row_scale
+        given = input, residual, weight, factor, *outputs, offsets, counts, eps, gate
         if const_expr(self.few_rows_config is None):
             self._launch(allowed, given, max_ctas, stream)
         elif input.shape[0] <= FEW_ROWS:
@@ -163,7 +166,9 @@ class RowQuantKernel:
         )
 
     @cute.kernel
-    def kernel(self, input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate):
+    def kernel(
+        self, input, residual, weight, factor, y, scale, scale_linear, norm, row_scale, offsets, counts, eps, gate
+    ):
         c = self.config
         spec = c.spec
         tid, _, _ = cute.arch.thread_idx()
@@ -193,6 +198,7 @@ class RowQuantKernel:
             scale=scale,
             scale_linear=scale_linear,
             norm=norm,
+            row_scale=row_scale,
             gate=gate,
             walkers=ctas // c.splits * (threads // c.group_threads),
             walker=group * (ctas // c.splits) + cta // c.splits,
@@ -282,7 +288,7 @@ class RowQuantKernel:
                 extreme = row < thread.rows
                 if const_expr(spec.folds):
                     extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
-                if const_expr(spec.fmt in (FP8_TOKEN, FP8_BLOCK128)):
+                if const_expr(spec.reduces_amax or spec.fmt == FP8_BLOCK128):
                     # If several rows share a warp, all of them recompute their amax together, because the warp reduces
                     # as a whole. A row that did not need it gets the same amax again.
                     if cute.arch.vote_any_sync(extreme):
@@ -298,6 +304,11 @@ class RowQuantKernel:
                     if extreme:
                         self._normalize(blocks, rstd, stage, weights, thread, smem)
                         rstd = Float32(1.0)
+            row_factor = global_scale
+            if const_expr(spec.has_row_scale):
+                row_scale_value, row_factor, power = nvfp4_row_scale(self.encoder.scaled(amax, rstd))
+                self._multiply(blocks, power)
+                self.stores.store_row_scale(row_scale_value, row, thread)
             if const_expr(self.stores.is_bulk):
                 self.stores.start_bulk(iteration, stage, thread, smem)
             if const_expr(spec.source != "add"):
@@ -307,7 +318,7 @@ class RowQuantKernel:
                 blocks,
                 rstd,
                 amax,
-                global_scale,
+                row_factor,
                 row,
                 memory_row if spec.rows == "experts" else row,
                 iteration,
@@ -405,9 +416,9 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # If the thread has no last block, set the block's amax to an ordinary number, so that it does not count
-                # as unusual.
-                block[1][0] = Float32(1.0)
+                # If the thread has no last block, set the block's amax to a number that changes no reduction: 0 for the
+                # row's amax, or an ordinary number for the count of unusual blocks.
+                block[1][0] = Float32(0.0 if spec.reduces_amax else 1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)
         shared = self._shared_amax(blocks, thread) if spec.fmt == FP8_BLOCK128 else None
@@ -473,7 +484,7 @@ class RowQuantKernel:
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
-        if fmt == FP8_TOKEN:
+        if self.config.spec.reduces_amax:
             usual = usual & self._is_usual(other)
         if self.config.spec.counts_unusual_blocks:
             usual = usual & (other == Float32(0.0))
@@ -496,6 +507,16 @@ class RowQuantKernel:
         if const_expr(self.config.group_rows == 1):
             # The next copy overwrites the row's buffer. Wait until all threads have read it.
             sync_group(self.config, thread)
+
+    @cute.jit
+    def _multiply(self, blocks, power: Float32):
+        """Multiply the thread's blocks and their amaxes by ``power``, which is 1 unless the row is extreme."""
+        if power != Float32(1.0):
+            for j in range_constexpr(self.config.blocks_per_thread):
+                products, amax = blocks[j]
+                for i in range_constexpr(self.config.spec.block_elements):
+                    products[i] = ptx.mul_rn(products[i], power)
+                amax[0] = ptx.mul_rn(amax[0], power)
 
     @cute.jit
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, thread):

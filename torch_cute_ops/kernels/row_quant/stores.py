@@ -99,6 +99,13 @@ class Stores:
             self._store_padding(row < thread.rows, memory_row, thread)
 
     @cute.jit
+    def store_row_scale(self, row_scale, row, thread):
+        """Store the scale of a row. The thread with the row's first block stores it."""
+        scales = thread.row_scale
+        if (row < thread.rows) & (thread.first_block + thread.column == 0):
+            scales[row] = row_scale
+
+    @cute.jit
     def _store_block(self, j: int, block, rstd, quantized, row, memory_row, iteration, thread, smem):
         """Store codes, scale and norm of the thread's j-th block."""
         c = self.config

@@ -27,7 +27,7 @@ class Thread:
         first_block, cta_blocks: index, in the row, of the first block of the CTA's slice, and number of blocks of the
             slice.
         walker, walkers: index of this walker, and number of walkers.
-        input, residual, y, scale, scale_linear, norm: tensors in global memory.
+        input, residual, y, scale, scale_linear, norm, row_scale: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or None.
         rows: number of rows of the launch. For experts' rows, it is known only after the table is filled.
         first_row: first row in the input, if the experts' rows are one range.
@@ -56,6 +56,7 @@ class Thread:
     scale: cute.Tensor
     scale_linear: cute.Tensor | None
     norm: cute.Tensor | None
+    row_scale: cute.Tensor | None
     gate: tuple[Float32, Float32, Float32] | None
     rows: Int32
     first_row: Int32 | None = None

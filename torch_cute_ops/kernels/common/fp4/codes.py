@@ -43,6 +43,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Uint8, Uint32, const_expr
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats.fp4 import EXTREME_ROW_POWER, EXTREME_ROW_SCALE, NVFP4_MAX, SMALLEST_ROW_SCALE
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
@@ -237,6 +238,23 @@ def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Fl
         return byte, inverse
     quotient = ptx.mul_rn(global_scale, inverse)
     return byte, ptx.fma_rn(inverse, ptx.fma_rn(-scale, quotient, global_scale), quotient)
+
+
+def nvfp4_row_scale(amax: Float32) -> tuple[Float32, Float32, Float32]:
+    """Return the scale of a row with this amax, the row's global scale, and a power of two by which the row is
+    multiplied before it is quantised with this global scale.
+
+    The row scale is ``amax / 2688``, NaN if the row contains NaN or infinity, or 0 if it would be below 2^-126. The
+    global scale is the inverse of ``row_scale · power``, or the row scale itself if that is zero or NaN. The power is 1
+    unless the row scale is outside of 2^-60 to 2^60, where ``nvfp4_scale`` would over- or underflow.
+    """
+    # Adding 0 · amax turns an infinite amax into NaN. It changes no other value.
+    scale = ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(NVFP4_MAX)))
+    scale = ptx.select(amax < Float32(NVFP4_MAX * SMALLEST_ROW_SCALE), Float32(0.0), scale)
+    power = ptx.select(scale < Float32(1 / EXTREME_ROW_SCALE), Float32(EXTREME_ROW_POWER), Float32(1.0))
+    power = ptx.select(scale > Float32(EXTREME_ROW_SCALE), Float32(1 / EXTREME_ROW_POWER), power)
+    inverse = ptx.div_rn(Float32(1.0), ptx.mul_rn(scale, power))
+    return scale, ptx.select(scale > Float32(0.0), inverse, scale), power
 
 
 def is_live_nvfp4(byte: Uint32) -> Boolean:

@@ -1,0 +1,33 @@
+"""``rmsnorm_fp4quant_per_token``: codes and scales may differ from the specification's only as far as the error of an
+fp32 sum, in any order, allows."""
+
+import numpy as np
+import torch
+
+from expected import Tensors, quantised_per_token, rmsnorm_fp4quant
+from torch_cute_ops.formats import NVFP4, resolve_scale_layout
+from torch_cute_ops.testing import assert_fp4_close
+
+_ARGUMENTS = "Tensor input, Tensor weight, float eps=1e-6, str scale_layout='128x4'"
+_OUTPUTS = "Tensor(a!) y, Tensor(b!) scale, Tensor(c!) row_scale"
+SCHEMA = f"cute::rmsnorm_fp4quant_per_token({_ARGUMENTS}) -> (Tensor y, Tensor scale, Tensor row_scale)"
+OUT_SCHEMA = f"cute::rmsnorm_fp4quant_per_token.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"
+NORM_ERROR = 1e-6
+"""Allowed relative error of a row scale after a norm."""
+
+
+def results(given) -> Tensors:
+    with np.errstate(over="ignore"):
+        norm = rmsnorm_fp4quant.exact_norm(given).astype(np.float32)
+    return quantised_per_token(norm, given["input"].shape[:-1], given)
+
+
+def assert_results(actual, expected, given) -> None:
+    assert_close(actual, expected, given, NORM_ERROR)
+
+
+def assert_close(actual, expected, given, error: float) -> None:
+    """Check codes and scales. Row scales may differ by the relative error ``error``."""
+    y, scale, row_scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
+    assert_fp4_close((y, scale), expected[:2], NVFP4, resolve_scale_layout(given["scale_layout"]))
+    torch.testing.assert_close(row_scale, expected[2], rtol=error, atol=0.0, equal_nan=True)
