@@ -467,7 +467,8 @@ def _gemm(
     kept = {"fp8_sums": _fp8_sums_error(problem)}
     if owners is None:
         if problem.grouping.over != "k":
-            given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias)
+            row_scale = None if call.row_scale is None else call.row_scale[rows]
+            given = Operands(a[rows], weight, a_scale, b_scale, alpha, call.bias, row_scale=row_scale)
             return _within(got, *error_bounds.expected(problem, given, len(rows), **kept))
         for i, row in enumerate(rows.tolist()):  # weights of experts that a row does not use may be NaN
             one_scale = _scale_rows(call.a_scale, problem.a, rows[i : i + 1], count, problem.k)

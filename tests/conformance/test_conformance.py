@@ -134,6 +134,8 @@ def test_row_alone(op, name, device):
                 layout = spec.layout_named(given["scale_layout"], given["a_scale"])
                 scale = row_of_scales(given["a_scale"], layout, len(given["a"]), width, given, m)
                 alone["a_scale"] = scale[None] if layout == "linear" else scale
+            if given.get("row_scale") is not None:
+                alone["row_scale"] = given["row_scale"][m : m + 1]
             if is_for_experts(op):
                 alone["alpha"] = given["alpha"][m : m + 1]
             row = run(op, named(op, alone))

@@ -16,10 +16,12 @@ def of_rows(value, expert=None) -> np.ndarray | None:
     return value if expert is None else value[expert]
 
 
-def finished(total: np.ndarray, alpha, bias) -> np.ndarray:
-    """Apply the epilogue to float32 sums: ``fl32(fl32(total · alpha) + bias)``."""
+def finished(total: np.ndarray, alpha, bias, row_scale=None) -> np.ndarray:
+    """Apply the epilogue to float32 sums: ``fl32(fl32(fl32(total · row_scale) · alpha) + bias)``."""
     total = total.astype(np.float32)
     with np.errstate(all="ignore"):
+        if row_scale is not None:
+            total = (total.astype(np.float64) * row_scale).astype(np.float32)
         if alpha is not None:
             total = (total.astype(np.float64) * alpha).astype(np.float32)
         if bias is not None:
@@ -27,10 +29,12 @@ def finished(total: np.ndarray, alpha, bias) -> np.ndarray:
     return total
 
 
-def moved(total: np.ndarray, bound: np.ndarray, alpha, bias) -> np.ndarray:
+def moved(total: np.ndarray, bound: np.ndarray, alpha, bias, row_scale=None) -> np.ndarray:
     """Return the error bound after the epilogue, if the sum ``total`` is off by at most ``bound``. The epilogue adds
-    two roundings."""
+    up to three roundings."""
     with np.errstate(all="ignore"):
+        if row_scale is not None:
+            total, bound = total * row_scale, bound * np.abs(row_scale) + np.abs(total * row_scale) * EPS
         if alpha is not None:
             total, bound = total * alpha, bound * np.abs(alpha) + np.abs(total * alpha) * EPS
         if bias is not None:

@@ -42,10 +42,16 @@ def out_dtype(given) -> torch.dtype:
     return given["out_dtype"] or (given["a"].dtype if given["a"].dtype.itemsize == 2 else torch.bfloat16)
 
 
+def row_scale_of(given) -> np.ndarray | None:
+    """Return the scales of the rows in float64, (M, 1), or None."""
+    scale = given.get("row_scale")
+    return None if scale is None else scale.detach().cpu().double().numpy()[:, None]
+
+
 def results(given) -> Tensors:
     a, b = operands(given)
     with np.errstate(all="ignore"):
-        total = finished(a @ b.T, of_rows(given["alpha"]), of_rows(given["bias"]))
+        total = finished(a @ b.T, of_rows(given["alpha"]), of_rows(given["bias"]), row_scale_of(given))
     return (torch.from_numpy(total).to(out_dtype(given)),)
 
 
@@ -59,7 +65,8 @@ def assert_results(actual, expected, given, spread: np.ndarray | float = 0.0) ->
     a, b = operands(given)
     with np.errstate(all="ignore"):
         lost = (np.abs(a) * a.shape[1] * EPS + spread) @ np.abs(b).T
-        bound = torch.from_numpy(moved(a @ b.T, lost, of_rows(given["alpha"]), of_rows(given["bias"])))
+        terms = of_rows(given["alpha"]), of_rows(given["bias"]), row_scale_of(given)
+        bound = torch.from_numpy(moved(a @ b.T, lost, *terms))
     step = want.double().abs() * torch.finfo(want.dtype).eps + torch.finfo(want.dtype).smallest_normal
     finite = want.isfinite() & got.isfinite()
     assert torch.equal(got[~finite & ~got.isnan()], want[~finite & ~want.isnan()])

@@ -151,7 +151,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         size = -(-one.m // case.tile_m) * kernel.config.workspace_bytes(k, one.num_ctas, has_partial_sums=shares)
         workspace = poisoned(size, dtype=torch.uint8)
         shared = None, one.num_ctas, int(shares)
-        given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
+        given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, None, out, workspace, *shared)
     else:
         bias_dtype = kernel.config.bias_dtype
         if bias_dtype is not None:

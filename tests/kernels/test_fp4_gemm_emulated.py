@@ -26,7 +26,7 @@ from support.emulated import (
     to_prefetch,
     written_late,
 )
-from support.epilogues import finished, operands
+from support.epilogues import finished, operands, row_scales
 from support.fp4_activations import exact_activations
 from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_emulated
@@ -110,6 +110,17 @@ NATIVE_MMAS = [
 ]
 
 
+# Launches whose epilogue multiplies each row by a scale, before alpha
+ROW_SCALED_MMAS = [
+    mma(FP16, NVFP4, "128x4", 8, 1, epilogue=(FP32, None, None, True), sizes=(5, 136, 544), seed=0),
+    mma(FP16, NVFP4, "linear", 16, 2, epilogue=(BF16, "column", BF16, True), sizes=(19, 200, 832), seed=1),
+    mma(BF16, MXFP4, "128x4", 32, 1, epilogue=(FP16, "one", FP32, True), sizes=(37, 72, 288), seed=2, arch=BLACKWELL),
+    native(NVFP4, "128x4", 16, 2, epilogue=(FP32, "one", FP32, True), sizes=(21, 200, 544), seed=0),
+    native(NVFP4, "linear", 64, 1, epilogue=(BF16, "column", None, True), sizes=(70, 72, 320), seed=1),
+    native(MXFP4, "8x4", 8, 1, epilogue=(FP32, None, None, True), sizes=(9, 136, 608), seed=2),
+]
+
+
 def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel; return its result and the expected result.
 
@@ -129,16 +140,17 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
     b, scale = random_matrix(n, k, case.format, case.layout, CPU, scales)
     scale = scale.view(case.format.scale_dtype)
     alpha, bias = operands(case.epilogue, n)
+    row_scale = row_scales(case.epilogue, m)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-    given = fp4_mma.Arguments(a, a_scale, b.t(), scale, alpha, bias, out)
+    given = fp4_mma.Arguments(a, a_scale, b.t(), scale, alpha, bias, row_scale, out)
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if one.seed is not None else (given, None)
     strict = case.a_layout is not None
     run_kernel(case.kernel, arch, *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, a_layout, SCALE_LAYOUTS[case.layout])
-    return out, finished(sums, case.epilogue, alpha, bias)
+    return out, finished(sums, case.epilogue, alpha, bias, row_scale=row_scale)
 
 
-@pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS])
+@pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *ROW_SCALED_MMAS])
 def test_gemm(one: Mma) -> None:
     """Use inputs whose sums are exact, and check that the results equal the reference's bit for bit. Scales beyond the
     matrix are NaN, and alpha and bias end after N elements.
@@ -193,7 +205,7 @@ def test_gemm_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
     out = poisoned(16, n, dtype=FP32)
     case = MmaCase(dtype, fmt, "linear", 16, 1, Epilogue(FP32), HOPPER)
     scale = scale.view(fmt.scale_dtype)
-    given = fp4_mma.Arguments(torch.eye(k)[:16].to(dtype), None, b.t(), scale, None, None, out)
+    given = fp4_mma.Arguments(torch.eye(k)[:16].to(dtype), None, b.t(), scale, None, None, None, out)
     run_kernel(case.kernel, ARCHS[HOPPER], *given, seed=0)
     want = fp4_dequantize(b, scale, block_size=fmt.block_size, scale_layout="linear", out_dtype=FP32)[:, :16].t()
     # A NaN makes a whole sum NaN. So does infinity times zero, which occurs if 6 times the scale exceeds float32's
@@ -527,23 +539,63 @@ def multiply_by_warpgroups(
     b, scale = random_matrix(n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
     scale = scale.view(case.format.scale_dtype)
     alpha, bias = operands(case.epilogue, n)
+    row_scale = row_scales(case.epilogue, m)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     config = case.kernel.config
     size = -(-m // case.tile_m) * config.workspace_bytes(k, one.num_ctas, has_partial_sums=one.has_partial_sums)
     workspace = None if config.rearranges else poisoned(size, dtype=torch.uint8)
     prefetched = to_prefetch(case)
     shared = workspace, prefetched, one.num_ctas, int(one.has_partial_sums)
-    given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, out, *shared)
+    given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, row_scale, out, *shared)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     how = {"seed": one.seed, "strict": True, "scoped": True, "edit": edit, "written_before": before}
     check_prefetched(run_kernel(case.kernel, ARCHS[case.arch], *given, **how), prefetched)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, *layouts)
-    return out, finished(sums, case.epilogue, alpha, bias)
+    return out, finished(sums, case.epilogue, alpha, bias, row_scale=row_scale)
 
 
-@pytest.mark.parametrize("one", WGMMAS)
+# Launches whose epilogue multiplies each row by a scale, before alpha: in clusters that send or read partial sums, with
+# partial sums in the workspace, in large tiles, and in tiles of one row
+ROW_SCALED_WGMMAS = [
+    wgmma(
+        *(FP16, NVFP4, "128x4", "8x4", 8),
+        epilogue=(FP32, "one", FP32, True),
+        sizes=(9, 504, 1088),
+        num_ctas=4,
+        has_partial_sums=True,
+    ),
+    wgmma(
+        *(FP16, NVFP4, "128x4", "128x4", 64),
+        epilogue=(BF16, "column", BF16, True),
+        sizes=(70, 136, 800),
+        num_ctas=2,
+        has_partial_sums=True,
+        seed=1,
+    ),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 128, epilogue=(BF16, None, None, True), sizes=(131, 136, 544), num_ctas=2),
+    wgmma(FP16, NVFP4, "linear", "linear", 256, epilogue=(FP32, "one", None, True), sizes=(21, 136, 256), num_ctas=2),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16, True), sizes=(9, 296, 1088), split_k=5),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column", None, True), sizes=(30, 136, 800), split_k=3),
+    wgmma(
+        FP16,
+        NVFP4,
+        "128x4",
+        "8x4",
+        8,
+        epilogue=(FP32, "column", None, True),
+        sizes=(3, 520, 800),
+        split_k=2,
+        tile_n=224,
+    ),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 32, epilogue=(FP32, "one", FP32, True), sizes=(40, 136, 800), split_k=2),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32, None, None, True), sizes=(3, 256, 3840), split_k=1, seed=4),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 1, epilogue=(BF16, "one", BF16, True), sizes=(3, 520, 1568), split_k=2, seed=1),
+]
+
+
+@pytest.mark.parametrize("one", [*WGMMAS, *ROW_SCALED_WGMMAS])
 def test_gemm_by_warpgroups(one: Wgmma) -> None:
     """Use inputs whose sums are exact, and check that the results equal the reference's bit for bit. Elements beyond
     the matrices must not affect the results."""

@@ -78,7 +78,9 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
         size = -(-m // case.tile_m) * config.workspace_bytes(k, one.num_ctas, has_partial_sums=one.has_partial_sums)
         workspace = None if config.rearranges else poisoned(size, dtype=torch.uint8)
         shared = workspace, None, one.num_ctas, int(one.has_partial_sums)
-        given = fp4_wgmma.Arguments(a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, out, *shared)
+        given = fp4_wgmma.Arguments(
+            a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, None, out, *shared
+        )
         run_kernel(fp4_wgmma.FP4WgmmaKernel(config), arch, *given, seed=one.seed, strict=True)
         results.append(out)
     return after, *results
@@ -243,7 +245,7 @@ def multiply_e2m1(
     b, scale = random_matrix(n, k, case.format, case.layout, CPU, POWERS["e4m3"])
     alpha, bias = operands(case.epilogue, n)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-    given = fp4_wgmma.Arguments(rows, global_scale, b.t(), scale, alpha, bias, out, None, None, 0, 0)
+    given = fp4_wgmma.Arguments(rows, global_scale, b.t(), scale, alpha, bias, None, out, None, None, 0, 0)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit, written_before=before)
@@ -283,7 +285,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     results = []
     for operand, its_scale, which in ((codes, a_scale, after), (rows, global_scale, case)):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-        shared = fp4_wgmma.Arguments(operand, its_scale, b.t(), scale, alpha, bias, out, None, None, 0, 0)
+        shared = fp4_wgmma.Arguments(operand, its_scale, b.t(), scale, alpha, bias, None, out, None, None, 0, 0)
         run_kernel(which.kernel, arch, *shared, seed=one.seed, strict=True)
         results.append(out)
     return codes, a_scale, *results

@@ -12,7 +12,7 @@ import pytest
 import torch
 from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
-from support.epilogues import finished, operands
+from support.epilogues import finished, operands, row_scales
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
@@ -61,6 +61,16 @@ COVERING = [
     gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one", BF16), sizes=(300, 264, 1088), num_ctas=2),
     gemm(MXFP4, "linear", 256, 2, 1, epilogue=(FP32, "column"), sizes=(700, 136, 640), num_ctas=2, stages=2),
 ]
+ROW_SCALED = [
+    gemm(NVFP4, "128x4", 8, 1, 1, epilogue=(FP32, None, None, True), sizes=(5, 328, 1088)),
+    gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32, True), sizes=(70, 136, 1088), num_ctas=3),
+    gemm(NVFP4, "linear", 64, 1, 1, epilogue=(BF16, "one", None, True), sizes=(150, 24, 1088)),
+    gemm(NVFP4, "128x4", 256, 1, 1, epilogue=(BF16, "one", BF16, True), sizes=(301, 136, 1088)),
+    gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(FP32, "column", None, True), sizes=(300, 264, 1088), num_ctas=2),
+    gemm(MXFP4, "128x4", 64, 1, 2, epilogue=(FP32, "one", FP32, True), sizes=(70, 136, 2112)),
+    gemm(NVFP4, "128x4", 8, 1, 4, epilogue=(BF16, None, BF16, True), sizes=(5, 136, 3648)),
+]
+"""Launches whose epilogue multiplies each row by a scale, before alpha."""
 MORE = [
     gemm(*kind, *tile, epilogue=(BF16, "column", FP32), sizes=sizes, num_ctas=num_ctas)
     for kind in ((NVFP4, "128x4"), (NVFP4, "linear"), (MXFP4, "128x4"), (MXFP4, "linear"))
@@ -94,19 +104,20 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
         random_matrix(rows, k, fmt, case.layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n)
     )
     alpha, bias = operands(case.epilogue, n)
+    row_scale = row_scales(case.epilogue, m)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-    given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, out, one.num_ctas)
+    given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, row_scale, out, one.num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
     how = {"seed": seed, "max_steps": 200_000, "strict": True, "scoped": True, "edit": edit}
     run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
     sums = fp4_gemm(a, a_scale, b, b_scale, None, None, FP32, fmt, layout, layout)
-    return out, finished(sums, case.epilogue, alpha, bias)
+    return out, finished(sums, case.epilogue, alpha, bias, row_scale=row_scale)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     more = metafunc.config.getoption("more_emulated")
     if "one" in metafunc.fixturenames:
-        cases = COVERING + (MORE if more else [])
+        cases = COVERING + ROW_SCALED + (MORE if more else [])
         metafunc.parametrize("one", [pytest.param(case, id=case.id) for case in cases])
 
 

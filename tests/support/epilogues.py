@@ -33,19 +33,32 @@ def operands(epilogue: Epilogue, n: int, experts: int | None = None) -> tuple[Te
     return alpha, bias
 
 
+def row_scales(epilogue: Epilogue, m: int) -> Tensor | None:
+    """Return random scales of the rows, or None if the epilogue takes none."""
+    return torch.rand(m) + 0.5 if epilogue.has_row_scale else None
+
+
 def finished(
-    sums: Tensor, epilogue: Epilogue, alpha: Tensor | None, bias: Tensor | None, expert: int | None = None
+    sums: Tensor,
+    epilogue: Epilogue,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    expert: int | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """Apply the epilogue to float32 accumulators ``sums`` (rows, N).
 
-    The product with alpha is rounded to float32, the sum with the bias is rounded to float32, and the result is rounded
-    to its dtype.
+    The products with the row's scale and with alpha are rounded to float32, the sum with the bias is rounded to
+    float32, and the result is rounded to its dtype.
 
     Args:
         expert: index of the expert that owns the rows in a grouped GEMM, or None.
+        row_scale: scales of the rows, (rows,), or None.
     """
     total = sums.numpy()
     assert total.dtype == np.float32
+    if row_scale is not None:
+        total = total * row_scale.numpy()[:, None]
     if alpha is not None:
         factor = alpha.numpy()
         total = total * (factor[expert] if epilogue.is_by_expert else factor)

@@ -257,9 +257,9 @@ def compute_dequantize(config: Any, y: Any, scale: Any, factor: Any, out: Any, m
 
 
 def compute_fp4_mma(config: Any, *args: Any) -> None:
-    a, a_scale, b, scale, alpha, bias, out = fp4_mma.Arguments(*args)
+    a, a_scale, b, scale, alpha, bias, row_scale, out = fp4_mma.Arguments(*args)
     layouts = config.a_layout, config.layout
-    write(out, fp4_gemm(a, a_scale, b.t(), scale, alpha, bias, out.dtype, config.fmt, *layouts))
+    write(out, fp4_gemm(a, a_scale, b.t(), scale, alpha, bias, out.dtype, config.fmt, *layouts, row_scale))
 
 
 def compute_fp4_wgmma(config: Any, *args: Any) -> None:
@@ -275,9 +275,8 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
         a, a_scale = quantize_rows(value, operands.fmt, a_scale, a_layout.name)
     elif operands.prologue_gate:
         a = silu_mul_rows(a).to(a.dtype)
-    gemm = fp4_gemm if config.expert_k is None else expert_gemm
-    rest = call.alpha, call.bias, out.dtype, operands.fmt, a_layout, operands.layout
-    write(out, gemm(a, a_scale, b.t(), call.b_scale, *rest))
+    given = a, a_scale, b.t(), call.b_scale, call.alpha, call.bias, out.dtype, operands.fmt, a_layout, operands.layout
+    write(out, fp4_gemm(*given, call.row_scale) if config.expert_k is None else expert_gemm(*given))
 
 
 def compute_fp4_experts(config: Any, *args: Any) -> None:

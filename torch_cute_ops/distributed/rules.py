@@ -309,7 +309,7 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     a_layout, b_layout, block = _layouts(path, call)
     tokens = _fp4_tokens(path, call)
     k = held * (2 if path.b == "fp4" else 1)
-    rows = _given(call, a=Shard(0), a_scale=Shard(0))
+    rows = _given(call, a=Shard(0), a_scale=Shard(0), row_scale=Shard(0))
     if tokens.has_one:
         del rows["a_scale"]
     yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())

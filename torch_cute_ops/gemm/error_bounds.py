@@ -71,6 +71,9 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
                 lost = (left.abs() @ right.abs()) * relative
                 if off is not None:
                     lost = lost + off[part] @ right.abs()
+                if operands.row_scale is not None:
+                    factor = operands.row_scale[part, None].double()
+                    total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
                 if over != "k" and alpha is not None:
                     factor = _of_columns(alpha, expert, columns, n, over == "rows").double()
                     total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()

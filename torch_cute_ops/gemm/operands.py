@@ -25,6 +25,7 @@ class Operands(NamedTuple):
         offsets: (E + 1,) int32 first rows of experts over rows, or None.
         counts: (E,) int32 numbers of rows of experts over rows, or None.
         prefetch: (rows, bytes) uint8 matrix that a later launch reads, or None. A backend may ignore it.
+        row_scale: (M,) float32 factors of the rows of the result, or None.
     """
 
     a: torch.Tensor
@@ -36,6 +37,7 @@ class Operands(NamedTuple):
     offsets: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     prefetch: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
 
 
 class GatedOperands(NamedTuple):

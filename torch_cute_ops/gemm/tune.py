@@ -177,7 +177,12 @@ class Bench:
             room = torch.full((experts,), self.m, device=device) if layout.is_masked else ends.diff()
             counts = room.to(torch.int32) if layout.has_counts else None
         out = torch.empty(*lead, problem.n, dtype=problem.out_dtype, device=device)
-        operands = Operands(a, b.mT, a_scale, b_scale, *self._epilogue(generator, exact), offsets, counts)
+        row_scale = None
+        if problem.epilogue.has_row_scale:
+            row_scale = torch.rand(self.m, dtype=torch.float32, device=device, generator=generator) + 0.5
+        operands = Operands(
+            *(a, b.mT, a_scale, b_scale, *self._epilogue(generator, exact), offsets, counts), row_scale=row_scale
+        )
         return operands, (out,)
 
     def _routed(self, generator: torch.Generator) -> Tensor:

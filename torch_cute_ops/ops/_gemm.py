@@ -26,6 +26,7 @@ from torch_cute_ops.ops._backend_path import (
     BackendLauncher,
     BackendPath,
     check_bias,
+    check_row_scale,
     fp4_zeros,
     gemm_package,
     seen_as,
@@ -60,6 +61,7 @@ class GemmCall(NamedTuple):
     offsets: Tensor | None = None
     counts: Tensor | None = None
     prefetch: Tensor | None = None
+    row_scale: Tensor | None = None
     out_dtype: torch.dtype | None = None
     block_size: int = 16
     scale_format: str | None = None
@@ -84,7 +86,7 @@ class Gemm(BackendPath[GemmCall]):
     renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
 
     def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *static = call
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale, *static = call
         shape = a.shape
         return (
             bucket(shape[-2]) if shape[-1] != INTERLEAVED_K or len(shape) < 3 else self._key_of_rows(shape, offsets),
@@ -101,6 +103,7 @@ class Gemm(BackendPath[GemmCall]):
             offsets is not None,
             counts is not None,
             prefetch is not None,
+            row_scale is not None,
             tuple(static),
             device,
             tuning.generation,
@@ -131,6 +134,7 @@ class Gemm(BackendPath[GemmCall]):
         offsets: Tensor | None,
         counts: Tensor | None,
         prefetch: Tensor | None,
+        row_scale: Tensor | None,
         *static: Any,
     ) -> Any:
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` is inlined, and local variables replace the
@@ -161,6 +165,7 @@ class Gemm(BackendPath[GemmCall]):
                     offsets is not None,
                     counts is not None,
                     prefetch is not None,
+                    row_scale is not None,
                     static,
                     device,
                     tuning.generation,
@@ -168,11 +173,11 @@ class Gemm(BackendPath[GemmCall]):
                 )
             )
             if launcher is not None:
-                result = launcher.run((a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch), out)
+                result = launcher.run((a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale), out)
         except Exception:  # TVM-FFI, DLPack or CUDA failed, or an argument is not a tensor; run_checked finds why
             result = None
         if result is None:
-            call = GemmCall(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *static)
+            call = GemmCall(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale, *static)
             result = self.run_checked(call, out)
         if out is not None:
             mark_written((out,))
@@ -188,6 +193,7 @@ class Gemm(BackendPath[GemmCall]):
                 _checks.check_device(op, name, tensor, "a", device)
         _checks.check_out_dtype(op, call.out_dtype)  # first, because it limits the dtypes of a bias
         self.check_epilogue(call, n, k)
+        check_row_scale(op, call.row_scale, call.a)
         if call.prefetch is not None:
             self._check_prefetch(call.prefetch, device)
         self.check_backend(call)
@@ -257,7 +263,7 @@ class Gemm(BackendPath[GemmCall]):
             *self.operands(call),
             n,
             k,
-            p.Epilogue(call.result_dtype, self.alpha_kind(call), bias_dtype),
+            p.Epilogue(call.result_dtype, self.alpha_kind(call), bias_dtype, call.row_scale is not None),
             self.grouping(call),
             prologue_gate=self.prologue_gate,
             prologue_quant=quant,
@@ -290,6 +296,8 @@ class Gemm(BackendPath[GemmCall]):
         }
         if "prefetch" in self.signature.names:
             declared["prefetch"] = flag(lambda call: call.prefetch is not None)
+        if "row_scale" in self.signature.names:
+            declared["row_scale"] = flag(lambda call: call.row_scale is not None)
         return declared
 
     def declare_kind(self) -> dict[str, Property]:
@@ -311,7 +319,9 @@ class Gemm(BackendPath[GemmCall]):
             arguments["prefetch"] = torch.zeros(1, PREFETCH_MULTIPLE, dtype=torch.uint8, device=device)
         else:
             arguments["prefetch"] = None
-        return arguments
+        has_row_scale = getattr(given, "row_scale", False)
+        rows = torch.ones(given.m, dtype=torch.float32, device=device) if has_row_scale else None
+        return arguments | {"row_scale": rows}
 
     def make_operands(self, given: Any, device: torch.device) -> dict[str, Any]:
         """Return matrices, scales and the other arguments of this kind of GEMM for an example call."""
@@ -895,7 +905,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         ``Operands`` as a plain tuple."""
         if not self.is_direct:
             return None
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = tensors
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale = tensors
         shape = a.shape
         m = shape[-3 if self.is_interleaved else -2]
         if not m or not self.n:
@@ -960,12 +970,12 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             else:
                 out = allocator(self.device)((m, n), (n, 1), self.dtype)
         if is_changed:
-            tensors = a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch
+            tensors = a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale
         self.compute(tensors, out)
         return out
 
     def launch(self, call: GemmCall, out: Tensor) -> None:
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, *_ = call
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale, *_ = call
         if prefetch is not None:
             prefetch = seen_as(prefetch, torch.uint8)
             if not prefetch.numel() or prefetch.data_ptr() % PREFETCH_MULTIPLE:
@@ -995,8 +1005,9 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         b = aligned(b.mT).mT
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
-        bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
-        self.compute(Operands(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch), out)
+        rest = bias, offsets, counts, row_scale
+        bias, offsets, counts, row_scale = (None if tensor is None else aligned(tensor) for tensor in rest)
+        self.compute(Operands(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, row_scale), out)
 
 
 def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:

@@ -23,6 +23,7 @@ def mm_fp4(
     backend: str = "auto",
     static_weight: bool = False,
     prefetch: Tensor | None = None,
+    row_scale: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -30,7 +31,7 @@ def mm_fp4(
 
     Products are accumulated in fp32, and the result is rounded once to ``out_dtype``::
 
-        out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]
+        out[m, n] = alpha · row_scale[m] · Σ_k a[m, k] · b[k, n] + bias[n]
 
     Operands are stored as :func:`fp4_quantize` writes them and as checkpoints hold them, without repacking. Decoding
     ignores their global scales ``g_a`` and ``g_b``: pass ``alpha = 1 / (g_a · g_b)`` to divide by them.
@@ -65,6 +66,8 @@ def mm_fp4(
             next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
             be written during the call.
+        row_scale: (M,) float32: factors of the rows of ``a``, as :func:`fp4_quantize_per_token` returns them. A row is
+            multiplied by its factor before ``alpha``. ``None`` means 1.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
@@ -86,6 +89,8 @@ def mm_fp4(
         [[0.0, 3.0, 6.0, 9.0, 12.0, 18.0, 24.0, 36.0]]
         >>> mm_fp4(a, b.t(), a_scale, b_scale, alpha=torch.tensor(2.0), bias=torch.ones(8)).tolist()
         [[1.0, 7.0, 13.0, 19.0, 25.0, 37.0, 49.0, 73.0]]
+        >>> mm_fp4(a, b.t(), a_scale, b_scale, row_scale=torch.tensor([0.5])).tolist()
+        [[0.0, 1.5, 3.0, 4.5, 6.0, 9.0, 12.0, 18.0]]
 
     References:
         NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP

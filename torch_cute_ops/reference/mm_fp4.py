@@ -17,13 +17,14 @@ def mm_fp4(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     a_scale: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
     **formats: Any,
 ) -> torch.Tensor:
-    """Compute ``alpha · a @ b + bias``, (M, N); see the op's docstring. 16-bit activations need no scales."""
+    """Compute ``alpha · row_scale · a @ b + bias``, (M, N); see the op's docstring. 16-bit activations need no
+    scales."""
     dtype = out_dtype or default_dtype(a, a_scale)
-    return fp4_gemm(
-        a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(b_scale if a_scale is None else a_scale, **formats)
-    )
+    resolved = formats_of(b_scale if a_scale is None else a_scale, **formats)
+    return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, *resolved, row_scale)
 
 
 def formats_of(
@@ -55,14 +56,18 @@ def fp4_gemm(
     fmt: FP4Format,
     a_layout: ScaleLayout | None,
     b_layout: ScaleLayout | None,
+    row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``alpha · a @ b.T + bias`` for codes (rows, K/2), or for 16-bit numbers ``a`` (M, K) without scales.
+    """Compute ``alpha · row_scale · a @ b.T + bias`` for codes (rows, K/2), or for 16-bit ``a`` (M, K) without scales.
 
     The product is accumulated in float64 and rounded to float32, so that the order of the additions matters only if
-    large terms cancel. ``apply_epilogue`` then applies ``alpha`` and ``bias``.
+    large terms cancel. The scales of the rows, ``alpha`` and ``bias`` are then applied, with a rounding to float32
+    after each step.
     """
     assert b_layout is not None
     total = matmul_rows(activations(a, a_scale, fmt, a_layout), decode_rows(b, b_scale, fmt, b_layout).double()).float()
+    if row_scale is not None:
+        total = total * row_scale[:, None]
     return apply_epilogue(total, alpha, bias, out_dtype)
 
 

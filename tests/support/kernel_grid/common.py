@@ -43,7 +43,8 @@ def epilogue_id(epilogue: Epilogue) -> str:
     """Return a name for an epilogue, to be used in test ids."""
     alpha = [] if epilogue.alpha is None else [f"alpha_{epilogue.alpha}"]
     bias = [] if epilogue.bias_dtype is None else [f"bias_{short(epilogue.bias_dtype)[0]}"]
-    return "-".join((*short(epilogue.out_dtype), *alpha, *bias))
+    rows = ["rows"] if epilogue.has_row_scale else []
+    return "-".join((*short(epilogue.out_dtype), *rows, *alpha, *bias))
 
 
 def fp4_gemm_id(kind: str, case: Any, *rest: str) -> str:

@@ -71,7 +71,7 @@ class FP8Backend(Backend):
         function, max_ctas, prefetches = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = given
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, _ = given
             following = prefetch if prefetches else None
             function(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, following, max_ctas)
 
@@ -103,7 +103,7 @@ class FP8TokenBackend(FP8Backend):
         function, max_ctas, prefetches = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, _, bias, offsets, counts, prefetch = given
+            a, b, a_scale, b_scale, _, bias, offsets, counts, prefetch, _ = given
             following = prefetch if prefetches else None
             function(a, b, a_scale, None, offsets, counts, b_scale, bias, out, following, max_ctas)
 

@@ -118,6 +118,8 @@ def _accumulate(a: Tensor, weight: Tensor) -> Tensor:
 
 def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
     """Apply the epilogue to fp32 sums and store the result in ``out``. ``acc`` is overwritten."""
+    if given.row_scale is not None:
+        acc = acc.mul_(given.row_scale[:, None])
     if given.alpha is not None:
         acc = acc.mul_(given.alpha)
     if given.bias is not None:
@@ -154,12 +156,14 @@ def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
 
 
 def _is_one_call(problem: GemmProblem) -> bool:
-    """Return True if cuBLASLt applies the whole epilogue: at most one ``alpha``, in fp32 before the rounding, and no
-    bias.
+    """Return True if cuBLASLt applies the whole epilogue: at most one ``alpha``, in fp32 before the rounding, no bias
+    and no row scales.
 
     cuBLASLt takes a bias only in the dtype of the result, which is not precise enough.
     """
     epilogue = problem.epilogue
+    if epilogue.has_row_scale:
+        return False
     return epilogue.bias_dtype is None and epilogue.alpha in ((None, "one") if HAS_TWO_LEVELS else (None,))
 
 

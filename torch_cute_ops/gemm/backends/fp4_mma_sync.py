@@ -122,13 +122,13 @@ class FP4MmaSync(FP4KernelBackend):
         casts = problem.a.format not in (dtype, problem.b.format)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            a, b, a_scale, b_scale, alpha, bias, _, _, _, row_scale = given
             if decode is not None:
                 assert a_scale is not None
                 a = decode(a, a_scale)
             elif casts:
                 a = a.to(dtype)
-            function(a, a_scale if by_codes else None, b, b_scale, alpha, bias, out)
+            function(a, a_scale if by_codes else None, b, b_scale, alpha, bias, row_scale, out)
 
         return launch
 

@@ -85,7 +85,7 @@ class FP4Tcgen05(Tcgen05Backend):
         num_ctas = target.sms
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
-            function(a, a_scale, b, b_scale, alpha, bias, out, num_ctas)
+            a, b, a_scale, b_scale, alpha, bias, _, _, _, row_scale = given
+            function(a, a_scale, b, b_scale, alpha, bias, row_scale, out, num_ctas)
 
         return launch

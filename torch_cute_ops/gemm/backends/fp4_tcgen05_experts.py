@@ -113,7 +113,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         has_workspace, workspace_bytes = config.has_workspace, config.workspace_bytes
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            a, b, a_scale, b_scale, alpha, bias, _, _, _, _ = given
             workspace = new_bytes(device, workspace_bytes(a.shape[0], n, experts)) if has_workspace else None
             function(a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas)
 

@@ -182,9 +182,9 @@ class FP4Wgmma(FP4KernelBackend):
         prefetches = config.prefetches
 
         def launch_rearranging(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, _, _, prefetch = given
+            a, b, a_scale, b_scale, alpha, bias, _, _, prefetch, row_scale = given
             following = prefetch if prefetches else None
-            function(a, a_scale, b, b_scale, alpha, bias, out, None, following, 0, 0)
+            function(a, a_scale, b, b_scale, alpha, bias, row_scale, out, None, following, 0, 0)
 
         if config.rearranges:
             return launch_rearranging
@@ -194,9 +194,10 @@ class FP4Wgmma(FP4KernelBackend):
         has_partial_sums = int(schedule.has_partial_sums)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            a, b, a_scale, b_scale, alpha, bias, _, _, _, row_scale = given
             workspace = new_bytes(device, -(-a.shape[0] // tile_m) * size)
-            function(a, a_scale, b, b_scale, alpha, bias, out, workspace, None, num_ctas, has_partial_sums)
+            terms = alpha, bias, row_scale
+            function(a, a_scale, b, b_scale, *terms, out, workspace, None, num_ctas, has_partial_sums)
 
         return launch
 

@@ -106,7 +106,7 @@ class FP8FP4TokenWgmma(FP8Backend):
         padded = -(-k // INTERLEAVED_K) * INTERLEAVED_K
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = given
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, _ = given
             if not problem.b.is_prepared:
                 b, b_scale = prepared(problem, b, b_scale)
             if first:

@@ -118,7 +118,7 @@ def _fp4(problem: GemmProblem, given: Operands) -> Tensor:
     if problem.grouping.over == "k":
         assert alpha is not None
         return expert_gemm(*operands, alpha, given.bias, problem.out_dtype, fmt, *layouts)
-    return fp4_gemm(*operands, alpha, given.bias, problem.out_dtype, fmt, *layouts)
+    return fp4_gemm(*operands, alpha, given.bias, problem.out_dtype, fmt, *layouts, given.row_scale)
 
 
 def unrounded_activations(problem: GemmProblem, rows: Tensor) -> Tensor:

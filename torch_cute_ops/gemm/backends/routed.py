@@ -110,7 +110,7 @@ class Routed(RoutedBackend):
         workspace_bytes = config.workspace_bytes
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, _, _, _ = given
+            a, b, a_scale, b_scale, alpha, bias, _, _, _, _ = given
             workspace = new_bytes(device, workspace_bytes(a.shape[0], experts, num_ctas))
             function(a, a_scale, b, b_scale, alpha, bias, out, workspace, num_ctas)
 

@@ -26,7 +26,7 @@ STAGES: Final = range(6, 2, -1)
 """Supported numbers of stages, the largest first."""
 
 
-class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias row_scale out")):
     """Run-time arguments, in order.
 
     M is the number of rows of activations, N the number of rows of the weight (a multiple of 8), and K the number of
@@ -40,6 +40,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
             ue8m0.
         alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says.
         bias: (N,), or None.
+        row_scale: (M,) float32, or None.
         out: (M, N), written.
     """
 

@@ -86,21 +86,22 @@ class FP4MmaKernel:
             b_scale=scale_argument(c.fmt, c.layout, Dim("scale_rows"), Dim("blocks")),
             alpha=alpha,
             bias=bias,
+            row_scale=self.epilogue.row_scale_argument(m),
             out=TensorArg(self.epilogue.out_dtype.__name__, (m, n), (n, 1), align=16),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, bias, row_scale, out, stream):
         c = self.config
         # The grid has one dimension, which may have 2^31 CTAs: all n tiles of the first m tile, then all n tiles of the
         # second m tile, and so on.
         tiles = cute.ceil_div(b.shape[1], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
-        ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias))
+        ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias, row_scale))
         b, scale = rows_of_bytes(b, scale_matrix(b_scale, c.layout))
         if const_expr(self.native):
             a_scale = scale_matrix(a_scale, c.a_layout)
             a_scale = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
-        self.kernel(a, a_scale, b, scale, alpha, bias, out).launch(
+        self.kernel(a, a_scale, b, scale, alpha, bias, row_scale, out).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
@@ -111,7 +112,7 @@ class FP4MmaKernel:
         )
 
     @cute.kernel
-    def kernel(self, a, a_scale, b, scale, alpha, bias, out):
+    def kernel(self, a, a_scale, b, scale, alpha, bias, row_scale, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -188,7 +189,7 @@ class FP4MmaKernel:
             self.epilogue.factor(alpha), terms, 1.0 if const_expr(self.native) else acc_scale(c.fmt)
         )
         reduce_partial_sums(
-            partial_sums, c.split_k, THREADS, finish, out, base, rank, tid, work.first_row, work.first_column
+            partial_sums, c.split_k, THREADS, finish, out, base, rank, tid, work.first_row, work.first_column, row_scale
         )
         if const_expr(c.split_k > 1):
             # Wait, because other CTAs may still read this CTA's partial sums.

@@ -22,7 +22,7 @@ SPLIT_K: Final = (1, 2, 4, 8)
 """Supported ``split_k``, the number of CTAs of a cluster that divide the k of a tile."""
 
 
-class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_ctas")):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias row_scale out num_ctas")):
     """Run-time arguments, in order, for M rows of activations, N rows of the weight, and K elements per row in blocks
     of B. N is a multiple of 8. K is a multiple of 64, and with linear scales also of 4 · B.
 
@@ -33,6 +33,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out num_
         b_scale: block scales of the weight's rows, in the same layout as ``a_scale``.
         alpha: (1,) or (N,) float32, or None, as ``Config.epilogue`` says.
         bias: (N,), or None.
+        row_scale: (M,) float32, or None.
         out: (M, N), written.
         num_ctas: int32, number of persistent CTAs: the number of SMs. Unused if ``split_k`` is above 1.
     """

@@ -18,7 +18,7 @@ from torch_cute_ops.kernels.common.blackwell.layouts import EPILOGUE_WARPS, K_TI
 from torch_cute_ops.kernels.common.blackwell.results import store_acc, store_results
 from torch_cute_ops.kernels.common.blackwell.roles import LEADER, WARP
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, load_row_scale
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, raster_tile
 from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, thread_columns
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
@@ -39,7 +39,7 @@ class Work(NamedTuple):
         begin, end: range of k tiles that the CTA multiplies in each tile.
         rank: rank of the CTA in its cluster.
         a_scale, b_scale: block scales as bytes.
-        alpha, bias: operands of the epilogue, or None.
+        alpha, bias, row_scale: operands of the epilogue, or None.
         out: result.
     """
 
@@ -58,6 +58,7 @@ class Work(NamedTuple):
     b_scale: cute.Tensor
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
+    row_scale: cute.Tensor | None
     out: cute.Tensor
 
 
@@ -72,20 +73,21 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
         out = TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16)
-        return Arguments(*self.mma.arguments(m, n), *self.epilogue.arguments(n), out, num_ctas=ScalarArg("Int32"))
+        terms = *self.epilogue.arguments(n), self.epilogue.row_scale_argument(m)
+        return Arguments(*self.mma.arguments(m, n), *terms, out, num_ctas=ScalarArg("Int32"))
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, num_ctas: Int32, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, bias, row_scale, out, num_ctas: Int32, stream):
         c = self.config
         tiles = cute.ceil_div(out.shape[0], c.tile_m) * cute.ceil_div(out.shape[1], c.tile_n)
         if const_expr(c.split_k > 1):
             num_ctas = tiles * c.split_k
         else:
             num_ctas = cutlass.min(tiles, cutlass.max(num_ctas // c.cta_group, Int32(1))) * c.cta_group
-        num_ctas = ctas_unless_overlapping(num_ctas, (out,), (a, a_scale, b, b_scale, alpha, bias))
+        num_ctas = ctas_unless_overlapping(num_ctas, (out,), (a, a_scale, b, b_scale, alpha, bias, row_scale))
         b_rows, b_bytes = rows_of_bytes(b, scale_matrix(b_scale, self.stage.layout))
         maps = self.mma.map(a, self.stage.cta_mma_n), self.mma.map(b_rows, MMA_M)
-        self.kernel(*maps, as_bytes(a_scale, self.stage.layout), b_bytes, alpha, bias, out).launch(
+        self.kernel(*maps, as_bytes(a_scale, self.stage.layout), b_bytes, alpha, bias, row_scale, out).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
@@ -95,7 +97,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         )
 
     @cute.kernel
-    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, bias, out):
+    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, bias, row_scale, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -122,6 +124,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             b_scale=b_scale,
             alpha=alpha,
             bias=bias,
+            row_scale=row_scale,
             out=out,
         )
         smem, tmem = self._run_roles(tid, (a_map, b_map), work)
@@ -301,7 +304,10 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             acc = tcgen05.load(start + Uint32(column), c.columns_per_load)
             tcgen05.wait_for_loads()
             if const_expr(c.split_k == 1):
-                values = [finish(ptx.float_of(word), 0) for word in acc]
+                factors = [None] * len(acc)
+                if const_expr(self.epilogue.epilogue.has_row_scale):
+                    factors = [load_row_scale(work.row_scale, token + column, work.m, i) for i in range(len(acc))]
+                values = [finish(ptx.float_of(acc[i]), 0, factors[i]) for i in range(len(acc))]
                 store_results(values, self.out_dtype, work.out, token + column, work.m, row, work.n, tid % 2)
             else:
                 store_acc(c.sum_tile, acc, column, tid, smem.stages)
@@ -321,7 +327,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                 work.alpha, work.bias, *thread_columns(c.sum_tile, threads, tid, n_tile * MMA_M), work.n
             )
             finish = self.epilogue.finisher(self.epilogue.factor(work.alpha), terms)
-            reduce_partial_sums(c.sum_tile, c.split_k, threads, finish, work.out, smem.stages, work.rank, tid, *at)
+            tile = c.sum_tile, c.split_k, threads
+            reduce_partial_sums(*tile, finish, work.out, smem.stages, work.rank, tid, *at, work.row_scale)
         cute.arch.sync_warp()
         # Wait, because other CTAs may still read this CTA's partial sums.
         cute.arch.cluster_arrive()

@@ -129,7 +129,7 @@ def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
 
 
 class Arguments(
-    namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace prefetch num_ctas has_partial_sums")
+    namedtuple("Arguments", "a a_scale b b_scale alpha bias row_scale out workspace prefetch num_ctas has_partial_sums")
 ):
     """Run-time arguments, in order.
 
@@ -141,6 +141,7 @@ class Arguments(
         alpha: (1,) or (N,) float32 factors, or None, as ``Config.epilogue`` says. With experts over k, (M, E) float32
             factors with any strides.
         bias: (N,) in ``Config.epilogue``'s bias dtype, or None.
+        row_scale: (M,) float32 factors of the rows of the result, or None.
         out: (M, N) in ``Config.epilogue``'s dtype, written.
         workspace: ``Config.workspace_bytes`` uint8 per m tile, written, or None if the CTAs rearrange the activations.
         prefetch: (rows, bytes) uint8, contiguous, to prefetch into L2 if ``Config.prefetches``, else None.

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, factor_counts
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, factor_counts, load_row_scale
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.partial_sums import (
@@ -157,11 +157,11 @@ class WorkTileEpilogue:
             if tid < finishers:
                 send_partial_sums(*tile, smem.codes, smem.received, smem.received_full, rank, tid, m, n)
                 ptx.wait(smem.received_full, 0, scope="cluster")
-                reduce_received(*tile, finish, work.out, smem.received, rank, tid, own, *at)
+                reduce_received(*tile, finish, work.out, smem.received, rank, tid, own, *at, work.row_scale)
         else:
             self._sync_cluster(threads)
             if tid < finishers:
-                reduce_partial_sums(*tile, finish, work.out, smem.codes, rank, tid, *at)
+                reduce_partial_sums(*tile, finish, work.out, smem.codes, rank, tid, *at, work.row_scale)
             if const_expr(c.split_k > 1):
                 # Wait, because other CTAs may still read this CTA's partial sums.
                 self._sync_cluster(threads)
@@ -185,7 +185,11 @@ class WorkTileEpilogue:
         finish = [self.epilogue.finisher(factor, one, scale) for one in terms]
         first_row = work.m_tile * c.tile_m
         for j in range_constexpr(c.tile_m // ATOM_M):
-            values = [finish[i // 2](acc[4 * j + i], 0) for i in range(4)]
+            factors = [None, None]
+            if const_expr(self.epilogue.epilogue.has_row_scale):
+                pair = first_row + consumer.quad * 2
+                factors = [load_row_scale(work.row_scale, pair, work.m, 8 * j + e) for e in range(2)]
+            values = [finish[i // 2](acc[4 * j + i], 0, factors[i % 2]) for i in range(4)]
             for r in range_constexpr(2):
                 # A word holds two rows of one column. Seven other lanes hold the neighbouring columns, so 16-bit
                 # results are transposed across lanes.

@@ -68,6 +68,7 @@ class FP4WgmmaKernel:
             b_scale=b_scale,
             alpha=alpha if c.expert_k is None else factors_argument(m),
             bias=bias,
+            row_scale=self.epilogue.row_scale_argument(m),
             out=TensorArg(self.epilogue.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=None if c.rearranges else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             prefetch=prefetch_argument() if c.prefetches else None,
@@ -84,6 +85,7 @@ class FP4WgmmaKernel:
         b_scale,
         alpha,
         bias,
+        row_scale,
         out,
         workspace,
         prefetch,
@@ -93,7 +95,7 @@ class FP4WgmmaKernel:
     ):
         c = self.config
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
+        written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias, row_scale)
         a_scale = scale_matrix(a_scale, c.arranged.layout)
         shared = None
         if const_expr(not c.rearranges):
@@ -107,7 +109,8 @@ class FP4WgmmaKernel:
         ctas = num_ctas * m_tiles
         if const_expr(c.rearranges):
             ctas = ctas_unless_overlapping(ctas, written, read)
-        self.kernel(a, a_scale, shared, self.weight.maps(b, b_scale), alpha, bias, out, prefetch, num_ctas).launch(
+        terms = alpha, bias, row_scale
+        self.kernel(a, a_scale, shared, self.weight.maps(b, b_scale), terms, out, prefetch, num_ctas).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.split_k, 1, 1] if const_expr(c.split_k > 1) else None,
@@ -136,12 +139,12 @@ class FP4WgmmaKernel:
         return activations, factors, partial_sums, flags
 
     @cute.kernel
-    def kernel(self, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas):
+    def kernel(self, a, a_scale, shared, weight, terms, out, prefetch, num_ctas):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        work = self._work(cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas)
+        work = self._work(cta, a, a_scale, shared, weight, terms, out, prefetch, num_ctas)
         smem = self._allocate()
         if tid == 0:
             self.weight.prefetch(weight)
@@ -178,11 +181,13 @@ class FP4WgmmaKernel:
                     cute.arch.griddepcontrol_launch_dependents()
             if const_expr(c.first_k_tiles > 0):
                 self.loads.rearrange_first(tid, work, smem)
-            self.consumers.consume(self.epilogue.factor(alpha), tid, work, smem)
+            self.consumers.consume(self.epilogue.factor(terms[0]), tid, work, smem)
 
-    def _work(self, cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, num_ctas) -> Work:
-        """Return the work of a CTA: its m tile, its range of iterations, and the tensors of the call."""
+    def _work(self, cta, a, a_scale, shared, weight, terms, out, prefetch, num_ctas) -> Work:
+        """Return the work of a CTA: its m tile, its range of iterations, and the tensors of the call. ``terms`` is
+        (alpha, bias, row_scale)."""
         c = self.config
+        alpha, bias, row_scale = terms
         n, half, _ = weight[1].shape
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
@@ -215,6 +220,7 @@ class FP4WgmmaKernel:
             a_scale=a_scale,
             alpha=alpha if c.expert_k is None else None,
             bias=bias,
+            row_scale=row_scale,
             out=out,
             workspace=None if c.rearranges else Workspace(*shared),
             prefetch=prefetch,

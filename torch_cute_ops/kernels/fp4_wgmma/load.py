@@ -63,7 +63,7 @@ class Work(NamedTuple):
         begin, end: range of the CTA's iterations.
         iterations: number of iterations of an m tile.
         a, a_scale: activations, and their scales or None.
-        alpha, bias: operands of the epilogue, or None.
+        alpha, bias, row_scale: operands of the epilogue, or None.
         out: result.
         workspace: workspace, or None if the CTAs rearrange the activations.
         prefetch: matrix to prefetch into L2, or None.
@@ -84,6 +84,7 @@ class Work(NamedTuple):
     a_scale: cute.Tensor | None
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
+    row_scale: cute.Tensor | None
     out: cute.Tensor
     workspace: Workspace | None
     prefetch: cute.Tensor | None

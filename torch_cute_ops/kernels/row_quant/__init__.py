@@ -29,12 +29,12 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 2. Each thread reads its blocks: thread i processes blocks i, i + threads_per_row, and so on. It adds or gates,
    multiplies by the weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and
    one barrier reduce the sum of squares over the row, and also the amax if each row has a scale. Rows with an NVFP4
-   scale of extreme magnitude are multiplied by a power of two in registers, which is a branch that few rows take. In a cluster,
-   each warp sends its partial results to all CTAs (``st.async``, which an mbarrier counts). The group's barrier also
-   releases the row's buffer. Sums with the residual overwrite the residual in the buffer. After the barrier, one thread
-   stores the sums in bulk. The buffer is free when the bulk store has read it. On an H200 at width 16,384, this is 4 %
-   faster than stores from registers, in which each thread writes half of a 32-byte sector. If only some warps have a
-   last block, and arithmetic limits the speed, the other warps skip the last block's instructions.
+   scale of extreme magnitude are multiplied by a power of two in registers, which is a branch that few rows take. In a
+   cluster, each warp sends its partial results to all CTAs (``st.async``, which an mbarrier counts). The group's
+   barrier also releases the row's buffer. Sums with the residual overwrite the residual in the buffer. After the
+   barrier, one thread stores the sums in bulk. The buffer is free when the bulk store has read it. On an H200 at width
+   16,384, this is 4 % faster than stores from registers, in which each thread writes half of a 32-byte sector. If only
+   some warps have a last block, and arithmetic limits the speed, the other warps skip the last block's instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, which takes a second
    pass over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme

@@ -13,9 +13,10 @@ from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, unpack
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-Finish = Callable[[Float32, int], Float32]
+Finish = Callable[..., Float32]
 """Function that applies the epilogue to an accumulator. Its second argument is the accumulator's column, counted from
-the first column whose alpha and bias are loaded. The result is not yet rounded."""
+the first column whose alpha and bias are loaded. A third argument, if it is not None, is the scale of the accumulator's
+row. The result is not yet rounded."""
 TileEpilogue = Callable[..., Finish]
 """Function of ``column``, ``count`` and, optionally, a constant ``after``. It loads alpha and bias of ``count``
 columns, starting at ``column + after``, and returns a ``Finish`` for these columns."""
@@ -58,6 +59,10 @@ class EpilogueOps:
             return alpha, None
         return alpha, TensorArg(DSL_DTYPES[self.epilogue.bias_dtype].__name__, *vector, align=16)
 
+    def row_scale_argument(self, m: Dim) -> TensorArg | None:
+        """Return the description of the argument for the rows' scales, or None."""
+        return TensorArg("Float32", (m,), (1,), align=4) if self.epilogue.has_row_scale else None
+
     def factor(self, alpha, expert=None) -> Float32 | None:
         """Return the factor for all accumulators of a tile, or None if alpha is absent or depends on the column."""
         if self.epilogue.alpha not in ("one", "expert"):
@@ -76,17 +81,19 @@ class EpilogueOps:
         return ColumnTerms(*(load_terms(vector, expert, column, after, count, exists) for vector in (alpha, bias)))
 
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
-        """Return a function ``finish(acc, i)`` that applies the epilogue to an accumulator in the i-th column of
-        ``terms``.
+        """Return a function ``finish(acc, i, row_scale)`` that applies the epilogue to an accumulator in the i-th
+        column of ``terms``.
 
-        The function multiplies by ``scale``, a power of two, and then applies alpha and bias. Accumulators of decoded
-        FP4 numbers need ``scale`` (see ``kernels.common.fp4.codes.acc_scale``).
+        The function multiplies by ``scale``, a power of two, and then applies the row's scale, alpha and bias.
+        Accumulators of decoded FP4 numbers need ``scale`` (see ``kernels.common.fp4.codes.acc_scale``).
         """
 
-        def finish(total: Float32, i: int) -> Float32:
+        def finish(total: Float32, i: int, row_scale: Float32 | None = None) -> Float32:
             alpha = factor if terms.alpha is None else terms.alpha[i]
             if scale != 1.0:
                 total = ptx.mul_rn(total, Float32(scale))
+            if row_scale is not None:
+                total = ptx.mul_rn(total, row_scale)
             if alpha is not None:
                 total = ptx.mul_rn(total, alpha)
             return total if terms.bias is None else ptx.add_rn(total, terms.bias[i])
@@ -100,6 +107,12 @@ class EpilogueOps:
         return lambda column, count, after=0: self.finisher(
             factor, self.terms(alpha, bias, column, count, n, expert, after)
         )
+
+
+def load_row_scale(row_scale: cute.Tensor, row, m, after: int = 0) -> Float32:
+    """Load the scale of row ``row + after``. Rows ``m`` and above do not exist, and are not read."""
+    (word,) = ptx.load_if(row_scale.iterator + row, row < m - after, 1, 4 * after)
+    return ptx.float_of(word)
 
 
 def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: int, exists) -> list | None:

@@ -77,11 +77,12 @@ AlphaKind = Literal["one", "column", "expert", "expert_column", "expert_half"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Epilogue of a GEMM: ``out = round(fl32(fl32(sum · alpha) + bias))``. All kernels compute the same bits.
+    """Epilogue of a GEMM: ``out = round(fl32(fl32(fl32(sum · row_scale) · alpha) + bias))``. All kernels compute the
+    same bits.
 
     The epilogue multiplies in fp32, adds in fp32, and then rounds to the dtype of the result. Each operation rounds to
-    nearest even. The multiplication and the addition are never contracted to an fma. If alpha or bias is None, its
-    operation is omitted.
+    nearest even. A multiplication and the addition are never contracted to an fma. The operations of absent operands
+    are omitted.
 
     Attributes:
         out_dtype: dtype of the result.
@@ -90,11 +91,14 @@ class Epilogue:
             gate, ``"expert_half"``: (E, 2), the factors of an expert's gate and up.
         bias_dtype: dtype of the bias: float32 or the dtype of the result, or None without a bias. The bias is (N,), or
             (E, N) in grouped GEMMs.
+        has_row_scale: True if each row of the result has a float32 factor, (M,). Kernels with two FP4 operands support
+            these factors.
     """
 
     out_dtype: torch.dtype
     alpha: AlphaKind | None = None
     bias_dtype: torch.dtype | None = None
+    has_row_scale: bool = False
 
     @cached_property
     def is_by_expert(self) -> bool:
@@ -110,6 +114,8 @@ class Epilogue:
             return "alpha is 'expert_half', but the GEMM is not gated"
         if self.is_by_expert and not is_grouped:
             return f"alpha is {self.alpha!r}, but the GEMM is not grouped"
+        if self.has_row_scale and is_grouped:
+            return "grouped GEMMs take no row_scale"
         if self.alpha == "column" and is_grouped:
             return "alpha is 'column'; in a grouped GEMM columns belong to experts: 'expert_column'"
         return None

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import Finish
+from torch_cute_ops.kernels.common.core.epilogue import Finish, load_row_scale
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, PartialSums
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
@@ -89,31 +89,51 @@ def send_partial_sums(tile: PartialSums, split_k: int, threads: int, base, recei
 
 
 @cute.jit
-def reduce_received(tile: PartialSums, split_k: int, threads: int, finish: Finish, out, received, rank, tid, rows, *at):
+def reduce_received(
+    tile: PartialSums,
+    split_k: int,
+    threads: int,
+    finish: Finish,
+    out,
+    received,
+    rank,
+    tid,
+    rows,
+    first_row,
+    first_column,
+    row_scale=None,
+):
     """Add up the partial sums that this CTA received for its ``rows`` rows, apply the epilogue, and store the results
-    in ``out``.
-
-    ``at`` is (first row, first column) of the tile.
-    """
+    in ``out``. ``row_scale`` contains the scales of the rows of ``out``, or is None."""
     width = tile.tile_n // COLUMNS
     for i in range(tid, rows * width, threads):
         place, column = i // width, i % width * COLUMNS
         acc = [Float32(0.0)] * 4
         for peer in range_constexpr(split_k):
             acc = _added(acc, received, (place * split_k + peer) * tile.tile_n + column)
-        _finish(acc, finish, out, place * split_k + rank, column, *at)
+        _finish(acc, finish, out, place * split_k + rank, column, first_row, first_column, row_scale)
 
 
 @cute.jit
 def reduce_partial_sums(
-    tile: PartialSums, split_k: int, threads: int, finish: Finish, out, base, rank, tid, first_row, first_column
+    tile: PartialSums,
+    split_k: int,
+    threads: int,
+    finish: Finish,
+    out,
+    base,
+    rank,
+    tid,
+    first_row,
+    first_column,
+    row_scale=None,
 ):
     """Add up the partial sums of the ``split_k`` CTAs of the cluster, apply the epilogue, and store the results in
     ``out``.
 
     Each CTA reduces every ``split_k``-th row. ``thread_columns`` gives the columns of each thread. The caller ensures
     that all CTAs have stored their partial sums before the call, and that none overwrites them until all CTAs have
-    returned. ``split_k`` is 1 without a cluster.
+    returned. ``split_k`` is 1 without a cluster. ``row_scale`` contains the scales of the rows of ``out``, or is None.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, reduced_rows(tile, split_k, rank) * width, threads):
@@ -125,7 +145,7 @@ def reduce_partial_sums(
             if const_expr(split_k > 1):
                 there = cute.arch.map_dsmem_ptr(base, peer)
             acc = [x + y for x, y in zip(acc, _own_sums(tile, there, row, column), strict=True)]
-        _finish(acc, finish, out, row, column, first_row, first_column)
+        _finish(acc, finish, out, row, column, first_row, first_column, row_scale)
 
 
 @cute.jit
@@ -142,10 +162,13 @@ def _own_sums(tile: PartialSums, base, row, column) -> list:
 
 
 @cute.jit
-def _finish(acc: list, finish: Finish, out, row, column, first_row, first_column):
+def _finish(acc: list, finish: Finish, out, row, column, first_row, first_column, row_scale):
     """Apply the epilogue to the sums of four columns of a row, and store the results."""
     m, n = out.shape
-    values = [finish(x, i) for i, x in enumerate(acc)]
+    factor = None
+    if const_expr(row_scale is not None):
+        factor = load_row_scale(row_scale, first_row + row, m)
+    values = [finish(x, i, factor) for i, x in enumerate(acc)]
     to_row, to_column = first_row + row, first_column + column
     if (to_row < m) & (to_column < n):
         at = out.iterator + cute.assume(Int64(to_row) * n + to_column, divby=4)
