@@ -554,6 +554,7 @@ def _gated(
         routing,
         call.global_scale,
         *gate,
+        None if call.row_scale is None else call.row_scale[rows],
     )
     value, lost = error_bounds.expected_gated(problem, given)
     routed = (routing != 0).repeat_interleave(problem.expert_n, 1)

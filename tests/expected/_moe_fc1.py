@@ -38,8 +38,12 @@ def by_expert(given):
     bias = None if given["bias"] is None else given["bias"].detach().cpu().float().numpy()
     for expert, weight in enumerate(w):
         rows = np.flatnonzero(routing[:, expert] != 0)
-        total = ((a[rows] @ weight.T).astype(np.float32) * factor[expert]).astype(np.float32)
-        lost = (np.abs(a[rows]) @ np.abs(weight).T) * np.abs(factor[expert]) * (a.shape[1] + 1) * EPS
+        total = (a[rows] @ weight.T).astype(np.float32)
+        lost = (np.abs(a[rows]) @ np.abs(weight).T) * (a.shape[1] + 1) * EPS
+        if given.get("row_scale") is not None:
+            by_row = given["row_scale"].detach().cpu().double().numpy()[rows, None]
+            total, lost = (total * by_row).astype(np.float32), lost * np.abs(by_row) + np.abs(total * by_row) * EPS
+        total, lost = (total * factor[expert]).astype(np.float32), lost * np.abs(factor[expert])
         if bias is not None:
             total = total + bias[expert]
             lost = lost + np.abs(total) * EPS
@@ -119,6 +123,8 @@ def rows_alone(given, outputs):
         want = [outputs[0][row : row + 1]]
         if "a_scale" in given:
             hidden = 2 * given["a"].shape[1]
+            if given.get("row_scale") is not None:
+                alone["row_scale"] = given["row_scale"][row : row + 1]
             alone["a_scale"] = scales_of(given["a_scale"], layout, m, hidden // block, row)
             want.append(scales_of(outputs[1], layout, m, 2 * outputs[0].shape[1] // block, row))
         yield alone, want

@@ -77,6 +77,7 @@ class Operands(NamedTuple):
     alpha: torch.Tensor | None
     bias: torch.Tensor | None
     global_scale: torch.Tensor | None
+    row_scale: torch.Tensor | None = None
 
 
 def operands(one: Gated, is_exact: bool = True) -> Operands:
@@ -103,7 +104,11 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
     for terms in (alpha, bias, scale):
         if terms is not None and len(terms) == experts:
             terms[(routing == 0).all(0)] = torch.nan
-    return Operands(routing, a, a_scale, b, b_scale, alpha, bias, scale)
+    row_scale = None
+    if epilogue.has_row_scale:
+        row_scale = torch.randint(1, 8, (m,)) / 4
+        row_scale[(routing == 0).all(1)] = torch.nan
+    return Operands(routing, a, a_scale, b, b_scale, alpha, bias, scale, row_scale)
 
 
 def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -134,6 +139,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         alpha=given.alpha,
         bias=given.bias,
         global_scale=given.global_scale,
+        row_scale=given.row_scale,
         y=y,
         scale=y_scale,
         workspace=poisoned(kernel.config.workspace_bytes(one.m, one.experts, one.num_ctas), dtype=torch.uint8),
@@ -164,6 +170,8 @@ def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | 
         numbers = decoded(given.a, given.a_scale, case.format, case.a_layout)
     weight = decoded(given.b, given.b_scale, case.format, case.layout).view(experts, 2 * columns, one.k)
     sums = torch.einsum("mk,enk->men", numbers, weight).float()
+    if given.row_scale is not None:
+        sums = sums * given.row_scale[:, None, None]
     if given.alpha is not None:
         sums = sums * given.alpha.view(experts, -1).expand(experts, 2).repeat_interleave(columns, 1)
     if given.bias is not None:
@@ -266,6 +274,34 @@ GATED = [
     Gated(
         gated(FP16, NVFP4, "linear", None, 256, 8, 64, epilogue=(FP16, None, None, None, None, True), split_k=4),
         *(9, 1024, 3, 128, "dense", 3, 12),
+    ),
+    # Launches whose epilogue multiplies each row by a scale
+    Gated(
+        gated(
+            *(FP16, NVFP4, "128x4", "128x4", 64, 8, 16),
+            epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", True, True),
+        ),
+        *(5, 1120, 3, 64, "few", 3),
+    ),
+    Gated(
+        gated(BF16, MXFP4, "128x4", "8x4", 128, 24, 64, epilogue=(MXFP4, SMALL, None, None, None, True, True)),
+        *(33, 576, 3, 64, "hot", 2, 3),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "linear", "linear", 64, 32, 32, epilogue=(NVFP4, LINEAR, "expert", None, None, True, True)),
+        *(27, 1280, 2, 128, "dense", 2, 4),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, None, None, "one", True, True)),
+        *(10, 1568, 3, 128, "few", 2, 7),
+    ),
+    Gated(
+        gated(
+            *(FP16, NVFP4, "128x4", "128x4", 128, 16, 32),
+            epilogue=(NVFP4, TILED, "expert", FP32, None, True, True),
+            split_k=4,
+        ),
+        *(12, 1056, 3, 64, "dense", 5, 11),
     ),
 ]
 

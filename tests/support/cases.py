@@ -303,7 +303,7 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"hidden": 256, "dtype": dtype, "topk": 2} | ({"residual": True} if name == "moe_finalize" else {})
     if name.startswith("moe_fc1"):
         given = {"n": 256, "k": 512, "experts": 2, "alpha": "expert_half", "bias_dtype": torch.float32, "swiglu": True}
-        return given | ({} if name.endswith("weight_only") else {"global_scales": "expert"})
+        return given | ({} if name.endswith("weight_only") else {"global_scales": "expert", "row_scale": True})
     if name.startswith("moe_fc2"):
         return {"n": 256, "k": 512, "experts": 2, "bias_dtype": torch.float32}
     if name.startswith("grouped_mm_fp8"):

@@ -297,7 +297,8 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
     # The real kernel ignores the strides between experts, and so does the model.
     weight = as_if_contiguous(call.b.mT), as_if_contiguous(call.b_scale)
     given = call.a, call.a_scale, *weight, call.routing, call.alpha, call.bias
-    value = gated_experts(*given, gate if config.epilogue.swiglu else (1.0, 0.0, None), fmt, *layouts)
+    gate = gate if config.epilogue.swiglu else (1.0, 0.0, None)
+    value = gated_experts(*given, gate, fmt, *layouts, call.row_scale)
     routed = call.routing != 0
     if call.scale is None:
         written = routed.repeat_interleave(value.shape[1] // len(call.b), 1)

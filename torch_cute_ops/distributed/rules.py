@@ -399,7 +399,7 @@ def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
     a_layout, w_layout, block = _layouts(path, call)
     assert w_layout is not None
     results = ("out",) if a_layout is None else ("y", "scale")
-    rows = _given(call, a=Shard(0), a_scale=Shard(0), routing=Shard(0))
+    rows = _given(call, a=Shard(0), a_scale=Shard(0), routing=Shard(0), row_scale=Shard(0))
     outputs: dict[str, Placement] = dict.fromkeys(results, Shard(0))
     yield Rule("rows", rows, outputs, _tiles("M", m, a_layout) if a_layout is not None else ())
     own = _given(call, w=Shard(0), w_scale=Shard(0), routing=Shard(1), alpha=Shard(0), bias=Shard(0))

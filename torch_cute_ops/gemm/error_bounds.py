@@ -117,6 +117,9 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
         right = decode_rows(b[expert], scales[expert], fmt, SCALE_LAYOUTS["linear"]).double().t()
         total = every[rows] @ right
         lost = (every[rows].abs() @ right.abs()) * (k * EPS)
+        if operands.row_scale is not None:
+            factor = operands.row_scale[rows, None].double()
+            total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
         if alpha is not None:
             factor = alpha[expert].double().repeat_interleave(lines // alpha[expert].numel())
             total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()

@@ -60,6 +60,7 @@ class GatedOperands(NamedTuple):
         global_scale: (1,) or (E,) float32 encode scale of the result, or None.
         swiglu_alpha, swiglu_beta, swiglu_limit: parameters of the gate ``"swiglu"``, or None for the gate ``"silu"``.
             The limit is +inf if calls pass no limit.
+        row_scale: (M,) float32 factors of the rows of ``a``, or None.
     """
 
     a: torch.Tensor
@@ -73,3 +74,4 @@ class GatedOperands(NamedTuple):
     swiglu_alpha: float | None = None
     swiglu_beta: float | None = None
     swiglu_limit: float | None = None
+    row_scale: torch.Tensor | None = None

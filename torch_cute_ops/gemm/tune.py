@@ -265,7 +265,8 @@ class GatedBench(Bench):
             global_scale = filled(8.0, 1 if problem.global_scale == "one" else experts)
         gate = (1.702, 1.0, 7.0) if problem.gate == "swiglu" else (None, None, None)
         routing = self._routed(generator)
-        operands = GatedOperands(a, b.mT, a_scale, b_scale, alpha, bias, routing, global_scale, *gate)
+        row_scale = filled(1.25, self.m) if epilogue.has_row_scale else None
+        operands = GatedOperands(a, b.mT, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, row_scale)
         if quantised is None:
             return operands, (torch.empty(self.m, problem.n, dtype=epilogue.out_dtype, device=device), None)
         assert isinstance(quantised.format, FP4Format) and quantised.scale_layout is not None

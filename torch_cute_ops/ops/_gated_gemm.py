@@ -18,6 +18,7 @@ from torch_cute_ops.ops._backend_path import (
     BackendLauncher,
     BackendPath,
     check_bias,
+    check_row_scale,
     fp4_zeros,
     gemm_package,
     seen_as,
@@ -46,6 +47,7 @@ class GatedCall(NamedTuple):
     alpha: Tensor | None = None
     bias: Tensor | None = None
     global_scale: Tensor | None = None
+    row_scale: Tensor | None = None
     swiglu_alpha: float = 1.0
     swiglu_beta: float = 0.0
     swiglu_limit: float | None = None
@@ -82,7 +84,7 @@ class GatedGemm(BackendPath[GatedCall]):
         super().__init__(a, "fp4")
 
     def key(self, call: GatedCall, device: int) -> tuple[Any, ...]:
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, row_scale, *_ = call
         return (
             bucket(a.shape[0]),
             a.shape[1],
@@ -97,6 +99,7 @@ class GatedGemm(BackendPath[GatedCall]):
             None if alpha is None else alpha.shape,
             None if bias is None else bias.dtype,
             None if global_scale is None else global_scale.numel(),
+            row_scale is not None,
             gates_plainly(*call.gate),
             call.block_size,
             call.scale_format,
@@ -146,6 +149,7 @@ class GatedGemm(BackendPath[GatedCall]):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
         check_bias(op, call.bias, call.bias_dtype, (experts, columns), device, "a column of w")
+        check_row_scale(op, call.row_scale, a)
         _checks.check_swiglu(op, *call.gate)
         self.check_backend(call)
 
@@ -175,7 +179,7 @@ class GatedGemm(BackendPath[GatedCall]):
             p.Operand(fmt, b_layout),
             experts * (columns // 2),
             2 * held,
-            p.Epilogue(call.bias_dtype, _alpha_kind(call), bias_dtype),
+            p.Epilogue(call.bias_dtype, _alpha_kind(call), bias_dtype, call.row_scale is not None),
             p.Grouping("n", experts),
             gate="silu" if gates_plainly(*call.gate) else "swiglu",
             quantised=p.Operand(fmt, layout) if is_fp4 else None,
@@ -207,7 +211,10 @@ class GatedGemm(BackendPath[GatedCall]):
             declared["global_scales"] = choice(GlobalScaleKind, _global_scale_kind)
         declared["swiglu"] = flag(lambda call: not gates_plainly(*call.gate))
         declared |= self.arguments_as_properties("block_size", "scale_format") | self.declare_layout()
-        return declared | self.arguments_as_properties("backend", "static_weight")
+        declared |= self.arguments_as_properties("backend", "static_weight")
+        if self.a == "fp4":
+            declared["row_scale"] = flag(lambda call: call.row_scale is not None)
+        return declared
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         n, k, m, experts = given.n, given.k, given.m, given.experts
@@ -235,6 +242,7 @@ class GatedGemm(BackendPath[GatedCall]):
         made["a"], made["a_scale"] = fp4_zeros((m, k), fmt, layout, device)
         scales = {None: None, "one": (1,), "expert": (experts,)}
         shape = self.chosen("global_scales", given.global_scales, scales)
+        made["row_scale"] = ones(m) if given.row_scale else None
         return made | {"global_scale": None if shape is None else ones(*shape)}
 
 
@@ -257,7 +265,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
     def run(self, call: GatedCall, out: Any) -> Any:
         if not self.is_direct:
             return None
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, row_scale, *_ = call
         m, scales = a.shape[0], self.a_scales
         if not m:
             return None
@@ -289,18 +297,21 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         if global_scale is not None and global_scale.dim() != 1:
             global_scale = global_scale.reshape(1)
         gate = gate_arguments(*call.gate)
-        fields = a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate
+        fields = a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, row_scale
         self.compute(tuple.__new__(GatedOperands, fields), results)
         return out
 
     def launch(self, call: GatedCall, out: Any) -> None:
-        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, *_ = call
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale, row_scale, *_ = call
         a = aligned(a if a_scale is None else seen_as(a, torch.uint8))
         b = aligned(seen_as(b, torch.uint8).mT).mT
         a_scale, b_scale = self.stored_scales(a_scale, b_scale, a.shape[0], self.fmt)
-        alpha, bias = (None if tensor is None else aligned(tensor) for tensor in (alpha, bias))
+        terms = alpha, bias, row_scale
+        alpha, bias, row_scale = (None if tensor is None else aligned(tensor) for tensor in terms)
         if global_scale is not None:
             global_scale = aligned(global_scale.reshape(-1))
         results = (out, None) if self.y_scales is None else out
         gate = gate_arguments(*call.gate)
-        self.compute(GatedOperands(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate), results)
+        self.compute(
+            GatedOperands(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, row_scale), results
+        )

@@ -25,6 +25,7 @@ def moe_fc1_fp4(
     swiglu_limit: float | None = None,
     backend: str = "auto",
     static_weight: bool = False,
+    row_scale: Tensor | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -32,8 +33,8 @@ def moe_fc1_fp4(
 
     For each routed pair of a token m and an expert e, in fp32 and without rounding to 16 bits::
 
-        gate = alpha[e] · Σ_k a[m, k] · w[e, k, i] + bias[e, i]
-        up = alpha[e] · Σ_k a[m, k] · w[e, k, I + i] + bias[e, I + i]
+        gate = alpha[e] · row_scale[m] · Σ_k a[m, k] · w[e, k, i] + bias[e, i]
+        up = alpha[e] · row_scale[m] · Σ_k a[m, k] · w[e, k, I + i] + bias[e, I + i]
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
@@ -76,6 +77,8 @@ def moe_fc1_fp4(
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
+        row_scale: (M,) float32: factors of the rows of ``a``, as :func:`fp4_quantize_per_token` returns them. Gate and
+            up are multiplied by them before ``alpha``. ``None`` means 1.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:

@@ -33,12 +33,13 @@ def gated_columns(
     swiglu_beta: float,
     swiglu_limit: float | None,
     a_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
     **formats: Any,
 ) -> Tensor:
     """Call ``gated_experts`` with the arguments of an op. 16-bit activations need no scales."""
     gate = swiglu_alpha, swiglu_beta, swiglu_limit
     resolved = formats_of(w_scale if a_scale is None else a_scale, **formats)
-    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *resolved)
+    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *resolved, row_scale)
 
 
 def gated_experts(
@@ -53,8 +54,10 @@ def gated_experts(
     fmt: FP4Format,
     a_layout: ScaleLayout | None,
     w_layout: ScaleLayout,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute SwiGLU of ``alpha · a @ w[e].T + bias[e]`` for each expert: (M, E·I) float32, 0 if ``routing`` is 0.
+    """Compute SwiGLU of ``alpha · row_scale · a @ w[e].T + bias[e]`` for each expert: (M, E·I) float32, 0 if
+    ``routing`` is 0.
 
     Each product is accumulated in float64 and rounded to float32.
     """
@@ -69,6 +72,8 @@ def gated_experts(
             continue
         own = scales.view(experts, lines, -1)[expert]
         product = matmul_rows(left[rows], decode_rows(codes, own, fmt, SCALE_LAYOUTS["linear"]).double()).float()
+        if row_scale is not None:
+            product = product * row_scale[rows, None]
         factor = None if alpha is None else alpha[expert].repeat_interleave(lines // alpha[expert].numel())
         both = apply_epilogue(product, factor, None if bias is None else bias[expert], torch.float32)
         value[rows, expert] = torch.where(routed[rows], silu_mul_rows(both, *gate), 0.0)

@@ -144,7 +144,7 @@ def _gated_experts(problem: GemmProblem, given: GatedOperands, out: tuple[Tensor
     if given.swiglu_alpha is not None and given.swiglu_beta is not None:
         gate = given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit
     operands = given.a, given.a_scale, given.b.mT, given.b_scale, given.routing, given.alpha, given.bias
-    value = gated_experts(*operands, gate, fmt, problem.a.scale_layout, layout)
+    value = gated_experts(*operands, gate, fmt, problem.a.scale_layout, layout, given.row_scale)
     if problem.quantised is None or scale is None:
         routed = (given.routing != 0).repeat_interleave(problem.expert_n, 1)
         y.copy_(torch.where(routed, value.to(y.dtype), y))

@@ -136,7 +136,8 @@ class RoutedGated(RoutedBackend):
         if quantised is not None:
             out, layout = fp4_format(problem), quantised.scale_layout
         gated_epilogue = fp4_gated_experts.GatedEpilogue(
-            out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"
+            *(out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"),
+            has_row_scale=epilogue.has_row_scale,
         )
         return fp4_gated_experts.plan(
             operands=fp4_operands(problem),
@@ -164,6 +165,7 @@ class RoutedGated(RoutedBackend):
                 given.alpha,
                 given.bias,
                 given.global_scale,
+                given.row_scale,
                 given.swiglu_alpha,
                 given.swiglu_beta,
                 given.swiglu_limit,

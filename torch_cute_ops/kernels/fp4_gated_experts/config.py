@@ -41,7 +41,7 @@ TOKEN_GAP_BYTES: Final = 64
 class Arguments(
     namedtuple(
         "Arguments",
-        "a a_scale b b_scale routing alpha bias global_scale "
+        "a a_scale b b_scale routing alpha bias global_scale row_scale "
         "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
     )
 ):
@@ -56,6 +56,7 @@ class Arguments(
         alpha: (E,) float32 factors, or (E, 2) for gate and up, or None.
         bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``, or None.
         global_scale: (1,) or (E,) float32 encode scale of the result, or None.
+        row_scale: (M,) float32 factors of the rows, or None.
         swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
             no limit.
         y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed tokens.
@@ -70,8 +71,8 @@ class Arguments(
 class GatedEpilogue:
     """Epilogue of a work tile.
 
-    The epilogue computes ``g = gate · alpha + bias`` and ``u = up · alpha + bias`` in fp32, and rounds after each
-    operation. Then it applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
+    The epilogue computes ``g = gate · row_scale · alpha + bias`` and ``u = up · row_scale · alpha + bias`` in fp32, and
+    rounds after each operation. Then it applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
 
     Attributes:
         out: dtype of the result, or FP4 format of its codes.
@@ -81,6 +82,7 @@ class GatedEpilogue:
         global_scale: kind of the encode scale of the result: one for all experts, one per expert, or None.
         swiglu: True for the general gate with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``, False for
             ``silu(gate) · up``.
+        has_row_scale: True if each row of the activations has a factor.
     """
 
     out: torch.dtype | FP4Format
@@ -89,6 +91,7 @@ class GatedEpilogue:
     bias_dtype: torch.dtype | None = None
     global_scale: Literal["one", "expert"] | None = None
     swiglu: bool = False
+    has_row_scale: bool = False
 
     @property
     def block(self) -> int:

@@ -7,6 +7,7 @@ scale, or 16 bytes of 16-bit values.
 
 from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
 
@@ -28,6 +29,7 @@ class Outputs(NamedTuple):
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
     global_scale: cute.Tensor | None
+    row_scale: cute.Tensor | None
     y: cute.Tensor
     scale: cute.Tensor | None
     gate: tuple | None
@@ -73,6 +75,7 @@ class GatedEpilogueOps:
             "alpha": None if f.alpha is None else TensorArg("Float32", *factors[f.alpha], align=4),
             "bias": bias,
             "global_scale": None if f.global_scale is None else TensorArg("Float32", *scales[f.global_scale], align=4),
+            "row_scale": TensorArg("Float32", (m,), (1,), align=4) if f.has_row_scale else None,
             "y": TensorArg(dtype, (m, width), (width, 1), align=16),
             "scale": scale,
             "swiglu_alpha": gate,
@@ -100,13 +103,18 @@ class GatedEpilogueOps:
             scale = ptx.float_of(ptx.load_if(outputs.global_scale.iterator + place, is_last, 1)[0])
         return Terms(alpha, bias, scale)
 
-    def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
-        """Compute one element of the result from its accumulators of gate and up."""
+    def gated(
+        self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs, row_scale: Float32 | None = None
+    ) -> Float32:
+        """Compute one element of the result from its accumulators of gate and up. ``row_scale`` is the scale of the
+        token's row, or None."""
         operands = self.config.operands
         scale = acc_scale(operands.fmt, operands.decodes_both)
         values = []
         for half, total in enumerate((gate, up)):
             value = total if scale == 1.0 else ptx.mul_rn(total, Float32(scale))
+            if row_scale is not None:
+                value = ptx.mul_rn(value, row_scale)
             if terms.alpha is not None:
                 value = ptx.mul_rn(value, terms.alpha[half])
             if terms.bias is not None:
@@ -130,9 +138,17 @@ class GatedEpilogueOps:
         """
         c = self.config
         lane, tid = consumer.lane, consumer.n_warp * WARP + consumer.lane
+        own_scale = None
+        if const_expr(self.epilogue.has_row_scale):
+            # Each lane loads the scale of one token. Shuffles pass the scales to the lanes with the token's sums.
+            there = outputs.row_scale.iterator + cutlass.max(token_id, Int32(0))
+            own_scale = ptx.float_of(ptx.load_if(there, token_id >= 0, 1)[0])
         for group in range_constexpr(c.tile_m // 8):
             for e in range_constexpr(2):
-                value = self.gated(acc[4 * group + e], acc[4 * group + 2 + e], terms, outputs)
+                row_scale = None
+                if const_expr(self.epilogue.has_row_scale):
+                    row_scale = cute.arch.shuffle_sync(own_scale, 8 * group + lane % 4 * 2 + e)
+                value = self.gated(acc[4 * group + e], acc[4 * group + 2 + e], terms, outputs, row_scale)
                 place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
                 self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)

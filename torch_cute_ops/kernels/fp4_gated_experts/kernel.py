@@ -165,6 +165,7 @@ class FP4GatedExpertsKernel:
         alpha,
         bias,
         global_scale,
+        row_scale,
         swiglu_alpha,
         swiglu_beta,
         swiglu_limit,
@@ -204,8 +205,9 @@ class FP4GatedExpertsKernel:
             list_ctas = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_LIST_CTAS)))
             grid = experts, num_blocks, list_ctas
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.swiglu) else None
-        outputs = Outputs(alpha, bias, global_scale, y, scale_matrix(scale, c.epilogue.out_layout), gate)
-        read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
+        terms = alpha, bias, global_scale, row_scale
+        outputs = Outputs(*terms, y, scale_matrix(scale, c.epilogue.out_layout), gate)
+        read = a, a_scale, b, b_scale, routing, *terms
         listed = ctas_unless_overlapping(grid[0], (y, scale, workspace), read)
         stacks = (b, b_scale) if const_expr(c.operands.layout.is_linear) else (b,)
         listed = ctas_if_adjacent(listed, *stacks)
