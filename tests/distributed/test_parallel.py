@@ -60,6 +60,7 @@ KINDS = [
     (FP8TensorLinear, "fp8", False),
     (FP8TensorLinear, "fp8", True),
     (FP8ChannelLinear, "fp8", False),
+    (NVFP4Linear, "fp4_token", False),
 ]
 """Layer classes, each with its activations, and whether the activations have a calibrated scale."""
 
@@ -158,10 +159,14 @@ def what_travels(rank: int) -> None:
                 assert state is None or torch.equal(own(state, rank), mine)
             assert all(sent.dtype in (torch.uint8, torch.float32) for sent in traffic.sent)
             elements = rows // WORLD * K
-            scales = {"nvfp4": 1 / 16, "mxfp4": 1 / 32, "fp8_block": 4 / 128}.get(cls.scheme, 0 if is_static else 4 / K)
-            size = 0.5 if activations == "fp4" else 1.0
+            scales = {
+                "nvfp4": 1 / 16 + (4 / K if activations == "fp4_token" else 0),
+                "mxfp4": 1 / 32,
+                "fp8_block": 4 / 128,
+            }.get(cls.scheme, 0 if is_static else 4 / K)
+            size = 0.5 if activations in ("fp4", "fp4_token") else 1.0
             assert traffic.nbytes() == elements * (size + scales), cls
-            assert 2 * elements / traffic.nbytes() > (1.9 if activations == "fp8" else 3.5)
+            assert 2 * elements / traffic.nbytes() > (1.9 if activations == "fp8" else 3.4)
     # The layer gathers the rows itself, whether it gets a tensor or the norm's result.
     layer = made(*KINDS[1], 64)
     y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale)

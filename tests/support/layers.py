@@ -47,6 +47,10 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
         if granularity == "block128":
             scales = scales.repeat(128, 1)[:, : rows.shape[1]]
         return numbers * scales.astype(np.float64)
+    if layer.activations == "fp4_token":
+        found, row_scales = spec.quantise_per_token(rows)
+        scales = spec.scale_value(found.scales, "e4m3").astype(np.float64).repeat(16, 1)
+        return spec.e2m1_value(found.codes).astype(np.float64) * scales * row_scales[:, None].astype(np.float64)
     factor = None if layer.scheme == "mxfp4" else np.float32(1) / np.float32(layer.input_scale.item())
     found = spec.quantise(rows, layer.format.block_size, factor)
     scales = spec.scale_value(found.scales, layer.format.scale_format).astype(np.float64)

@@ -89,13 +89,14 @@ def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Quanti
     elements = all_gather(rows.operands[0], group)
     if len(rows.operands) == 1:
         return rows._replace(operands=(elements,), lead=lead)
-    return rows._replace(operands=(elements, _gather_scales(layer, rows, group)), lead=lead)
+    row_scales = (all_gather(scale, group) for scale in rows.operands[2:])
+    return rows._replace(operands=(elements, _gather_scales(layer, rows, group), *row_scales), lead=lead)
 
 
 def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Tensor:
-    elements, scale = rows.operands
+    elements, scale, *_ = rows.operands
     count = elements.shape[0]
-    if layer.activations == "fp4":
+    if layer.activations in ("fp4", "fp4_token"):
         if count % TILE_ROWS == 0:
             return all_gather(scale, group)
         k = layer.in_features

@@ -6,13 +6,17 @@ from torch import Tensor
 
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
+from torch_cute_ops.ops.add_rmsnorm_fp4quant_per_token import add_rmsnorm_fp4quant_per_token
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
+from torch_cute_ops.ops.rmsnorm_fp4quant_per_token import rmsnorm_fp4quant_per_token
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 
 _NORMS = {
     ("fp4", False): rmsnorm_fp4quant,
     ("fp4", True): add_rmsnorm_fp4quant,
+    ("fp4_token", False): rmsnorm_fp4quant_per_token,
+    ("fp4_token", True): add_rmsnorm_fp4quant_per_token,
     ("fp8", False): rmsnorm_fp8quant,
     ("fp8", True): add_rmsnorm_fp8quant,
 }
@@ -28,7 +32,7 @@ def normed_rows(
     :class:`ColumnParallel` layer with ``sequence=True`` then gathers codes and scales instead of 16-bit rows.
 
     Args:
-        layer: layer with ``activations`` ``"fp4"`` or ``"fp8"``.
+        layer: layer with FP4 or FP8 activations.
         x: (..., H), bfloat16, float16 or float32.
         weight: (H,), weight of the norm, in the dtype of ``x`` or float32.
         residual: tensor like ``x``; ``x`` is added to it in place, and the sum is normalised. ``None`` normalises

@@ -17,6 +17,7 @@ from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.nn import QuantizedRows, QuantLinear, merge
 from torch_cute_ops.nn._base import _SHARED
 from torch_cute_ops.nn.fp8_linear import FP8ChannelLinear, FP8TensorLinear
+from torch_cute_ops.reference.fp4_quantize_per_token import quantize_rows_per_token
 
 BLOCK: Final = 128
 """Rows and columns of an FP8 block. The last block of a matrix may be smaller."""
@@ -299,6 +300,8 @@ class _Row(Divided):
         assert isinstance(self, QuantLinear)
         if self.has_computed_row_scales:
             return _by_shared_scale(x, self.group)
+        if self.activations == "fp4_token":
+            return _by_shared_row_scale(x, self.group)
         return self.quantize(x)
 
 
@@ -337,14 +340,30 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
 
     The result equals ``fp8_quantize`` of the whole rows with granularity ``"token"``.
     """
-    rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
-    amax = rows.abs().amax(1, keepdim=True)
-    amax = torch.where(amax.isfinite(), amax, torch.inf)  # no NaN, because backends differ in max(NaN, x)
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    rows, amax = _rows_and_shared_amax(x, group)
     scale = torch.where(amax.isfinite(), amax / E4M3_MAX, torch.nan)
     is_zero = (scale == 0) | scale.isnan()
     elements = encode_e4m3(torch.where(is_zero, 0.0, rows / scale))
     return QuantizedRows((elements, scale), (*x.shape[:-1],), x.dtype)
+
+
+def _by_shared_row_scale(x: Tensor, group: Any) -> QuantizedRows:
+    """Quantise a rank's columns to NVFP4, with one row scale over the columns of all ranks.
+
+    The result equals this rank's part of ``fp4_quantize_per_token`` of the whole rows.
+    """
+    rows, amax = _rows_and_shared_amax(x, group)
+    return QuantizedRows(quantize_rows_per_token(rows, "128x4", amax), (*x.shape[:-1],), x.dtype)
+
+
+def _rows_and_shared_amax(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Return this rank's columns as fp32 rows, and each row's largest magnitude over the columns of all ranks, which is
+    infinite if the row contains NaN or infinity."""
+    rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
+    amax = rows.abs().amax(1, keepdim=True)
+    amax = torch.where(amax.isfinite(), amax, torch.inf)  # no NaN, because backends differ in max(NaN, x)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return rows, amax
 
 
 @functools.cache

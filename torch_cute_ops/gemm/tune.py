@@ -266,7 +266,8 @@ class GatedBench(Bench):
         gate = (1.702, 1.0, 7.0) if problem.gate == "swiglu" else (None, None, None)
         routing = self._routed(generator)
         row_scale = filled(1.25, self.m) if epilogue.has_row_scale else None
-        operands = GatedOperands(a, b.mT, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, row_scale)
+        operands = GatedOperands(a, b.mT, a_scale, b_scale, alpha, bias, routing, global_scale, *gate)
+        operands = operands._replace(row_scale=row_scale)
         if quantised is None:
             return operands, (torch.empty(self.m, problem.n, dtype=epilogue.out_dtype, device=device), None)
         assert isinstance(quantised.format, FP4Format) and quantised.scale_layout is not None

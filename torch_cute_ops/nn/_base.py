@@ -15,11 +15,12 @@ from torch_cute_ops.nn._straight_through import RowsDecoder, needs_gradient
 from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.ops._with_gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.quantized import autocast
 from torch_cute_ops.runtime.dispatch import is_proxy
 
-Activations = Literal["auto", "16bit", "fp4", "fp8", "fp8_token"]
+Activations = Literal["auto", "16bit", "fp4", "fp4_token", "fp8", "fp8_token"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor, keyed by the tensor's name."""
 
@@ -34,12 +35,18 @@ class Quantization(NamedTuple):
     """How a layer quantises its input.
 
     Attributes:
-        to: ``"fp4"`` for ``fp4_quantize``, ``"fp8"`` for ``fp8_quantize``.
-        arguments: keyword arguments of ``fp4_quantize`` or ``fp8_quantize``, and of the fused ops that contain them.
+        to: ``"fp4"`` for ``fp4_quantize``, ``"fp4_token"`` for ``fp4_quantize_per_token``, ``"fp8"`` for
+            ``fp8_quantize``.
+        arguments: keyword arguments of this op, and of the fused ops that contain it.
     """
 
-    to: Literal["fp4", "fp8"]
+    to: Literal["fp4", "fp4_token", "fp8"]
     arguments: Mapping[str, Any]
+
+    @property
+    def suffix(self) -> str:
+        """Last part of the names of the ops that normalise or gate rows and then quantise them like this."""
+        return {"fp4": "fp4quant", "fp4_token": "fp4quant_per_token", "fp8": "fp8quant"}[self.to]
 
 
 FP8_BLOCKS: Final = Quantization("fp8", {"granularity": "block128"})
@@ -51,7 +58,8 @@ class QuantizedRows(NamedTuple):
     them.
 
     Attributes:
-        operands: elements (M, ...) and, if the format uses scales, their scales.
+        operands: elements (M, ...) and, if the format uses scales, their scales; with ``"fp4_token"``, then the scales
+            of the rows, (M,).
         lead: leading dimensions of the original input; their product is M.
         dtype: dtype of the layer's result.
         is_gate_and_up: True if the rows are gate and up, (M, 2K) in 16 bits, and the layer must compute ``silu(gate) ·
@@ -414,11 +422,11 @@ class QuantLinear(nn.Module):
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Quantise rows (M, K); return ``QuantizedRows.operands``."""
         quantization = self._input_quantization
-        return (
-            (rows,)
-            if quantization is None
-            else _QUANTISE[quantization.to](rows, self._activation_scale(), **quantization.arguments)
-        )
+        if quantization is None:
+            return (rows,)
+        if quantization.to == "fp4_token":
+            return fp4_quantize_per_token(rows, **quantization.arguments)
+        return _QUANTISE[quantization.to](rows, self._activation_scale(), **quantization.arguments)
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Multiply by the weight; return (M, N) in ``dtype``."""

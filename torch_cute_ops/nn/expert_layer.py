@@ -1,7 +1,7 @@
 """Mixture-of-experts layer: router, experts, and an optional shared expert."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,17 @@ from torch_cute_ops.ops._signature import Scoring
 from torch_cute_ops.ops.moe_route import moe_route
 from torch_cute_ops.ops.moe_route_dense import moe_route_dense
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
+from torch_cute_ops.ops.silu_mul_fp4quant_per_token import silu_mul_fp4quant_per_token
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.reference.moe_route import choose_experts
 from torch_cute_ops.runtime.dispatch import is_proxy
+
+_GATES: Final[Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {
+    "fp4": silu_mul_fp4quant,
+    "fp4_token": silu_mul_fp4quant_per_token,
+    "fp8": silu_mul_fp8quant,
+}
+"""Op that gates and quantises rows, keyed by ``Quantization.to``."""
 
 
 class GatedMLP(nn.Module):
@@ -69,7 +77,7 @@ class GatedMLP(nn.Module):
             return self.down_proj(QuantizedRows((rows,), lead, x.dtype, is_gate_and_up=True))
         if quantization is None:
             return self.down_proj(self._gated(both))
-        quantise = silu_mul_fp4quant if quantization.to == "fp4" else silu_mul_fp8quant
+        quantise = _GATES[quantization.to]
         swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
         operands = quantise(rows, **quantization.arguments, **swiglu)
         return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))

@@ -40,7 +40,7 @@ class _FP4Linear(QuantLinear):
             class, to accumulate all of K in the tensor cores.
     """
 
-    choices = ("16bit", "fp4", "fp8", "fp8_token")
+    choices: ClassVar[tuple[str, ...]] = ("16bit", "fp4", "fp8", "fp8_token")
     multiples = (8, 32)
     format: ClassVar[FP4Format]
     fast_accum: bool = False
@@ -82,6 +82,8 @@ class _FP4Linear(QuantLinear):
     def _quantization(self) -> Quantization | None:
         if self.activations == "16bit":
             return None
+        if self.activations == "fp4_token":
+            return Quantization("fp4_token", {})
         if self.activations == "fp8":
             return FP8_BLOCKS
         if self.activations == "fp8_token":
@@ -93,11 +95,13 @@ class _FP4Linear(QuantLinear):
         if len(operands) == 1:
             return self._multiply_16bit(operands[0], dtype, mm_fp4_weight_only, fp4quant_mm_fp4)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
-        a, a_scale = operands
+        a, a_scale, *row_scale = operands
         options: dict[str, Any] = {"static_weight": True, "prefetch": self._prefetch_weight()}
         if self.activations == "fp8_token":
             options["fast_accum"] = self.fast_accum
             return mm_fp8_fp4(a, weight, a_scale, self.prepared_scale, alpha, self.bias, dtype, block, **options)
+        if row_scale:
+            options["row_scale"] = row_scale[0]
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **options)
 
@@ -118,7 +122,7 @@ class _FP4Linear(QuantLinear):
         return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
 
     def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        if self.activations in ("fp8", "fp8_token"):
+        if self.activations in ("fp4_token", "fp8", "fp8_token"):
             return super()._gated_product(operands, dtype)
         return self._multiply_16bit(operands[0], dtype, silu_mul_mm_fp4_weight_only, silu_mul_fp4quant_mm_fp4)
 
@@ -167,6 +171,8 @@ class NVFP4Linear(_FP4Linear):
 
     - ``"16bit"`` (``"auto"``): ``mm_fp4_weight_only``.
     - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``, with an ``input_scale`` from calibration or the checkpoint.
+    - ``"fp4_token"``: ``fp4_quantize_per_token``, which computes a scale per row, and ``mm_fp4``. It needs no
+      calibration, and ignores an ``input_scale``.
     - ``"fp8"``: ``fp8_quantize`` with one scale per 128 elements of a row, and ``mm_fp8_fp4``, which rounds the weight
       to FP8; K is a multiple of 64.
     - ``"fp8_token"``: ``fp8_quantize`` with one scale per row, or with a calibrated ``input_scale``, and ``mm_fp8_fp4``
@@ -179,6 +185,7 @@ class NVFP4Linear(_FP4Linear):
     """
 
     scheme = "nvfp4"
+    choices = ("16bit", "fp4", "fp4_token", "fp8", "fp8_token")
     format = NVFP4
 
     weight_scale_2: Tensor

@@ -63,8 +63,9 @@ def quantize_(
             and ``"fp8_channel"``, activations use one scale per row, or with ``calibrate`` one static scale for all
             rows.
         activations: format of the layers' activations: ``"16bit"``, ``"fp4"``, ``"fp8"`` or ``"fp8_token"`` for FP4
-            weights, ``"fp8"`` for FP8 weights. ``"auto"`` selects the first of these that the scheme supports. With
-            ``"nvfp4"`` and ``"fp8_token"``, activations use one scale per row, or with ``calibrate`` one static scale.
+            weights, ``"fp4_token"`` for NVFP4 weights, ``"fp8"`` for FP8 weights. ``"auto"`` selects the first of these
+            that the scheme supports. With ``"nvfp4"`` and ``"fp8_token"``, activations use one scale per row, or with
+            ``calibrate`` one static scale.
         ignore: layers to leave unchanged, as one pattern or several patterns. A pattern is a name, the last component
             of a name, a wildcard (``"model.layers.0.*"``), or ``re:`` followed by a regular expression. Your patterns
             replace the default. A pattern that matches nothing gives a warning.

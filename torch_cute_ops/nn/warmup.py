@@ -241,7 +241,7 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
     done = set()
     for layer in layers:
         width, device, quantization = layer.in_features, layer.weight.device, layer.quantization()
-        ending, arguments = ("", {}) if quantization is None else (f"_{quantization.to}quant", quantization.arguments)
+        ending, arguments = ("", {}) if quantization is None else (f"_{quantization.suffix}", quantization.arguments)
         form = (width, device, ending, *((k, None if isinstance(v, Tensor) else v) for k, v in arguments.items()))
         if form in done:
             continue

@@ -7,10 +7,16 @@ from torch_cute_ops.formats.fp4 import EXTREME_ROW_POWER, EXTREME_ROW_SCALE, NVF
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 
 
-def quantize_rows_per_token(value: Tensor, scale_layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_rows_per_token(
+    value: Tensor, scale_layout: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise fp32 rows (..., K) to NVFP4. Return packed codes (..., K/2), block scales in ``scale_layout``, and the
-    scales of the M flattened rows, (M,) fp32."""
-    amax = value.abs().amax(-1, keepdim=True)
+    scales of the M flattened rows, (M,) fp32.
+
+    ``amax`` contains the largest magnitude of each row, (..., 1), if ``value`` is only a part of the rows.
+    """
+    if amax is None:
+        amax = value.abs().amax(-1, keepdim=True)
     # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
     # reciprocal.
     row_scale = amax / full_like(amax, NVFP4_MAX)
