@@ -31,8 +31,9 @@ from support.kernel_grid import (
 )
 from test_fp4_experts_emulated import EXPERTS
 from test_fp4_gated_experts_emulated import GATED
-from test_fp4_gemm_emulated import MMAS, NATIVE_MMAS, WGMMAS
+from test_fp4_gemm_emulated import MMAS, NATIVE_MMAS, ROW_SCALED_MMAS, ROW_SCALED_WGMMAS, WGMMAS
 from test_fp4_tcgen05_emulated import COVERING as TCGEN05
+from test_fp4_tcgen05_emulated import ROW_SCALED as ROW_SCALED_TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
 from test_fp8_fp4_token_gemm_emulated import RUNS as FP8_FP4_TOKEN_RUNS
@@ -43,7 +44,9 @@ from test_fp8_token_gemm_emulated import RUNS as FP8_TOKEN_RUNS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
-FP4 = (*EXPERTS, *TCGEN05, *TCGEN05_EXPERTS, *(one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS)))
+ROW_SCALED = (*ROW_SCALED_MMAS, *ROW_SCALED_WGMMAS)
+FP4_GEMMS = (one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS, *ROW_SCALED))
+FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *FP4_GEMMS)
 FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_TCGEN05)
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 """Roles of kernels whose resources the emulator's tests check."""

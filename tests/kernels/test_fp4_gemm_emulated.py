@@ -659,7 +659,7 @@ def test_how_much_is_copied_before_the_wait(tile_m: int, split_k: int, static: b
     assert config.ahead == (config.stages if ahead == "stages" else ahead)
 
 
-@pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *WGMMAS])
+@pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *ROW_SCALED_MMAS, *WGMMAS, *ROW_SCALED_WGMMAS])
 def test_compiles_without_spills(one: Mma | Wgmma) -> None:
     """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
     that this file checks."""
