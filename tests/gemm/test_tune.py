@@ -172,7 +172,8 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     if op.name != "mm_fp8":
         assert static["b"] == (scaled if "fp4" in op.name else operand("block128"))
     assert (static["n"], static["k"]) == (properties_of(op)["n"], 256)
-    assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
+    epilogue = {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None, "has_row_scale": False}
+    assert static["epilogue"] == epilogue
     assert static["grouping"]["experts"] == properties_of(op).get("experts", 1)
     tuner.forget()
     assert used(op, made_up, sample) == (32,)
