@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from samples._rows import special_rows
-from support.emulated import ACQUIRE, BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
+from support.emulated import ACQUIRE, BLACKWELL, CONSUMER, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
 from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, ROUNDED, WHAT, Case
 
 from ptx_emulator import EmulationError, Race
@@ -306,6 +306,8 @@ RUNS = [
     run("add", HF, 1152, NVT[2], BLACKWELL, 9, 4, 0, **CLUSTER),
     run("norm", BF, 2576, NVT[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     run("swiglu", HF, 2304, NVT[1], HOPPER, 9, 4, 0, **CLUSTER),
+    run("quantize", BF, 528, NVT[1], CONSUMER, 13, 1, 1, **WARP_GROUPS),
+    run("add", BF, 1152, NVT[0], CONSUMER, 9, 4, 0, **CLUSTER),
     # Nothing is quantised.
     run("norm", BF, 128, ROUNDED, HOPPER, 19, 1, 0, groups=2),
     run("norm", F, 528, ROUNDED, BLACKWELL, 9, 1, 1, **WARP_GROUPS),
