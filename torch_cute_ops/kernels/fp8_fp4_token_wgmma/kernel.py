@@ -5,10 +5,9 @@ from typing import Final, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from torch_cute_ops.formats import MXFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
@@ -21,22 +20,18 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
     load_token_scales,
     pair,
 )
-from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of
+from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of_index
 from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Smem, Stages, WorkSchedule, arrive, wait_if
 from torch_cute_ops.kernels.common.fp8.k_groups import K_GROUP_THREADS, KGroupSums
 from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
 from torch_cute_ops.kernels.common.fp8.row_stores import store_column_pairs
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
-from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
+from torch_cute_ops.kernels.common.fp8.weights import PreparedWeight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_token_wgmma.config import TABLE_BYTES, TABLES, Config
-from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 ROWS: Final = 2
 """Number of weight rows of a lane."""
 STEPS: Final = K_TILE // K_STEP
-NAN_INDEX: Final = 255
-NAN: Final = 0x7E00
-"""Index of the table for blocks whose scale is NaN, and float16 bits of NaN."""
 TABLES_READY: Final = 2
 TOKEN_SCALES: Final = 3
 """Numbers of named barriers: of all consumers, and the first of two that belong to one warpgroup each."""
@@ -48,7 +43,7 @@ class FP8FP4TokenWgmmaKernel:
     def __init__(self, config: Config):
         self.config = config
         stages = Stages(config)
-        weight = PreparedWeight(config)
+        weight = _weight(config)
         schedule = WorkSchedule(config, weight)
         results = Results(config, stages, schedule, UnitEpilogue(config, weight))
         loop = DecodingLoop(config, stages, weight)
@@ -64,42 +59,9 @@ class FP8FP4TokenWgmmaKernel:
         self.gemm.launch(given, stream)
 
 
-class PreparedWeight(FP4Weight):
-    """Weight source for an FP4 weight whose scales are prepared: (slabs, N, scale_bytes) or (E, slabs, N, scale_bytes).
-
-    The first slab holds the rows' units as float32, in the first four bytes of each row. Each further slab holds the
-    indices of the decoding tables of one stage.
-    """
-
-    def __init__(self, config: Config):
-        super().__init__(config.fmt, SCALE_LAYOUTS["linear"], config.rows.is_plain, config.copied_n, config.line)
-        self.scale_bytes = config.scale_bytes
-
-    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
-        b, _ = super().arguments(n, k, blocks, experts)
-        shape, strides = (Dim("slabs"), n, self.scale_bytes), (Dim("b_scale_slab", bits=64, divisibility=64),)
-        if experts is not None:
-            shape, strides = (experts, *shape), (Dim("b_scale_of_expert", bits=64, divisibility=64), *strides)
-        return b, TensorArg("Uint8", shape, (*strides, self.scale_bytes, 1), align=16)
-
-    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return the codes as (N, K/2, E), and the prepared scales unchanged."""
-        codes, _ = super().views(b, b_scale)
-        return codes, b_scale
-
-    def row_of_slab(self, scale: cute.Tensor, expert, slab, row) -> cute.Pointer:
-        """Return the address of a weight row in a slab of the prepared scales."""
-        offset = Int64(slab) * scale.stride[-3] + Int64(row) * self.scale_bytes
-        if not self.is_plain:
-            offset += Int64(expert) * scale.stride[0]
-        return scale.iterator + cute.assume(offset, divby=self.scale_bytes)
-
-    def code_piece(self, stage, row, quad, k_tile, smem: Smem) -> cute.Tensor:
-        """Return the codes of a lane's quarter of a row's k tile, as four words in shared memory. Quarter ``quad`` of k
-        tile ``k_tile`` is the 16-byte piece ``2 * quad + k_tile`` of the row's line, so that the lanes of two
-        neighbouring rows access different banks."""
-        index = quad * LINE_SPAN + k_tile
-        return piece_at(smem.b, self.line_offset(stage * LINE_SPAN, row, index, LINE_SPAN))
+def _weight(config: Config) -> PreparedWeight:
+    """Return the weight source of a configuration."""
+    return PreparedWeight(config.fmt, config.rows.is_plain, config.copied_n, config.line)
 
 
 class UnitEpilogue:
@@ -115,7 +77,7 @@ class UnitEpilogue:
 
         def of_columns(column, count: int, after: int = 0) -> Finish:
             terms = self.ops.terms(work.alpha, work.bias, column, count, work.n, owner, after)
-            factors = self._units(expert, column, count, after, work)
+            factors = self.weight.units(work.b_scale, expert, column, count, work.n, after)
             for i in range(count):
                 alpha = factor if terms.alpha is None else terms.alpha[i]
                 factors[i] = factors[i] if alpha is None else ptx.mul_rn(alpha, factors[i])
@@ -123,19 +85,12 @@ class UnitEpilogue:
 
         return of_columns
 
-    def _units(self, expert, column, count: int, after: int, work) -> list:
-        """Load the units of ``count`` weight rows, starting at row ``column + after``."""
-        at, units = self.weight.row_of_slab(work.b_scale, expert, 0, column), []
-        for i in range(after, after + count):
-            units += ptx.load_if(at, column + i < work.n, 1, i * self.weight.scale_bytes)
-        return [ptx.float_of(unit) for unit in units]
-
 
 class IndexLoader:
     """Scale source that copies a stage's indices of decoding tables to shared memory. A lane copies every 32nd row."""
 
     def __init__(self, config: Config, stages: Stages):
-        self.config, self.stages, self.weight = config, stages, PreparedWeight(config)
+        self.config, self.stages, self.weight = config, stages, _weight(config)
         self.row_words = config.scale_bytes // 4
 
     def begin(self, tile: Tile, lane, work) -> None:
@@ -180,15 +135,15 @@ class DecodingLoop:
         """Compute the decoding tables, with all consumer threads."""
         threads = self.config.consumer_warps * 32
         for index in range(tid, TABLES, threads):
-            # Indices are the exponent and the first bits of the mantissa of float16 numbers (``prepare_scales``).
-            if const_expr(self.config.fmt == MXFP4):
-                number = Uint32(index + 1) << 10
-            else:
-                number = Uint32(index + 15) << 7
-            number = ptx.select(index == NAN_INDEX, Uint32(NAN), number)
-            number = ptx.select(index == 0, Uint32(0), number & Uint32(0xFFFF))
-            store_words(table_of(number * Uint32(0x00010001)), self._table(index, smem))
+            store_words(table_of_index(index, self.config.fmt), self._table(index, smem))
         cute.arch.barrier(barrier_id=TABLES_READY, number_of_threads=threads)
+
+    def _code_piece(self, stage, row, quad, k_tile, smem: Smem) -> cute.Tensor:
+        """Return the codes of a lane's quarter of a row's k tile, as four words in shared memory. Quarter ``quad`` of k
+        tile ``k_tile`` is the 16-byte piece ``2 * quad + k_tile`` of the row's line, so that the lanes of two
+        neighbouring rows access different banks."""
+        index = quad * LINE_SPAN + k_tile
+        return piece_at(smem.b, self.weight.line_offset(stage * LINE_SPAN, row, index, LINE_SPAN))
 
     @cute.jit
     def run(self, multiply, acc, k_group, stage, parity, slot, slot_parity, consumer, work, smem):
@@ -292,7 +247,7 @@ class DecodingLoop:
         base = cute.recast_ptr(self.stages.scales(stage * LINE_SPAN, smem).iterator, dtype=Uint8)
         for r in range(ROWS):
             row = consumer.row ^ r
-            codes = load_words(self.weight.code_piece(stage, row, consumer.quad, k_tile, smem))
+            codes = load_words(self._code_piece(stage, row, consumer.quad, k_tile, smem))
             for i in range(STEPS):
                 loaded.codes[r * STEPS + i] = codes[i]
             at = row * self.config.scale_bytes + (consumer.quad * LINE_SPAN + k_tile) * width

@@ -56,6 +56,11 @@ class OperandStage:
         return self.has_scale_loaders
 
     @property
+    def full_arrivals(self) -> int:
+        """Number of arrivals that make a stage full, in addition to the bytes of copies."""
+        return 1 + self.scale_loaders_fill
+
+    @property
     def cta_mma_n(self) -> int:
         """Number of rows of the operand on the N side whose codes one CTA copies."""
         return self.mma_n // self.cta_group

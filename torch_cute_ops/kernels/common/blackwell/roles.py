@@ -30,7 +30,13 @@ LEADER = 0  # rank of the CTA that issues the MMAs of a CTA pair
 
 
 class OperandCopies:
-    """Device code that copies operands to stages by TMA."""
+    """Device code that copies operands to stages by TMA.
+
+    Attributes:
+        line: bytes of a row of a k tile, 64 or 128. The swizzle is as wide as a row.
+    """
+
+    line: int = K_TILE_BYTES
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
         """Return the TMA descriptor of a matrix of bytes, as a CuTe copy atom and tensor. A box is ``rows`` rows of
@@ -41,19 +47,18 @@ class OperandCopies:
         """
         rank = len(codes.shape)
         box = self._box(rows, rank)
-        return cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, K_TILE_BYTES, 1)[:rank]
-        )
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, self.line, 1)[:rank])
 
     def _box(self, rows: int, rank: int):
         """Return the shared-memory layout of a k tile's codes, (rows, bytes of a row)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return cute.tile_to_shape(atom, (rows, K_TILE_BYTES, 1)[:rank], order=(0, 1, 2)[:rank])
+        kinds = warpgroup.SmemLayoutAtomKind
+        atom = warpgroup.make_smem_layout_atom(kinds.K_SW64 if self.line == 64 else kinds.K_SW128, Uint8)
+        return cute.tile_to_shape(atom, (rows, self.line, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
         """Divide the matrix that ``map`` describes into boxes. The result is indexed by row tile, k tile and expert."""
         rank = len(map[1].shape)
-        return cute.local_tile(map[1], (rows, K_TILE_BYTES, 1)[:rank], (None,) * rank)
+        return cute.local_tile(map[1], (rows, self.line, 1)[:rank], (None,) * rank)
 
     def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
         """Start the TMA copy of box ``place`` to shared memory at ``to``. ``barrier`` counts the bytes."""
@@ -131,7 +136,7 @@ class Tcgen05Kernel:
     def _init_barriers(self, smem: Smem) -> None:
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.pipeline.full + i, 1 + self.stage.scale_loaders_fill)
+            cute.arch.mbarrier_init(smem.pipeline.full + i, self.stage.full_arrivals)
             if self.stage.cta_group == 2:
                 cute.arch.mbarrier_init(smem.peer_full + i, 1)
             cute.arch.mbarrier_init(smem.pipeline.empty + i, 1)

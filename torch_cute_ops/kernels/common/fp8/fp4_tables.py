@@ -20,12 +20,14 @@ import cutlass
 from cutlass import Boolean, Int32, Uint32
 
 from torch_cute_ops.formats import MXFP4, FP4Format
+from torch_cute_ops.formats.prepared_scales import INDEX_NAN
 from torch_cute_ops.kernels.common.core import ptx
 
 # Two e2m1 magnitudes in each word, as float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)
 _ONE_AND_A_HALF = 0x3E003E00
 _LEAST_SCALE = 0x18001800  # 2^-9, the smallest positive e4m3 number, as float16 in both halves
+_NAN = 0x7E00  # NaN, as float16
 _SIGNS = 0x80808080
 _HEADROOM = 3
 """Exponent by which a row's shared unit exceeds its first k tile's own unit. With this headroom, a scale in another k
@@ -123,7 +125,7 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
             byte = Int32((word >> 8 * i) & Uint32(0xFF))
             # A scale below 2^-14 is replaced by zero, because all magnitudes times this scale round to zero.
             half = Uint32(cutlass.max(byte - exponent - 112, Int32(0))) << 10
-            numbers.append(ptx.select(byte == Int32(0xFF), Uint32(0x7E00), half) * Uint32(0x00010001))
+            numbers.append(ptx.select(byte == Int32(0xFF), Uint32(_NAN), half) * Uint32(0x00010001))
     else:
         products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs([word])]
         numbers = [ptx.both_halves(product, half) for product in products for half in range(2)]
@@ -171,6 +173,16 @@ def table_of(number: Uint32) -> list:
     float16."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
     return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
+
+
+def table_of_index(index, fmt: FP4Format) -> list:
+    """Return the decoding table of a block with prepared scales (``formats.prepared_scales``). ``index`` is the block's
+    index."""
+    # Indices are the exponent and the first bits of the mantissa of float16 numbers.
+    number = Uint32(index + 1) << 10 if fmt == MXFP4 else Uint32(index + 15) << 7
+    number = ptx.select(index == INDEX_NAN, Uint32(_NAN), number)
+    number = ptx.select(index == 0, Uint32(0), number & Uint32(0xFFFF))
+    return table_of(number * Uint32(0x00010001))
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:

@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import MXFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
+from torch_cute_ops.formats.prepared_scales import SLAB_K
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
@@ -204,6 +205,48 @@ class FP4Weight:
                 column = tile.column + lane + 32 * i
                 rows.append(self.row_scales(scale, work.n, tile.expert, column, column < work.n, first, left))
         return [self.without_padding(row, left) for row in rows]
+
+
+class PreparedWeight(FP4Weight):
+    """Weight source for an FP4 weight whose scales are prepared: (slabs, N, scale_bytes) or (E, slabs, N, scale_bytes).
+
+    The first slab holds the rows' units as float32, in the first four bytes of each row. Each further slab holds the
+    indices of the decoding tables of 256 elements of K.
+
+    Args:
+        fmt, is_plain, copied_n, line: as in ``FP4Weight``.
+    """
+
+    def __init__(self, fmt: FP4Format, is_plain: bool, copied_n: int, line: int):
+        super().__init__(fmt, SCALE_LAYOUTS["linear"], is_plain, copied_n, line)
+        self.scale_bytes = SLAB_K // fmt.block_size
+
+    def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
+        b, _ = super().arguments(n, k, blocks, experts)
+        shape, strides = (Dim("slabs"), n, self.scale_bytes), (Dim("b_scale_slab", bits=64, divisibility=64),)
+        if experts is not None:
+            shape, strides = (experts, *shape), (Dim("b_scale_of_expert", bits=64, divisibility=64), *strides)
+        return b, TensorArg("Uint8", shape, (*strides, self.scale_bytes, 1), align=16)
+
+    def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
+        """Return the codes as (N, K/2, E), and the prepared scales unchanged."""
+        codes, _ = super().views(b, b_scale)
+        return codes, b_scale
+
+    def row_of_slab(self, scale: cute.Tensor, expert, slab, row) -> cute.Pointer:
+        """Return the address of a weight row in a slab of the prepared scales."""
+        offset = Int64(slab) * scale.stride[-3] + Int64(row) * self.scale_bytes
+        if not self.is_plain:
+            offset += Int64(expert) * scale.stride[0]
+        return scale.iterator + cute.assume(offset, divby=self.scale_bytes)
+
+    def units(self, scale: cute.Tensor, expert, column, count: int, n, after: int = 0) -> list:
+        """Load the units of ``count`` weight rows, starting at row ``column + after``. Rows ``n`` and above do not
+        exist and get zeros."""
+        at, units = self.row_of_slab(scale, expert, 0, column), []
+        for i in range(after, after + count):
+            units += ptx.load_if(at, column + i < n, 1, i * self.scale_bytes)
+        return [ptx.float_of(unit) for unit in units]
 
 
 def piece_at(base: cute.Pointer, offset) -> cute.Tensor:

@@ -1,0 +1,400 @@
+"""Base class of GEMMs by ``tcgen05.mma`` of ``kind::f8f6f4``: FP8 activations, and a weight in e4m3 on the M side.
+
+``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the MMA thread and of the
+epilogue warps. A subclass defines how a weight tile reaches its stage (``_produce`` and ``_load_scales``).
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common.blackwell import tcgen05
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import FP8TileConfig
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    EPILOGUE_WARPS,
+    K_TILE_BYTES,
+    MMA_M,
+)
+from torch_cute_ops.kernels.common.blackwell.results import store_acc, store_results
+from torch_cute_ops.kernels.common.blackwell.roles import LEADER, WARP, OperandCopies, Smem, Tcgen05Kernel
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish
+from torch_cute_ops.kernels.common.core.memory import load_words
+from torch_cute_ops.kernels.common.core.partial_sums import reduce_partial_sums, thread_columns
+from torch_cute_ops.kernels.common.core.pipeline import Pipeline
+from torch_cute_ops.kernels.common.fp8.gemm import store_token_scales
+from torch_cute_ops.kernels.common.fp8.layouts import Arguments
+from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
+
+MMA_K_BYTES = 32  # bytes of an operand's row that one MMA multiplies
+MMAS_PER_K_TILE = K_TILE_BYTES // MMA_K_BYTES
+ALL_TILES = 1 << 30  # larger than any number of CTAs that a launch needs
+
+
+class Work(NamedTuple):
+    """Work of a CTA, and the tensors of the call.
+
+    Attributes:
+        m, n: numbers of rows and columns of the result. The rows of all experts are counted.
+        num_mmas: number of MMAs of a tile, over all of K.
+        begin, end: range of k tiles that the CTA multiplies in each tile. The last k tile may have 64 elements.
+        first, pitch: index of the CTA's first tile, and distance to its next tile.
+        num_tiles: number of all tiles.
+        rank: rank of the CTA in its cluster.
+        experts, space: number of experts, and ``Views.space``.
+        offsets, counts: first rows and numbers of rows of the experts, or None.
+        a_scale, b_scale: scales of ``a`` and of the weight, for all experts. ``b_scale`` is None with per-token scales.
+        alpha, bias: operands of the epilogue, or None.
+        out: result.
+    """
+
+    m: Int32
+    n: Int32
+    num_mmas: Int32
+    begin: Int32
+    end: Int32
+    first: Int32
+    pitch: Int32
+    num_tiles: Int32
+    rank: Int32
+    experts: Int32
+    space: Int32
+    offsets: cute.Tensor | None
+    counts: cute.Tensor | None
+    a_scale: cute.Tensor
+    b_scale: cute.Tensor | None
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+    out: cute.Tensor
+
+
+@dataclass(frozen=True)
+class FP8Smem(Smem):
+    """Shared memory of a CTA.
+
+    Attributes:
+        factors: slots with the factors of a k tile's accumulator, or a copy of the per-token scales for each epilogue
+            warp.
+        factor_pipeline: pipeline whose stages are the slots of ``factors``.
+        copied: mbarriers, one per stage if other warps decode the weight. They complete when the copies to the stage
+            have arrived.
+        table: table of experts.
+    """
+
+    factors: cute.Pointer
+    factor_pipeline: Pipeline
+    copied: cute.Pointer
+    table: cute.Pointer
+
+
+class FP8GemmKernel(Tcgen05Kernel):
+    """Base class of the GEMM kernels. ``config`` is an ``FP8TileConfig``.
+
+    Args:
+        config: configuration.
+        weight: weight source, which defines the arguments and views of the weight and its scales.
+    """
+
+    def __init__(self, config: FP8TileConfig, weight):
+        super().__init__(config)
+        self.copies = OperandCopies()
+        self.epilogue = EpilogueOps(config.epilogue)
+        self.out_dtype = self.epilogue.out_dtype
+        self.tiles = ExpertTiles(config.rows, config.tile_m, config.tile_n, weight, by_token=not config.has_blocks)
+
+    def arguments(self) -> Arguments:
+        return self.tiles.arguments(self.epilogue)
+
+    @cute.jit
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
+        c = self.config
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
+        view = self.tiles.views(given)
+        if const_expr(c.split_k > 1):
+            # Launch one cluster per tile, so that partial sums may overwrite the stages.
+            given = given._replace(max_ctas=Int32(ALL_TILES))
+        maps = self.copies.map(bytes_of(view.a), self.stage.cta_mma_n), self._weight_map(view.b)
+        scales, rows, terms = (view.a_scale, view.b_scale), (offsets, counts), (alpha, bias)
+        self.kernel(*maps, scales, rows, terms, view.out, view.space).launch(
+            grid=[self.tiles.ctas(given, c.cluster), 1, 1],
+            block=[c.threads, 1, 1],
+            cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    def _weight_map(self, b: cute.Tensor) -> tuple:
+        """Return the TMA descriptor of the weight, (N, K, E)."""
+        raise NotImplementedError
+
+    @cute.kernel
+    def kernel(self, a_map, b_map, scales, rows, terms, out, space):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        m, n = out.shape
+        k_tiles = cute.ceil_div(a_map[1].shape[1], K_TILE_BYTES)
+        rank, cluster_index = cta % c.cluster, cta // c.cluster
+        begin, end = Int32(0), Int32(k_tiles)
+        if const_expr(c.split_k > 1):
+            begin, end = rank * k_tiles // c.split_k, (rank + 1) * k_tiles // c.split_k
+        work = Work(
+            m=m,
+            n=n,
+            num_mmas=a_map[1].shape[1] // MMA_K_BYTES,
+            begin=begin,
+            end=end,
+            first=cluster_index,
+            pitch=num_ctas // c.cluster,
+            num_tiles=Int32(0),
+            rank=rank,
+            experts=b_map[1].shape[2],
+            space=space,
+            offsets=rows[0],
+            counts=rows[1],
+            a_scale=scales[0],
+            b_scale=scales[1],
+            alpha=terms[0],
+            bias=terms[1],
+            out=out,
+        )
+        smem, tmem = self._run_roles(tid, (a_map, b_map), work)
+        if const_expr(c.split_k > 1):
+            self._reduce_split_k(tid, work, smem)
+        else:
+            # After this barrier, all loads from tensor memory have ended, and in a pair also the MMAs that read the
+            # other CTA's shared memory.
+            self._sync()
+        self._free_tmem(tid, tmem)
+
+    # Shared memory, and tiles
+
+    def _allocate(self) -> FP8Smem:
+        c = self.config
+        smem = super()._allocate()
+        barriers = cute.recast_ptr(smem.stages + (c.factor_offset + c.factor_bytes), dtype=Int64)
+        of_base = {field.name: getattr(smem, field.name) for field in fields(smem)}
+        return FP8Smem(
+            **of_base,
+            factors=smem.stages + c.factor_offset,
+            factor_pipeline=Pipeline.at(barriers, c.factor_slots),
+            copied=barriers + 2 * c.factor_slots,
+            table=smem.stages + c.table_offset,
+        )
+
+    def _init_barriers(self, smem: FP8Smem) -> None:
+        super()._init_barriers(smem)
+        smem.factor_pipeline.init(self.config.factor_arrivals, EPILOGUE_WARPS)
+
+    @cute.jit
+    def _begin(self, tid, work, smem):
+        """Return the work with its number of tiles. If experts own the rows, write the table of experts."""
+        c = self.config
+        if const_expr(not c.rows.is_plain):
+            if const_expr(c.waits_first):
+                cute.arch.griddepcontrol_wait()
+            self.tiles.prepare(work.offsets, work.counts, work.experts, work.space, smem.table, tid, c.threads)
+        return work._replace(num_tiles=self.tiles.count(work.m, work.n, smem.table))
+
+    def _find(self, number, lane, work, smem) -> Tile:
+        """Return the fields of tile ``number``. In a CTA pair, its first column is the first column of this CTA."""
+        tile = Tile(*self.tiles.find(number, work.m, work.n, smem.table, lane))
+        if self.stage.cta_group == 2:
+            tile = tile._replace(column=tile.column + work.rank * MMA_M)
+        return tile
+
+    def _factors(self, slot, smem) -> cute.Tensor:
+        """Return a slot's factors, or an epilogue warp's per-token scales: one element per token of the tile."""
+        at = smem.factors + cute.assume(slot * (4 * self.config.slot_words), divby=16)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(self.config.tile_m))
+
+    # MMAs
+
+    @cute.jit
+    def _issue_mmas(self, tmem, work, smem):
+        """Run the MMA thread. In a CTA pair, the first CTA's MMA thread issues all MMAs."""
+        if const_expr(self.stage.cta_group == 1):
+            self._issue_all_mmas(tmem, work, smem)
+        elif work.rank == LEADER:
+            self._issue_all_mmas(tmem, work, smem)
+        else:
+            stage, parity = Int32(0), Int32(0)
+            for _number in cutlass.range(work.first, work.num_tiles, work.pitch, unroll=1):
+                stage, parity = self._relay_tile(stage, parity, work, smem)
+
+    @cute.jit
+    def _issue_all_mmas(self, tmem, work, smem):
+        """Issue the MMAs of all tiles. With block scales, each k tile uses a different accumulator than the previous k
+        tile."""
+        c, pair = self.config, self.stage.cta_group == 2
+        stage, parity = Int32(0), Int32(0)
+        accumulator, acc_parity = Int32(0), Int32(1)
+        for _number in cutlass.range(work.first, work.num_tiles, work.pitch, unroll=1):
+            if const_expr(not c.has_blocks):
+                self._wait_acc_empty(accumulator, acc_parity, smem)
+            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
+                if const_expr(c.has_blocks):
+                    self._wait_acc_empty(accumulator, acc_parity, smem)
+                self._wait_full(stage, parity, smem)
+                tcgen05.fence_after()
+                adds = False if const_expr(c.has_blocks) else k_tile > work.begin
+                num_mmas = work.num_mmas - k_tile * MMAS_PER_K_TILE
+                self._multiply(tmem + Uint32(accumulator * c.tile_m), stage, num_mmas, adds, smem)
+                tcgen05.commit(smem.pipeline.empty + stage, c.cta_group, pair)
+                stage, parity = smem.pipeline.next(stage, parity)
+                if const_expr(c.has_blocks):
+                    tcgen05.commit(smem.acc_pipeline.full + accumulator, c.cta_group, pair)
+                    accumulator, acc_parity = smem.acc_pipeline.next(accumulator, acc_parity)
+            if const_expr(not c.has_blocks):
+                tcgen05.commit(smem.acc_pipeline.full + accumulator, c.cta_group, pair)
+                accumulator, acc_parity = smem.acc_pipeline.next(accumulator, acc_parity)
+
+    @cute.jit
+    def _multiply(self, acc, stage, num_mmas, adds, smem):
+        """Issue the first ``num_mmas`` MMAs of a k tile. (ptxas of CUDA 12 crashes if this number is a constant.)"""
+        c = self.config
+        at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
+        instruction = tcgen05.fp8_instruction_descriptor(MMA_M * c.cta_group, c.tile_m)
+        for step in range_constexpr(MMAS_PER_K_TILE):
+            if step < num_mmas:
+                a = tcgen05.operand_descriptor(at + step * MMA_K_BYTES)
+                b = tcgen05.operand_descriptor(at + MMA_M * K_TILE_BYTES + step * MMA_K_BYTES)
+                tcgen05.multiply_fp8(acc, a, b, instruction, adds if step == 0 else True, c.cta_group)
+
+    # Results
+
+    @cute.jit
+    def _run_epilogue(self, tmem, tid, work, smem):
+        """Run an epilogue warp: apply scales and epilogue to all tiles, and store the results. Under split-K, store
+        partial sums instead."""
+        c, lane = self.config, tid % WARP
+        lanes = tmem + Uint32(tid // WARP * WARP << 16)
+        accumulator, parity = Int32(0), Int32(0)
+        slot, slot_parity = Int32(0), Int32(0)
+        for number in range(work.first, work.num_tiles, work.pitch):
+            tile = self._find(number, lane, work, smem)
+            expert = None if const_expr(c.rows.is_plain) else tile.expert
+            column = tile.column + tid
+            finish = _unfinished
+            if const_expr(c.split_k == 1):
+                finish = self._finish(column, 1, expert, work)
+            if const_expr(c.has_blocks):
+                acc = cute.make_rmem_tensor((c.tile_m,), Float32)
+                acc.fill(0.0)
+                for _k_tile in cutlass.range(work.begin, work.end, unroll=1):
+                    smem.factor_pipeline.wait_full(slot, slot_parity)
+                    self._promote(acc, lanes, accumulator, parity, slot, tid, smem)
+                    self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
+                    smem.factor_pipeline.arrive_empty(slot, Uint32(lane == 0))
+                    accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
+                    slot, slot_parity = smem.factor_pipeline.next(slot, slot_parity)
+                for first in range_constexpr(0, c.tile_m, c.columns_per_load):
+                    values = [acc[first + i] for i in range(c.columns_per_load)]
+                    self._store(values, first, finish, tile, column, tid, work, smem)
+            else:
+                scales = self._factors(tid // WARP, smem)
+                self._stage_token_scales(scales, tile, lane, work)
+                smem.acc_pipeline.wait_full(accumulator, parity)
+                tcgen05.fence_after()
+                start = lanes + Uint32(accumulator * c.tile_m)
+                for piece in cutlass.range(c.tile_m // c.columns_per_load, unroll=1):
+                    first = piece * c.columns_per_load
+                    words = tcgen05.load(start + Uint32(first), c.columns_per_load)
+                    tcgen05.wait_for_loads()
+                    of_rows = _load_floats(scales, first, c.columns_per_load)
+                    values = [ptx.mul_rn(ptx.float_of(word), of) for word, of in zip(words, of_rows, strict=True)]
+                    self._store(values, first, finish, tile, column, tid, work, smem)
+                self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
+                accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
+
+    @cute.jit
+    def _promote(self, acc, lanes, accumulator, parity, slot, tid, smem):
+        """Multiply a k tile's accumulator by its factors, and add the results to ``acc``."""
+        c = self.config
+        factors = self._factors(slot, smem)
+        smem.acc_pipeline.wait_full(accumulator, parity)
+        tcgen05.fence_after()
+        start = lanes + Uint32(accumulator * c.tile_m)
+        for first in range_constexpr(0, c.tile_m, c.columns_per_load):
+            words = tcgen05.load(start + Uint32(first), c.columns_per_load)
+            of_columns = _load_floats(factors, first, c.columns_per_load)
+            tcgen05.wait_for_loads()
+            of_columns = self._factors_of_row(of_columns, slot, tid, smem)
+            for i in range_constexpr(c.columns_per_load):
+                acc[first + i] = ptx.fma_rn(of_columns[i], ptx.float_of(words[i]), acc[first + i])
+
+    def _factors_of_row(self, factors: list, slot, tid, smem) -> list:
+        """Return the factors of a k tile's columns for the weight row of this thread."""
+        return factors
+
+    def _finish(self, column, count: int, expert, work) -> Finish:
+        """Load alpha and bias of ``count`` columns of the result, and return the function that applies the
+        epilogue."""
+        terms = self.epilogue.terms(work.alpha, work.bias, column, count, work.n, expert)
+        return self.epilogue.finisher(self.epilogue.factor(work.alpha, expert), terms)
+
+    def _stage_token_scales(self, scales: cute.Tensor, tile: Tile, lane, work) -> None:
+        """Load the per-token scales of a tile, and share them among the warp's lanes. Missing tokens get zeros."""
+        of_rows = []
+        for place in range(0, self.config.tile_m, WARP):
+            row = work.a_scale.iterator + Int64(tile.row + lane + place) * work.a_scale.stride[0]
+            of_rows += [ptx.float_of(word) for word in ptx.load_if(row, lane + place < tile.rows, 1)]
+        # Wait until all lanes have read the previous tile's scales.
+        cute.arch.sync_warp()
+        store_token_scales(self.config.tile_m, scales, of_rows, lane)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _store(self, values: list, first, finish, tile, column, tid, work, smem):
+        """Store scaled columns of the accumulator, starting at column ``first``, as results or, under split-K, as
+        partial sums."""
+        c = self.config
+        if const_expr(c.split_k == 1):
+            results = [finish(value, 0) for value in values]
+            token, end = tile.row + first, tile.row + tile.rows
+            store_results(results, self.out_dtype, work.out, token, end, column, work.n, tid % 2)
+        else:
+            store_acc(c.sum_tile, [ptx.bits_of(value) for value in values], first, tid, smem.stages)
+
+    @cute.jit
+    def _reduce_split_k(self, tid, work, smem):
+        """Reduce the partial sums of the cluster's CTAs, apply the epilogue and store the results, with the epilogue
+        warps."""
+        c = self.config
+        threads = WARP * EPILOGUE_WARPS
+        tile = self._find(work.first, tid % WARP, work, smem)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if tid < threads:
+            columns = thread_columns(c.sum_tile, threads, tid, tile.column)
+            finish = self._finish(*columns, None, work)
+            at = tile.row, tile.column
+            reduce_partial_sums(c.sum_tile, c.split_k, threads, finish, work.out, smem.stages, work.rank, tid, *at)
+        cute.arch.sync_warp()
+        # No CTA may exit while another CTA still reads its partial sums.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+def _unfinished(total: Any, i: int) -> Any:
+    return total
+
+
+def bytes_of(matrix: cute.Tensor) -> cute.Tensor:
+    """View FP8 codes as bytes."""
+    return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=Uint8), matrix.layout)
+
+
+def _load_floats(values: cute.Tensor, first, count: int) -> list:
+    """Load ``count`` fp32 values from shared memory, starting at element ``first``, four at a time."""
+    loaded = []
+    for i in range(0, count, 4):
+        at = values.iterator + cute.assume(first + i, divby=4)
+        words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        loaded += [ptx.float_of(word) for word in words]
+    return loaded

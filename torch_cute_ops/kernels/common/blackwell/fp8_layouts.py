@@ -1,0 +1,150 @@
+"""Host side of GEMMs by ``tcgen05.mma`` with FP8 operands: base class of their configurations. No device code."""
+
+from typing import ClassVar, Final
+
+from torch_cute_ops.kernels.common.blackwell.layouts import BARRIER_BYTES, EPILOGUE_WARPS, MMA_M, Tcgen05Config
+from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
+
+SPLIT_K: Final = (1, 2, 4, 8)
+"""Supported ``split_k``, the number of CTAs of a cluster that divide the k of a tile."""
+FEW_COLUMNS: Final = 64
+"""Largest number of columns of an accumulator for which tensor memory holds four accumulators instead of two. MMAs of
+few columns take less time than a commit takes to allow the next MMA."""
+
+
+def splits(rows: ExpertLayout, has_blocks: bool, tile_m: int, cta_group: int) -> tuple[int, ...]:
+    """Return the supported values of ``split_k``.
+
+    Only 1 is supported with experts, with CTA pairs, and for many tokens. With block scales, more than 64 tokens are
+    too many, because kernels that store partial sums would spill.
+    """
+    widest = FEW_COLUMNS if has_blocks else MMA_M
+    return SPLIT_K if rows.is_plain and cta_group == 1 and tile_m <= widest else (1,)
+
+
+class FP8TileConfig(Tcgen05Config):
+    """Base class of the configurations of ``FP8GemmKernel``. Subclasses are frozen dataclasses.
+
+    Attributes:
+        rows: assignment of rows of ``a`` to experts.
+        epilogue: operations on the finished accumulators.
+        has_blocks: True for block scales of ``a``, False for per-token scales.
+        tile_m: number of rows of ``a`` of a tile.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
+        split_k: number of CTAs of a cluster that divide the k of a tile.
+        pdl: True to launch with programmatic dependent launch.
+        prefetches: as in ``FP8GemmConfig``.
+        tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
+        factor_arrivals: number of arrivals that complete a slot with factors.
+        wide_load: largest number of tokens for which a thread that keeps block-scaled sums in registers loads 32
+            columns of tensor memory at once instead of 16.
+    """
+
+    rows: ExpertLayout
+    epilogue: Epilogue
+    has_blocks: bool
+    tile_m: int
+    cta_group: int
+    split_k: int
+    pdl: bool
+    prefetches: ClassVar[bool] = False
+    tiles: ClassVar[dict[tuple[bool, int], tuple[int, ...]]]
+    factor_arrivals: ClassVar[int] = 1
+    wide_load: ClassVar[int] = FEW_COLUMNS
+
+    @property
+    def cluster(self) -> int:
+        """Number of CTAs of a cluster."""
+        return self.cta_group * self.split_k
+
+    @property
+    def tile_n(self) -> int:
+        """Number of weight rows of a tile."""
+        return MMA_M * self.cta_group
+
+    @property
+    def streams_weight(self) -> bool:
+        """True if the kernel usually reads each weight tile only once."""
+        return self.tile_m < MMA_M
+
+    @property
+    def waits_first(self) -> bool:
+        """True if experts own the rows, because all threads then read offsets and counts."""
+        return self.pdl and not self.rows.is_plain
+
+    @property
+    def sum_tile(self) -> PartialSums:
+        """Layout of a CTA's partial sums under split-K. In shared memory, they overwrite the stages."""
+        return PartialSums(self.tile_m, MMA_M)
+
+    @property
+    def accumulators(self) -> int:
+        if self.has_blocks:
+            return 4 if self.tile_m <= FEW_COLUMNS else 2
+        return 2 if self.split_k == 1 else 1
+
+    @property
+    def acc_empty_barriers(self) -> int:
+        return self.accumulators
+
+    @property
+    def acc_columns(self) -> int:
+        return self.accumulators * self.tile_m
+
+    @property
+    def columns_per_load(self) -> int:
+        """Number of columns of tensor memory that a thread loads at once. It is smaller if the thread holds 128 sums in
+        registers."""
+        return min(self.tile_m, 16 if self.has_blocks and self.tile_m > self.wide_load else 32)
+
+    @property
+    def factor_slots(self) -> int:
+        """Number of k tiles whose factors fit into shared memory at the same time."""
+        raise NotImplementedError
+
+    @property
+    def copied_barriers(self) -> int:
+        """Number of barriers that complete when the copies to a stage have arrived, or 0 if the barriers of full stages
+        count the copies."""
+        return 0
+
+    @property
+    def slot_words(self) -> int:
+        """Number of fp32 words of a slot with factors, or of an epilogue warp's per-token scales."""
+        return self.tile_m
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of shared memory for scales: factors of k tiles, or one copy of a tile's per-token scales per epilogue
+        warp."""
+        return 4 * self.slot_words * (self.factor_slots if self.has_blocks else EPILOGUE_WARPS)
+
+    @property
+    def factor_offset(self) -> int:
+        """Offset of the scales in shared memory, after the stages and the barriers of stages and accumulators."""
+        return self.stage_bytes + BARRIER_BYTES
+
+    @property
+    def table_offset(self) -> int:
+        """Offset of the table of experts in shared memory, after the scales and their barriers, and the barriers of
+        copies."""
+        return self.factor_offset + self.factor_bytes + 16 * self.factor_slots + 8 * self.copied_barriers
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.table_offset + self.rows.table_bytes
+
+    def reason_unfit(self) -> str | None:
+        tiles = self.tiles.get((self.has_blocks, self.cta_group), ())
+        if self.tile_m not in tiles:
+            return f"tile_m is {self.tile_m}; it has to be one of {tiles} with {self.cta_group} CTAs for each MMA"
+        split_k = splits(self.rows, self.has_blocks, self.tile_m, self.cta_group)
+        if self.split_k not in split_k:
+            return (
+                f"split_k is {self.split_k}; it has to be one of {split_k} with tile_m={self.tile_m} and "
+                f"{self.cta_group} CTAs for each MMA, {'without' if self.rows.is_plain else 'with'} experts"
+            )
+        if self.split_k > 1 and self.sum_tile.size_bytes > self.stage_bytes:
+            return f"{self.sum_tile.size_bytes} bytes of partial sums do not fit into {self.stages} stages"
+        return self.epilogue.reason_unsupported(is_grouped=not self.rows.is_plain)
