@@ -188,7 +188,7 @@ def test_backends_on_a_cpu(op):
     names |= dict.fromkeys(("mm_fp4_weight_only", *made_input), names["mm_fp4"])
     names["mm_fp8"] = ("wgmma", "tcgen05", "scaled_mm")
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
-    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode")  # the backends for NVFP4
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode", "tcgen05")  # for NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"

@@ -13,6 +13,7 @@ from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_recode import FP8FP4Recode
+from torch_cute_ops.gemm.backends.fp8_fp4_tcgen05 import FP8FP4Tcgen05, FP8FP4TokenTcgen05
 from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import FP8FP4TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_codes import FP8FP4WgmmaCodes
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
@@ -49,6 +50,8 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4Recode(),
     FP8Tcgen05(),
     FP8TokenTcgen05(),
+    FP8FP4Tcgen05(),
+    FP8FP4TokenTcgen05(),
     FP8MmaSync(),
     FP8TokenMmaSync(),
     Cublas(),

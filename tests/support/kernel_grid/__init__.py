@@ -33,9 +33,11 @@ from support.kernel_grid.fp8_gemms import (
 from support.kernel_grid.moe import MoeCase, moe_cases
 from support.kernel_grid.rows import FP8_TARGETS, ROUNDED, WHAT, Case, covering_cases, every_case
 from support.kernel_grid.tcgen05 import (
+    FP8FP4Tcgen05Case,
     FP8Tcgen05Case,
     Tcgen05Case,
     Tcgen05ExpertsCase,
+    fp8_fp4_tcgen05_cases,
     fp8_tcgen05_cases,
     tcgen05_cases,
     tcgen05_experts_cases,
@@ -56,6 +58,7 @@ __all__ = [
     "Case",
     "ExpertsCase",
     "FP8FP4GemmCase",
+    "FP8FP4Tcgen05Case",
     "FP8FP4TokenGemmCase",
     "FP8GemmCase",
     "FP8Tcgen05Case",
@@ -72,6 +75,7 @@ __all__ = [
     "every_case",
     "experts_cases",
     "fp8_fp4_gemm_cases",
+    "fp8_fp4_tcgen05_cases",
     "fp8_fp4_token_gemm_cases",
     "fp8_gemm_cases",
     "fp8_tcgen05_cases",

@@ -1,4 +1,4 @@
-"""Cases of GEMMs by tcgen05: FP4, dense and over experts, and FP8."""
+"""Cases of GEMMs by tcgen05: FP4, dense and over experts, FP8, and FP8 by FP4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.epilogues import epilogues
 from support.kernel_grid.common import BF16, FP16, FP32, PER_COLUMN, KernelCase, epilogue_id, short
 from support.kernel_grid.fp8_gemms import FP8_LAYOUTS, has_factors
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts, fp8_tcgen05
+from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts, fp8_fp4_tcgen05, fp8_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -225,4 +225,83 @@ def fp8_tcgen05_cases(every: bool) -> list[FP8Tcgen05Case]:
             cases += [
                 FP8Tcgen05Case(layout, *tile, epilogue, arch=one) for one in (TCGEN05_ARCHS if every else (arch,))
             ]
+    return cases
+
+
+FP8_FP4_TCGEN05_TILES = tuple(
+    (has_blocks, tile_m, split_k)
+    for (has_blocks, cta_group), tiles in fp8_fp4_tcgen05.TILES_M.items()
+    for tile_m in tiles
+    for split_k in fp8_fp4_tcgen05.splits(ExpertLayout(), has_blocks, tile_m, cta_group)
+)
+
+
+@dataclass(frozen=True)
+class FP8FP4Tcgen05Case(KernelCase):
+    """GEMM of FP8 activations and an FP4 weight by tcgen05.
+
+    Attributes:
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        scales: scale layout of the weight, or None for per-token scales of the activations and prepared scales of the
+            weight.
+        fmt, tile_m, split_k, epilogue, stages, arch: fields of the configuration.
+    """
+
+    layout: str
+    scales: str | None
+    fmt: FP4Format
+    tile_m: int
+    split_k: int
+    epilogue: Epilogue
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        kind = self.fmt.name, self.scales or "token", self.layout, f"{self.tile_m}by{self.split_k}"
+        return "-".join(("fp8_fp4_tcgen05", *kind, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        tile = self.fmt, self.scales, self.tile_m, self.split_k > 1
+        return type(self), tile, has_factors(self.epilogue)
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel that the backend builds, or this kernel with fewer stages."""
+        config = fp8_fp4_tcgen05.plan(
+            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            epilogue=self.epilogue,
+            fmt=self.fmt,
+            layout=None if self.scales is None else SCALE_LAYOUTS[self.scales],
+            tile_m=self.tile_m,
+            split_k=self.split_k,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        return fp8_fp4_tcgen05.FP8FP4Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
+
+
+def fp8_fp4_tcgen05_cases(every: bool) -> list[FP8FP4Tcgen05Case]:
+    """Return cases of each tile with an alpha and bias per column or expert: without split-K, and with one number of
+    CTAs that share K. If ``every``, return all these numbers, in both formats and scale layouts, for each architecture.
+
+    Architectures, formats, layouts and epilogues alternate from case to case.
+    """
+    layouts, archs = itertools.cycle(FP8_LAYOUTS), itertools.cycle(TCGEN05_ARCHS)
+    kinds = itertools.cycle(TCGEN05_KINDS)
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    splits = itertools.cycle(fp8_fp4_tcgen05.SPLIT_K[1:])
+    chosen = {tile[:2]: next(splits) for tile in FP8_FP4_TCGEN05_TILES}
+    cases = []
+    for has_blocks, tile_m, split_k in FP8_FP4_TCGEN05_TILES:
+        if not every and split_k not in (1, chosen[has_blocks, tile_m]):
+            continue
+        layout, arch = next(layouts) if split_k == 1 else "plain", next(archs)
+        for fmt, scales in TCGEN05_KINDS if every and has_blocks else (next(kinds),):
+            epilogue = next(by_column if layout == "plain" else by_expert)
+            one = FP8FP4Tcgen05Case(layout, scales if has_blocks else None, fmt, tile_m, split_k, epilogue)
+            cases += [replace(one, arch=each) for each in (TCGEN05_ARCHS if every else (arch,))]
     return cases

@@ -1,7 +1,7 @@
 """FP8 GEMMs on the tensor cores of data-center Blackwell, plain or with experts over rows: ``kernels/fp8_tcgen05``."""
 
 import math
-from typing import Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
@@ -45,13 +45,15 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
     name = "tcgen05"
     tactic_type = FP8Tcgen05Tactic
     has_blocks = True
+    tiles: ClassVar[Any] = fp8_tcgen05.TILES_M
+    promotion_clocks: ClassVar[float] = PROMOTION_CLOCKS
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tcgen05Tactic, ...]:
         k_tiles, layout = -(-problem.k // K_TILE), problem.grouping.rows
-        sizes = fp8_tcgen05.TILES_M[self.has_blocks, 1]
+        sizes = self.tiles[self.has_blocks, 1]
         widest = cost.smallest_tile(sizes, rows_of_expert(problem, m))
         # Do not try narrower tiles, because each of several m tiles reads the weight again.
         least = min(widest, self.least_mma_n)
@@ -60,7 +62,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
             widest = cost.smallest_tile(sizes, 2 * widest)
         return tuple(
             FP8Tcgen05Tactic(tile_m, cta_group, split_k)
-            for (has_blocks, cta_group), tiles in fp8_tcgen05.TILES_M.items()
+            for (has_blocks, cta_group), tiles in self.tiles.items()
             for tile_m in tiles
             for split_k in fp8_tcgen05.splits(layout, has_blocks, tile_m, cta_group)
             if has_blocks == self.has_blocks and least <= tile_m <= widest and split_k <= k_tiles
@@ -71,12 +73,14 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         tile = self.tile(tactic)
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
         computed = cost.tensor_core_seconds(flops, target, sms=1) / self.fp8_rate(problem)
-        promoted = tile_m * PROMOTION_CLOCKS / CLOCK_HZ if self.has_blocks else 0.0
+        promoted = tile_m * self.promotion_clocks / CLOCK_HZ if self.has_blocks else 0.0
+        decoded = self.decoding_clocks(problem, tile_m) / CLOCK_HZ
+        weight_bytes = MMA_M * self.weight_row_bytes(problem)
         k_tiles = -(-problem.k // K_TILE // split_k)
 
         def main_loop(waves: int, m_tiles: int) -> float:
-            read = self.read_seconds(MMA_M * K_TILE, tile_m // cta_group * K_TILE, m_tiles, target)
-            return waves * k_tiles * cost.overlapped(computed, read, promoted, order=8)
+            read = self.read_seconds(weight_bytes, tile_m // cta_group * K_TILE, m_tiles, target)
+            return waves * k_tiles * cost.overlapped(computed, read, promoted, decoded, order=8)
 
         waves, one_wave = (
             math.ceil(tile.tiles_of(problem, rows) / tile.clusters(target.sms)) for rows in (m, min(m, tile_m))
@@ -94,6 +98,14 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         if split_k > 1:
             seconds += waves * self.exchange_seconds(tile_m)
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
+
+    def weight_row_bytes(self, problem: GemmProblem) -> int:
+        """Return the bytes of a weight row in a k tile."""
+        return K_TILE
+
+    def decoding_clocks(self, problem: GemmProblem, tile_m: int) -> float:
+        """Return the clocks in which a CTA decodes the weight of a k tile."""
+        return 0.0
 
     def fp8_rate(self, problem: GemmProblem) -> float:
         """Return the rate of FP8 MMAs, divided by the rate of 16-bit MMAs."""

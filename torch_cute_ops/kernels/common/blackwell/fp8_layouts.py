@@ -37,8 +37,6 @@ class FP8TileConfig(Tcgen05Config):
         prefetches: as in ``FP8GemmConfig``.
         tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
         factor_arrivals: number of arrivals that complete a slot with factors.
-        wide_load: largest number of tokens for which a thread that keeps block-scaled sums in registers loads 32
-            columns of tensor memory at once instead of 16.
     """
 
     rows: ExpertLayout
@@ -51,7 +49,6 @@ class FP8TileConfig(Tcgen05Config):
     prefetches: ClassVar[bool] = False
     tiles: ClassVar[dict[tuple[bool, int], tuple[int, ...]]]
     factor_arrivals: ClassVar[int] = 1
-    wide_load: ClassVar[int] = FEW_COLUMNS
 
     @property
     def cluster(self) -> int:
@@ -96,7 +93,7 @@ class FP8TileConfig(Tcgen05Config):
     def columns_per_load(self) -> int:
         """Number of columns of tensor memory that a thread loads at once. It is smaller if the thread holds 128 sums in
         registers."""
-        return min(self.tile_m, 16 if self.has_blocks and self.tile_m > self.wide_load else 32)
+        return min(self.tile_m, 16 if self.has_blocks and self.tile_m > FEW_COLUMNS else 32)
 
     @property
     def factor_slots(self) -> int:

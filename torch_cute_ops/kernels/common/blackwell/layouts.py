@@ -61,6 +61,11 @@ class OperandStage:
         return 1 + self.scale_loaders_fill
 
     @property
+    def empty_arrivals(self) -> int:
+        """Number of arrivals that make a stage empty: the commit of its MMAs, and those of other readers."""
+        return 1
+
+    @property
     def cta_mma_n(self) -> int:
         """Number of rows of the operand on the N side whose codes one CTA copies."""
         return self.mma_n // self.cta_group

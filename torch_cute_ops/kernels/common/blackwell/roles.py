@@ -139,7 +139,7 @@ class Tcgen05Kernel:
             cute.arch.mbarrier_init(smem.pipeline.full + i, self.stage.full_arrivals)
             if self.stage.cta_group == 2:
                 cute.arch.mbarrier_init(smem.peer_full + i, 1)
-            cute.arch.mbarrier_init(smem.pipeline.empty + i, 1)
+            cute.arch.mbarrier_init(smem.pipeline.empty + i, self.stage.empty_arrivals)
         for i in range(c.scale_stages):
             cute.arch.mbarrier_init(smem.scales_empty + i, 1)
         for i in range(c.accumulators):

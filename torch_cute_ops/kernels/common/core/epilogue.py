@@ -100,6 +100,14 @@ class EpilogueOps:
 
         return finish
 
+    def unit_finisher(self, factor: Float32 | None, terms: ColumnTerms, units: list) -> Finish:
+        """Return the ``finisher`` for accumulators that are divided by the units of their columns. ``units`` is one
+        power of two per column."""
+        alphas = [factor] * len(units) if terms.alpha is None else terms.alpha
+        pairs = zip(alphas, units, strict=True)
+        factors = [unit if alpha is None else ptx.mul_rn(alpha, unit) for alpha, unit in pairs]
+        return self.finisher(None, terms._replace(alpha=factors))
+
     def of_tile(self, alpha, bias, n, expert=None) -> TileEpilogue:
         """Return a function that loads alpha and bias of a tile's columns, and returns the ``finisher`` for these
         columns. ``expert`` is None unless the GEMM is grouped."""

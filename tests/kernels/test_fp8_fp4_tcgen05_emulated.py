@@ -1,0 +1,265 @@
+"""FP8 x FP4 GEMMs by tcgen05, run thread by thread in the PTX emulator and compared with exact sums.
+
+No GPU with these instructions was available: these tests are the only evidence of the kernel's results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.emulated import written_late
+from support.epilogues import finished, operands
+from support.expert_rows import ExpertRows
+from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
+from support.kernel_fit import check_emulated
+from support.kernel_grid import BF16, FP16, FP32, FP8FP4Tcgen05Case
+from support.ptx_faults import FP8_TCGEN05, Edit, Unfound, check_faults
+from test_fp8_tcgen05_emulated import BLOCK, E4M3, OPERANDS, POISON, powers
+
+from ptx_emulator.adapter import compile_ptx, run_kernel
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.prepared_scales import prepared_of_linear
+from torch_cute_ops.kernels import fp8_fp4_tcgen05
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.machine_code import tensor_core_instructions
+
+LINEAR = SCALE_LAYOUTS["linear"]
+EXACT = {"nvfp4": (0, 48, 56, 64), "mxfp4": (126, 127, 128)}
+"""Scale bytes with which sums are exact: 1/2, 1 and 2, for NVFP4 also 0; keyed by format."""
+NAN_SCALE = {"nvfp4": 127, "mxfp4": 255}
+SPARE = 8
+"""Number of weight rows that follow the weight of each expert."""
+
+
+class Run(NamedTuple):
+    """A launch of the kernel.
+
+    Attributes:
+        case: kernel.
+        counts: rows of each expert.
+        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
+        room: rows of an expert's part of the buffer in the masked layout.
+        has_one_scale: True if all rows share one per-token scale, whose stride is 0.
+        scales: scale bytes of the weight to choose from, or None for scales with which sums are exact. With other
+            scales, a row of activations holds a single element other than 0, so that no sum is rounded.
+    """
+
+    case: FP8FP4Tcgen05Case
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    max_ctas: int = 1
+    room: int = 0
+    has_one_scale: bool = False
+    scales: tuple[int, ...] | None = None
+
+    @property
+    def id(self) -> str:
+        values = "" if self.scales is None else "-values"
+        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}{values}"
+
+    @property
+    def rows(self) -> ExpertRows:
+        return ExpertRows(self.case.layout, self.counts, self.room)
+
+
+def tiled(linear: torch.Tensor, fmt: FP4Format) -> torch.Tensor:
+    """Arrange scale bytes (rows, blocks) as 128x4 tiles. NaN fills the tiles."""
+    rows, blocks = linear.shape
+    padded = torch.full((-(-rows // 128) * 128, -(-blocks // 4) * 4), NAN_SCALE[fmt.name], dtype=torch.uint8)
+    padded[:rows, :blocks] = linear
+    return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
+
+
+def execute(
+    run: Run, seed: int | None = 0, edit: Edit | None = None, late: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the kernel's output and the expected output, which is poison in rows that no expert owns.
+
+    Rows of activations that no expert owns hold NaN, and so do the scales of weight rows that follow an expert's weight
+    and scales after the last block of a row. If ``late``, the previous kernel writes the operands at the last moment.
+    """
+    torch.manual_seed(run.n + run.k)
+    case, fmt, layout, experts = run.case, run.case.fmt, run.case.layout, len(run.counts)
+    is_plain, is_masked, has_blocks = layout == "plain", layout == "masked", case.scales is not None
+    rows, owner, blocks = run.rows.total, run.rows.owner, -(-run.k // BLOCK)
+    a = torch.randint(-4, 5, (rows, run.k)).float()
+    if run.scales is not None:
+        one = torch.randint(run.k, (rows, 1))
+        a = torch.zeros(rows, run.k).scatter(1, one, 2.0)
+    # In tiles, the rows of all experts follow each other, so no rows are spare.
+    spare = 0 if case.scales == "128x4" else SPARE
+    codes = torch.randint(256, (experts, run.n + SPARE, run.k // 2)).to(torch.uint8)
+    choices = torch.tensor(EXACT[fmt.name] if run.scales is None else run.scales, dtype=torch.uint8)
+    scale = choices[torch.randint(len(choices), (experts, run.n, run.k // fmt.block_size))]
+    of_all = scale.flatten(0, 1).view(fmt.scale_dtype)
+    weight, units = fp8_weight(codes[:, : run.n], of_all, fmt, LINEAR, by_row=not has_blocks)
+    a_scale = powers(blocks, rows).t() if has_blocks else powers(1 if run.has_one_scale else rows, 1).expand(rows, 1)
+    alpha, bias = operands(case.epilogue, run.n, None if is_plain else experts)
+    want = torch.full((rows, run.n), POISON, dtype=case.epilogue.out_dtype)
+    for expert in range(experts):
+        own, of_expert = owner == expert, None if is_plain else expert
+        sums = scaled_product(a[own], weight[expert].double(), a_scale[own], units[expert])
+        want[own] = finished(sums.float(), case.epilogue, alpha, bias, of_expert)
+    a[owner < 0] = torch.nan
+    if not run.has_one_scale:
+        a_scale[owner < 0] = torch.nan
+    b = codes[:, : run.n].mT
+    if not has_blocks:
+        b_scale = prepared_of_linear(of_all, run.n, fmt, experts)
+    elif case.scales == "128x4":
+        b_scale = tiled(scale.flatten(0, 1), fmt).view(fmt.scale_dtype)
+    else:
+        padded = torch.full((experts, run.n + spare, scale.shape[2]), NAN_SCALE[fmt.name], dtype=torch.uint8)
+        padded[:, : run.n] = scale
+        b_scale = padded[:, : run.n].view(fmt.scale_dtype)
+    lead = run.rows.lead
+    if is_masked and has_blocks:
+        a_scale = a_scale.t().view(blocks, *lead).movedim(0, -1)
+    out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
+    given = fp8_fp4_tcgen05.Arguments(
+        a=a.to(E4M3).view(*lead, run.k),
+        b=b[0] if is_plain else b,
+        a_scale=a_scale,
+        b_scale=b_scale[0] if is_plain and case.scales != "128x4" else b_scale,
+        **run.rows.tensors,
+        alpha=alpha,
+        bias=bias,
+        out=out,
+        prefetch=None,
+        max_ctas=run.max_ctas,
+    )
+    given, before = written_late(given, OPERANDS) if late else (given, None)
+    how = {"seed": seed, "max_steps": 200_000, "strict": True, "scoped": True, "edit": edit}
+    run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
+    return out.view(rows, run.n), want
+
+
+def scaled_product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a GEMM in float64, which are exact. ``units`` is (N, blocks), or (N, 1) with per-token
+    scales."""
+    of_a = a_scale.double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]] if a_scale.shape[1] > 1 else a_scale.double()
+    of_b = units.double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]] if units.shape[1] > 1 else units.double()
+    return (a.double() * of_a) @ (b * of_b).t()
+
+
+def case(
+    layout: str, scales: str | None, fmt: FP4Format, tile_m: int, *epilogue: Any, split_k: int = 1, stages: int = 2
+) -> FP8FP4Tcgen05Case:
+    return FP8FP4Tcgen05Case(layout, scales, fmt, tile_m, split_k, Epilogue(*epilogue), stages)
+
+
+# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
+COVERING = [
+    Run(case("plain", None, NVFP4, 16, BF16, "column", BF16), (5,), 328, 576),
+    Run(case("plain", None, MXFP4, 32, FP32, "one", FP32, stages=4), (90,), 136, 832, 2),
+    Run(case("plain", None, NVFP4, 64, FP16, "column", FP16), (150,), 136, 576, has_one_scale=True),
+    Run(case("plain", None, MXFP4, 128, BF16, "column", FP32), (150,), 264, 448, 2),
+    Run(case("plain", None, NVFP4, 256, BF16, "one", stages=3), (300,), 136, 576),
+    Run(case("plain", None, MXFP4, 16, BF16, "column", BF16, split_k=8), (5,), 72, 2624),
+    Run(case("plain", None, NVFP4, 64, FP32, "one", FP32, split_k=2), (70,), 136, 1088),
+    Run(case("offsets", None, MXFP4, 32, FP16, "expert_column"), (16, 0, 41), 136, 448),
+    Run(case("counted", None, NVFP4, 64, FP32, "expert", FP32), (3, 0, 70), 200, 448, 2),
+    Run(case("masked", None, NVFP4, 128, BF16, "expert_column", BF16), (3, 0, 130), 136, 448, room=132),
+    Run(case("plain", "128x4", MXFP4, 16, FP32, "column", FP32, stages=4), (5,), 328, 1088),
+    Run(case("plain", "linear", NVFP4, 32, BF16), (70,), 136, 1216, 2),
+    Run(case("plain", "128x4", NVFP4, 64, FP16, "one", FP16, stages=3), (150,), 136, 576),
+    Run(case("plain", "linear", MXFP4, 64, BF16, "column", FP32), (150,), 136, 576),
+    Run(case("plain", "128x4", NVFP4, 16, FP32, None, FP32, split_k=4), (5,), 136, 1984),
+    Run(case("plain", "linear", MXFP4, 64, BF16, "column", BF16, split_k=2), (70,), 72, 1088),
+    Run(case("offsets", "128x4", NVFP4, 64, FP32, "expert_column", FP32), (70, 64, 3), 136, 448),
+    Run(case("counted", "linear", MXFP4, 32, BF16, "expert"), (3, 0, 33), 264, 576, 2),
+    Run(case("masked", "128x4", MXFP4, 16, FP16, "expert_column", FP16), (3, 0, 20), 136, 576, room=21),
+    Run(case("counted", "linear", NVFP4, 32, FP32, "one", FP32), (40, 3), 136, 448),
+]
+# All scale bytes: negative and NaN scales, zeros, and blocks whose numbers are subnormal or zero in e4m3.
+VALUES = [
+    Run(case("plain", "128x4", NVFP4, 64, FP32), (64,), 136, 448, scales=tuple(range(256))),
+    Run(case("plain", "linear", MXFP4, 64, FP32), (64,), 136, 448, scales=(0, *range(100, 130), 255)),
+    Run(case("plain", None, NVFP4, 64, FP32), (64,), 136, 448, scales=tuple(range(128))),
+    Run(case("plain", None, MXFP4, 64, FP32), (64,), 136, 448, scales=(0, *range(100, 130), 255)),
+]
+EVERY = [pytest.param(run, id=run.id) for run in (*COVERING, *VALUES)]
+
+
+@pytest.mark.parametrize("run", EVERY)
+def test_gemm(run: Run) -> None:
+    """Check equal bits for exact sums, in two orders of events. Rows of padding are not used and not written."""
+    for seed in (None, 1):
+        got, want = execute(run, seed, late=seed is not None)
+        assert torch.equal(got.nan_to_num(POISON), want.nan_to_num(POISON))
+        assert torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
+def test_compiles_without_spills(run: Run) -> None:
+    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    check_emulated(run.case, run.case.kernel)
+
+
+def test_other_gpus_have_the_same_ptx() -> None:
+    """Check that the emulator's results apply to sm_103a too."""
+    one = COVERING[10].case
+    own, its = (
+        compile_ptx(replace(one, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (one.arch, "sm_103a")
+    )
+    assert own == its
+
+
+@pytest.mark.parametrize(
+    ("covering", "arch"), [(0, "sm_100a"), (4, "sm_103a"), (10, "sm_100a"), (12, "sm_103a"), (17, "sm_100a")]
+)
+def test_machine_code(covering: int, arch: str) -> None:
+    """Check that the machine code multiplies FP8 on the tensor cores of tcgen05 (four MMAs for a k tile), and not by
+    warp-level MMAs of 16 bits."""
+    one = replace(COVERING[covering].case, arch=arch)
+    assert tensor_core_instructions(one.kernel, ARCHS[arch]) == {"UTCQMMA": 4}
+
+
+@pytest.mark.parametrize("covering", [6, 8, 11])
+def test_nothing_is_launched_on_overlap(covering: int) -> None:
+    one = COVERING[covering].case
+    check_nothing_is_launched_on_overlap(one.kernel, ARCHS[one.arch])
+
+
+@pytest.mark.parametrize(
+    ("covering", "sms", "ctas"),
+    [
+        # For 300 x 400: m tiles, times n tiles, times CTAs that split k
+        (0, 148, 19 * 4),
+        (0, 7, 7),
+        (5, 7, 19 * 4 * 8),
+        (13, 148, 5 * 4),
+    ],
+)
+def test_ctas(covering: int, sms: int, ctas: int) -> None:
+    """Check the number of CTAs: at most one for each SM; with split-K, a cluster for each tile."""
+    one = COVERING[covering].case
+    call = gemm_call(one.kernel, n=400, rows=300, k=256, max_ctas=sms)
+    assert grids(one.kernel, ARCHS[one.arch], *call) == [(ctas, 1, 1)]
+
+
+# Faults. Each case takes more k tiles than stages, and, except with split-K, three tiles for each CTA.
+
+FAULTY = {
+    "token": Run(case("plain", None, NVFP4, 16, FP32, "column"), (15,), 456, 448),
+    "block": Run(case("counted", "linear", MXFP4, 16, BF16, "expert"), (15, 0, 17), 72, 704),
+    "tiled": Run(case("plain", "128x4", NVFP4, 64, BF16, stages=3), (136,), 136, 640),
+    "split": Run(case("plain", None, MXFP4, 16, FP32, "one", split_k=2), (15,), 136, 1600),
+}
+UNFOUND: dict[str, dict[str, Unfound]] = {"token": {}, "block": {}, "tiled": {}, "split": {}}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
+    """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors, copies, scales."""
+    run = FAULTY[name]
+    ptx = compile_ptx(run.case.kernel, ARCHS[run.case.arch]).ptx
+    all_tried = request.config.getoption("more_emulated")
+    tried = {"all_tried": all_tried, "kinds": FP8_TCGEN05, "least": 30}
+    check_faults(lambda seed, edit: execute(run, seed, edit, late=True), ptx, UNFOUND[name], **tried)

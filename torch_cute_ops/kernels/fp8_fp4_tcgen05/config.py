@@ -1,0 +1,175 @@
+"""Configuration of the FP8 x FP4 GEMM by tcgen05. No device code."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.prepared_scales import SLAB_K
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import SPLIT_K, FP8TileConfig, splits
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    ALIGNMENT,
+    K_TILE_BYTES,
+    MMA_M,
+    OperandStage,
+    with_most_stages,
+)
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments, ExpertLayout, reason_no_scale_layout
+from torch_cute_ops.runtime.arch import Arch
+
+__all__ = ["SPLIT_K", "TILES_M", "Arguments", "Config", "plan", "splits", "teams"]
+
+TILES_M: Final = {(True, 1): (16, 32, 64), (False, 1): (16, 32, 64, 128, 256)}
+"""Supported ``tile_m``, keyed by whether ``a`` has block scales, and by the number of CTAs of an MMA. With block
+scales, a thread keeps ``tile_m`` sums in registers."""
+TEAM_WARPS: Final = MMA_M // 32
+"""Number of warps of a team of decoders. A thread decodes a weight row of a k tile."""
+FACTOR_SLOTS: Final = 4
+"""Number of k tiles whose factors fit into shared memory. It is a multiple of the number of teams, so that a slot
+always belongs to the same team."""
+CODE_BYTES: Final = K_TILE // 2
+"""Bytes of FP4 codes in a weight row of a k tile."""
+
+
+def teams(has_blocks: bool, tile_m: int) -> int:
+    """Return the number of teams of decoders for tiles of ``tile_m`` tokens.
+
+    Two teams hide latency better than one. But with two teams, a thread has 128 instead of 168 registers, which is too
+    few for 64 block-scaled sums, and the number of stages is even, which leaves two stages to 256 tokens.
+    """
+    return 1 if tile_m > (32 if has_blocks else MMA_M) else 2
+
+
+@dataclass(frozen=True)
+class FP8FP4Stage(OperandStage):
+    """Layout of a stage in shared memory: the weight of one k tile in e4m3, the activations, the weight's FP4 codes.
+
+    Attributes:
+        mma_n: number of tokens of a tile.
+        teams: number of teams of decoders.
+    """
+
+    mma_n: int
+    teams: int
+    cta_group: ClassVar[int] = 1
+
+    @property
+    def has_scale_loaders(self) -> bool:
+        """True, because decoder warps take the role of scale loaders."""
+        return True
+
+    @property
+    def scale_loader_warps(self) -> int:  # type: ignore[override]
+        """Number of decoder warps."""
+        return self.teams * TEAM_WARPS
+
+    @property
+    def full_arrivals(self) -> int:
+        """Number of decoder warps that fill a stage."""
+        return TEAM_WARPS
+
+    @property
+    def empty_arrivals(self) -> int:
+        """Number of arrivals that make a stage empty: the decoder warps, which read the codes, and the MMAs' commit."""
+        return TEAM_WARPS + 1
+
+    @property
+    def code_bytes(self) -> int:
+        """Number of bytes that the producer copies to a stage: activations, and FP4 codes of the weight."""
+        return self.mma_n * K_TILE_BYTES + MMA_M * CODE_BYTES
+
+    @property
+    def codes_offset(self) -> int:
+        """Offset of the weight's FP4 codes in the stage."""
+        return (MMA_M + self.mma_n) * K_TILE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        return -(-(self.codes_offset + MMA_M * CODE_BYTES) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Config(FP8TileConfig):
+    """Static properties of the FP8 x FP4 GEMM by tcgen05. N, K, R and the number of experts are run-time values.
+
+    Attributes:
+        rows: assignment of rows of ``a`` to experts.
+        epilogue: operations on the finished accumulators.
+        fmt: format of the weight.
+        layout: layout of the weight's block scales if ``a`` has block scales. If ``a`` has per-token scales, the
+            weight's scales are prepared, and the layout is None.
+        tile_m: number of rows of ``a`` of a tile.
+        split_k: number of CTAs of a cluster that divide the k of a tile.
+        stages: number of stages.
+        pdl: True to launch with programmatic dependent launch.
+    """
+
+    rows: ExpertLayout
+    epilogue: Epilogue
+    fmt: FP4Format
+    layout: ScaleLayout | None
+    tile_m: int
+    split_k: int
+    stages: int
+    pdl: bool
+    cta_group: ClassVar[int] = 1
+    tiles: ClassVar = TILES_M
+    factor_arrivals: ClassVar[int] = TEAM_WARPS
+
+    @property
+    def has_blocks(self) -> bool:  # type: ignore[override]
+        """True for block scales of ``a``, False for per-token scales."""
+        return self.layout is not None
+
+    @property
+    def teams(self) -> int:
+        """Number of teams of decoders."""
+        return teams(self.has_blocks, self.tile_m)
+
+    @property
+    def stage(self) -> FP8FP4Stage:
+        """Layout of a pipeline stage. The weight is on the M side of the MMAs."""
+        return FP8FP4Stage(self.tile_m, self.teams)
+
+    @property
+    def columns_per_load(self) -> int:
+        # With 16 or 32 columns instead of 8, kernels with 64 block-scaled sums spilled 28 to 256 bytes.
+        return min(self.tile_m, 8 if self.has_blocks and self.teams == 1 else 32)
+
+    @property
+    def factor_slots(self) -> int:
+        return FACTOR_SLOTS if self.has_blocks else 0
+
+    @property
+    def slot_words(self) -> int:
+        # The powers of two of the weight rows follow the scales of the tokens.
+        return self.tile_m + (MMA_M if self.has_blocks else 0)
+
+    @property
+    def copied_barriers(self) -> int:
+        return self.stages
+
+    @property
+    def tile_scales(self) -> int:
+        """Number of scales of a weight row in a k tile."""
+        return K_TILE // self.fmt.block_size
+
+    @property
+    def slab_tiles(self) -> int:
+        """Number of k tiles whose indices a slab of prepared scales holds."""
+        return SLAB_K // K_TILE
+
+    def reason_unfit(self) -> str | None:
+        if self.layout is not None and (reason := reason_no_scale_layout(self.layout)) is not None:
+            return reason
+        if self.stages % self.teams:
+            return f"stages is {self.stages}; {self.teams} teams of decoders take stages in turn"
+        return super().reason_unfit()
+
+
+def plan(*, arch: Arch, **given: Any) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
+
+    ``given`` holds the other fields of ``Config``.
+    """
+    return with_most_stages(lambda stages: Config(**given, stages=stages), arch)

@@ -1,0 +1,204 @@
+"""Device code of the FP8 x FP4 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel
+from torch_cute_ops.kernels.common.blackwell.layouts import EPILOGUE_WARPS, K_TILE_BYTES, MMA_M
+from torch_cute_ops.kernels.common.blackwell.roles import WARP, OperandCopies
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import Finish
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, fence_async
+from torch_cute_ops.kernels.common.fp8.fp4_tables import (
+    look_up,
+    own_exponent,
+    power_of_two,
+    table_of_index,
+    tables_of_own_unit,
+)
+from torch_cute_ops.kernels.common.fp8.gemm import arrive
+from torch_cute_ops.kernels.common.fp8.tiles import Tile
+from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, PreparedWeight, piece_at
+from torch_cute_ops.kernels.fp8_fp4_tcgen05.config import CODE_BYTES, FACTOR_SLOTS, Config
+
+HALVES = 2  # halves of a k tile: 64 elements, 32 bytes of codes, 64 bytes of e4m3
+DECODED = 1  # number of the named barrier of decoder and epilogue warps
+PIECES = 4  # 16-byte pieces of e4m3 in a half
+
+
+class CodeCopies(OperandCopies):
+    """Device code that copies FP4 codes to stages by TMA."""
+
+    line = CODE_BYTES
+
+
+class FP8FP4Tcgen05Kernel(FP8GemmKernel):
+    """GEMM kernel, compiled for a ``Config``."""
+
+    def __init__(self, config: Config):
+        c = config
+        self.weight: FP4Weight
+        if c.layout is None:
+            self.weight = PreparedWeight(c.fmt, c.rows.is_plain, MMA_M, CODE_BYTES)
+        else:
+            self.weight = FP4Weight(c.fmt, c.layout, c.rows.is_plain, MMA_M, CODE_BYTES)
+        super().__init__(config, self.weight)
+        self.code_copies = CodeCopies()
+
+    def _weight_map(self, b: cute.Tensor) -> tuple:
+        return self.code_copies.map(b, MMA_M)
+
+    def _init_barriers(self, smem) -> None:
+        super()._init_barriers(smem)
+        for i in range(self.config.stages):
+            cute.arch.mbarrier_init(smem.copied + i, 1)
+
+    # Copies
+
+    @cute.jit
+    def _produce(self, a_map, b_map, work, smem):
+        """Run the producer warp, which copies activations and FP4 codes to the stages."""
+        tid, _, _ = cute.arch.thread_idx()
+        c, rows = self.stage, self.stage.mma_n
+        b_boxes = self.code_copies.boxes(b_map, MMA_M)
+        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
+        # The parity 1 lets the first waits for empty stages return at once.
+        stage, parity = Int32(0), Int32(1)
+        for number in range(work.first, work.num_tiles, work.pitch):
+            tile = self._find(number, tid % WARP, work, smem)
+            # An expert's first row need not be a multiple of the box's rows, so shift the origin of the matrix to this
+            # row.
+            of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
+            a_boxes = self.copies.boxes(of_tile, rows)
+            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
+                smem.pipeline.wait_empty(stage, parity)
+                base, copied = self._stage_at(stage, smem), smem.copied + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(copied, c.code_bytes)
+                place = tile.column // MMA_M, k_tile, tile.expert
+                to = base + c.codes_offset
+                self.code_copies.copy_box(b_map, b_boxes, MMA_M, to, place, copied, b_policy)
+                to = base + MMA_M * K_TILE_BYTES
+                self.copies.copy_box(of_tile, a_boxes, rows, to, (Int32(0), k_tile), copied, None)
+                stage, parity = smem.pipeline.next(stage, parity)
+
+    # Decoders
+
+    @cute.jit
+    def _load_scales(self, decoder, work, smem):
+        """Run a decoder warp. Each team of warps decodes the weight of every ``teams``-th k tile to its stage. With
+        block scales, it also writes the factors of the k tile to a slot.
+
+        The scales of a k tile are loaded before the team decodes its previous k tile.
+        """
+        c = self.config
+        row, team, lane = decoder % MMA_M, decoder // MMA_M, decoder % WARP
+        before = Int32(0)  # number of k tiles of earlier tiles
+        for number in range(work.first, work.num_tiles, work.pitch):
+            tile = self._find(number, lane, work, smem)
+            start = work.begin + (team + c.teams - before % c.teams) % c.teams
+            following = self._scales_of(cutlass.min(start, work.end - 1), row, tile, work)
+            scales = cute.make_rmem_tensor((len(following),), Uint32)
+            for i in range_constexpr(len(following)):
+                scales[i] = following[i]
+            for k_tile in cutlass.range(start, work.end, c.teams, unroll=1):
+                words = [scales[i] for i in range(len(following))]
+                ahead = self._scales_of(cutlass.min(k_tile + c.teams, work.end - 1), row, tile, work)
+                turn = before + k_tile - work.begin
+                stage = turn % c.stages
+                ptx.wait(smem.copied + stage, turn // c.stages % 2)
+                self._decode(words, self._stage_at(stage, smem), row)
+                fence_async()
+                cute.arch.sync_warp()
+                # The commit of the MMAs does not order the loads of the codes before the copies of the next codes.
+                smem.pipeline.arrive_empty(stage, Uint32(lane == 0))
+                smem.pipeline.arrive_full(stage, Uint32(lane == 0))
+                if const_expr(c.has_blocks):
+                    slot = turn % FACTOR_SLOTS
+                    smem.factor_pipeline.wait_empty(slot, turn // FACTOR_SLOTS % 2 ^ 1)
+                    self._store_factors(words, slot, row, smem)
+                    arrive(smem.factor_pipeline.full + slot, lane)
+                for i in range_constexpr(len(ahead)):
+                    scales[i] = ahead[i]
+            before += work.end - work.begin
+        if const_expr(c.split_k > 1 and not c.has_blocks):
+            self._await_stage_writers()
+
+    def _scales_of(self, k_tile, row, tile: Tile, work) -> list:
+        """Load the scales of weight row ``row`` of a tile in a k tile, as words. With block scales of ``a``, the scale
+        of token ``row`` follows. Scales of rows that do not exist are zero."""
+        c, column = self.config, tile.column + row
+        if isinstance(self.weight, PreparedWeight):
+            at = self.weight.row_of_slab(work.b_scale, tile.expert, 1 + k_tile // c.slab_tiles, column)
+            at = at + cute.assume(k_tile % c.slab_tiles * c.tile_scales, divby=c.tile_scales)
+            return ptx.load_if(at, column < work.n, c.tile_scales // 4)
+        first = Int64(k_tile) * c.tile_scales
+        left = work.num_mmas * MMA_K_BYTES // c.fmt.block_size - k_tile * c.tile_scales
+        words = self.weight.row_scales(work.b_scale, work.n, tile.expert, column, column < work.n, first, left)
+        token = work.a_scale.iterator + (Int64(k_tile) * work.a_scale.stride[0] + tile.row + row)
+        of_token = ptx.load_if(token, (row < c.tile_m) & (row < tile.rows), 1)
+        return [*self.weight.without_padding(words, left), *of_token]
+
+    def _decode(self, words: list, base: cute.Pointer, row) -> None:
+        """Decode weight row ``row`` of the stage at ``base``."""
+        c, stage = self.config, self.stage
+        exponent = own_exponent(words, c.fmt) if c.has_blocks else None
+        for half in range(HALVES):
+            codes = []
+            for piece in range(HALVES * half, HALVES * half + 2):
+                # The swizzle permutes the 16-byte pieces of a 128-byte line by the index of the line. A line holds two
+                # rows.
+                codes += load_words(piece_at(base, stage.codes_offset + row * CODE_BYTES + (piece ^ row // 2 % 4) * 16))
+            tables = self._tables(words, exponent, half)
+            for piece in range(PIECES):
+                table = tables[piece * len(tables) // PIECES]
+                decoded = [word for one in codes[2 * piece : 2 * piece + 2] for word in look_up(table, one)]
+                at = row * K_TILE_BYTES + (PIECES * half + piece ^ row % 8) * VECTOR_BYTES
+                store_words(decoded, piece_at(base, at))
+
+    def _tables(self, words: list, exponent, half: int) -> list:
+        """Return the decoding tables of half a k tile of a weight row."""
+        c = self.config
+        word = words[0] >> 16 * half if c.fmt == MXFP4 else words[half]
+        if exponent is not None:
+            return tables_of_own_unit(word, exponent, c.fmt)
+        indices = [Int32(word >> 8 * i & Uint32(0xFF)) for i in range(c.tile_scales // HALVES)]
+        return [table_of_index(index, c.fmt) for index in indices]
+
+    @cute.jit
+    def _store_factors(self, words, slot, row, smem):
+        """Write a token's scale, and the power of two of a weight row, to a slot."""
+        tile_m = self.config.tile_m
+        factors = self._slot(slot, smem)
+        if row < tile_m:
+            factors[row] = ptx.float_of(words[-1])
+        factors[tile_m + row] = power_of_two(own_exponent(words, self.config.fmt))
+
+    def _slot(self, slot, smem) -> cute.Tensor:
+        """Return all words of a slot: the scales of the tokens, then the powers of two of the weight rows."""
+        words = self.config.slot_words
+        at = smem.factors + cute.assume(slot * (4 * words), divby=16)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(words))
+
+    # Results
+
+    def _await_stage_writers(self) -> None:
+        """Synchronise the decoder and epilogue warps. A commit orders MMAs, but not the decoders' stores."""
+        threads = WARP * (EPILOGUE_WARPS + self.stage.scale_loader_warps)
+        cute.arch.barrier(barrier_id=DECODED, number_of_threads=threads)
+
+    def _factors_of_row(self, factors: list, slot, tid, smem) -> list:
+        power = self._slot(slot, smem)[self.config.tile_m + tid]
+        return [ptx.mul_rn(factor, power) for factor in factors]
+
+    def _finish(self, column, count: int, expert, work) -> Finish:
+        weight = self.weight
+        if not isinstance(weight, PreparedWeight):
+            return super()._finish(column, count, expert, work)
+        terms = self.epilogue.terms(work.alpha, work.bias, column, count, work.n, expert)
+        factor = self.epilogue.factor(work.alpha, expert)
+        units = weight.units(work.b_scale, expert, column, count, work.n)
+        return self.epilogue.unit_finisher(factor, terms, units)
