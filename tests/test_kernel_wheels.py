@@ -58,10 +58,10 @@ def test_kernels_of_experts(name):
 def test_formats_without_a_gemm(capsys, caplog, tmp_path):
     """A format whose GEMMs all lack a backend is an error that names the op and the reason. Other formats are found."""
     arguments = ["build", "--wheel", "--rows", "64", "-o", str(tmp_path), "--arch"]
-    assert main([*arguments, "sm_100a", "--models", "gpt-oss-120b"]) == 2
+    assert main([*arguments, "sm_120a", "--models", "gpt-oss-120b"]) == 2
     error = capsys.readouterr().err
-    assert "gpt-oss-120b in mxfp4 with auto activations: no GEMM runs on sm_100a" in error
-    assert "grouped_mm_fp8_fp4: no backend: wgmma_ss: needs Hopper's warpgroup MMA; this is sm_100a" in error
+    assert "gpt-oss-120b in mxfp4 with auto activations: no GEMM runs on sm_120a" in error
+    assert "grouped_mm_fp8_fp4: no backend: wgmma_ss: needs Hopper's warpgroup MMA; this is sm_120a" in error
     assert main([*arguments, "sm_120a", "--models", "llama-8b"]) == 2
     assert "llama-8b in mxfp4 with fp8 activations: no GEMM runs on sm_120a" in capsys.readouterr().err
     assert main([*arguments, "sm_90a", "--models", "llama-8b", "--formats", "nvfp4,int4"]) == 2

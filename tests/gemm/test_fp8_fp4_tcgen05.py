@@ -180,15 +180,15 @@ CONFIG = fp8_fp4_tcgen05.plan(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tile_m": 128}, "tile_m is 128; it has to be one of (16, 32, 64) with 1 CTAs for each MMA"),
-        ({"tile_m": 8, "layout": None}, "tile_m is 8; it has to be one of (16, 32, 64, 128, 256)"),
+        ({"tile_m": 128}, "one of (16, 32, 64) with 1 CTAs for each MMA"),
+        ({"tile_m": 8, "layout": None}, "one of (16, 32, 64, 128, 256) with 1 CTAs for each MMA"),
         ({"layout": SCALE_LAYOUTS["8x4"]}, "weight scales in the layout 8x4 are not supported"),
         ({"stages": 5}, "stages is 5; 2 teams of decoders take stages in turn"),
         (
             {"rows": ExpertLayout(True), "split_k": 2},
-            "split_k is 2; it has to be one of (1,) with tile_m=32 and 1 CTAs for each MMA, with experts",
+            "one of (1,) with tile_m=32 and 1 CTAs for each MMA, with experts",
         ),
-        ({"stages": 10}, "bytes of shared memory; sm_100a has 232448"),
+        ({"stages": 10}, "bytes of shared memory; sm_100a"),
         (
             {"epilogue": dataclasses.replace(fp8_problem().epilogue, alpha="expert")},
             "alpha is 'expert', but the GEMM is not grouped",
@@ -198,7 +198,7 @@ CONFIG = fp8_fp4_tcgen05.plan(
 def test_refused_configs(changes, reason) -> None:
     assert CONFIG.reason_unsupported(BLACKWELL.arch) is None
     assert reason in dataclasses.replace(CONFIG, **changes).reason_unsupported(BLACKWELL.arch)
-    assert CONFIG.reason_unsupported(HOPPER.arch) == "sm_90a has no tcgen05 instructions"
+    assert "no tcgen05 instructions" in CONFIG.reason_unsupported(HOPPER.arch)
 
 
 @pytest.mark.slow

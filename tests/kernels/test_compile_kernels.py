@@ -18,6 +18,7 @@ from support.kernel_grid import (
     every_case,
     experts_cases,
     fp8_fp4_gemm_cases,
+    fp8_fp4_tcgen05_cases,
     fp8_fp4_token_gemm_cases,
     fp8_gemm_cases,
     fp8_tcgen05_cases,
@@ -36,6 +37,7 @@ from test_fp4_tcgen05_emulated import COVERING as TCGEN05
 from test_fp4_tcgen05_emulated import ROW_SCALED as ROW_SCALED_TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
+from test_fp8_fp4_tcgen05_emulated import COVERING as FP8_FP4_TCGEN05
 from test_fp8_fp4_token_gemm_emulated import RUNS as FP8_FP4_TOKEN_RUNS
 from test_fp8_gemm_emulated import RUNS as FP8_RUNS
 from test_fp8_tcgen05_emulated import COVERING as FP8_TCGEN05
@@ -47,7 +49,7 @@ from torch_cute_ops.testing.resources import Resources, compile_for, parse
 ROW_SCALED = (*ROW_SCALED_MMAS, *ROW_SCALED_WGMMAS)
 FP4_GEMMS = (one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS, *ROW_SCALED))
 FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *FP4_GEMMS)
-FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_TCGEN05)
+FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_TCGEN05, *FP8_FP4_TCGEN05)
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 """Roles of kernels whose resources the emulator's tests check."""
 
@@ -62,6 +64,7 @@ def other_cases(every):
         *fp8_gemm_cases(every),
         *fp8_token_gemm_cases(every),
         *fp8_tcgen05_cases(every),
+        *fp8_fp4_tcgen05_cases(every),
         *fp8_fp4_gemm_cases(every),
         *fp8_fp4_token_gemm_cases(every),
     )

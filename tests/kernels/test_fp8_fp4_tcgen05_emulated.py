@@ -16,8 +16,9 @@ from support.expert_rows import ExpertRows
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4Tcgen05Case
-from support.ptx_faults import FP8_TCGEN05, Edit, Unfound, check_faults
-from test_fp8_tcgen05_emulated import BLOCK, E4M3, OPERANDS, POISON, powers
+from support.ptx_faults import CONVERGED, FP8_TCGEN05, Edit, Unfound, check_faults
+from test_fp4_tcgen05_emulated import LOOPS, NOTHING_READ
+from test_fp8_tcgen05_emulated import BLOCK, E4M3, ONE_TILE, OPERANDS, POISON, powers
 
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
@@ -252,7 +253,37 @@ FAULTY = {
     "tiled": Run(case("plain", "128x4", NVFP4, 64, BF16, stages=3), (136,), 136, 640),
     "split": Run(case("plain", None, MXFP4, 16, FP32, "one", split_k=2), (15,), 136, 1600),
 }
-UNFOUND: dict[str, dict[str, Unfound]] = {"token": {}, "block": {}, "tiled": {}, "split": {}}
+MISSING = Unfound(1, "a token outside of the test's shape")
+NO_EXPERT = Unfound(1, "tiles of experts 128 and above, which do not exist")
+NEXT_WAITS = Unfound(7, "another wait for loads follows, and the emulator writes registers at once", dead=False)
+UNFOUND: dict[str, dict[str, Unfound]] = {
+    "token": {
+        **LOOPS,
+        "barrier of the warp left out": CONVERGED._replace(count=3),
+        "zero stored": MISSING,
+        "not multiplied by a scale": MISSING._replace(count=2),
+    },
+    "block": {
+        "barrier of the CTA left out": Unfound(1, "the barriers that end the table of experts follow"),
+        "barrier of the warp left out": CONVERGED,
+        "scales loaded from elsewhere": NO_EXPERT,
+    },
+    "tiled": {
+        "barrier of the warp left out": CONVERGED,
+        "kernel before not waited for": NOTHING_READ,
+        "wait for loads left out": NEXT_WAITS,
+    },
+    "split": {
+        **LOOPS,
+        "barrier of the warp left out": CONVERGED._replace(count=5),
+        "arrival left out": ONE_TILE,
+        "other count of arrivals": ONE_TILE,
+        "fence before left out": ONE_TILE,
+        "fence after left out": Unfound(1, "an accumulator is multiplied only once"),
+        "sums stored elsewhere": MISSING,
+        "not multiplied by a scale": MISSING,
+    },
+}
 
 
 @pytest.mark.parametrize("name", FAULTY)

@@ -28,6 +28,7 @@ from torch_cute_ops.kernels import (
     fp4_gated_experts,
     fp4_mma,
     fp8_fp4_recode,
+    fp8_fp4_tcgen05,
     fp8_fp4_token_wgmma,
     fp8_token_wgmma,
     fp8_wgmma,
@@ -351,10 +352,15 @@ def compute_interleaved(config: Any, *args: Any) -> None:
 
 def compute_fp8_fp4_token(config: Any, *args: Any) -> None:
     call = fp8_fp4_token_wgmma.Arguments(*args)
+    a = as_if_contiguous(call.a).unflatten(-1, (-1, fp8_fp4_token_wgmma.SPAN_K))
+    compute_prepared(config, call._replace(a=formats_interleave.deinterleave_k(a, 2 * call.b.shape[-2])))
+
+
+def compute_prepared(config: Any, call: Any) -> None:
+    """Compute the result of a GEMM with per-token scales and prepared scales of the weight. ``call`` is a kernel's
+    ``Arguments``, with k of ``a`` in order."""
     assert call.max_ctas > 0
     a, out, codes = as_if_contiguous(call.a), as_if_contiguous(call.out), call.b.mT
-    k = 2 * codes.shape[-1]
-    a = formats_interleave.deinterleave_k(a.unflatten(-1, (-1, fp8_fp4_token_wgmma.SPAN_K)), k)
     weight, powers = prepared_weight(codes, call.b_scale, config.fmt)
     if config.rows.is_plain:
         factor = powers if call.alpha is None else powers * call.alpha
@@ -367,6 +373,12 @@ def compute_fp8_fp4_token(config: Any, *args: Any) -> None:
 
 def compute_fp8_tcgen05(config: Any, *args: Any) -> None:
     (compute_fp8 if config.has_blocks else compute_fp8_token)(config, *args)
+
+
+def compute_fp8_fp4_tcgen05(config: Any, *args: Any) -> None:
+    if config.has_blocks:
+        return compute_fp8(config, *args)
+    return compute_prepared(config, fp8_fp4_tcgen05.Arguments(*args))
 
 
 def compute_recoded_weight(config: Any, *args: Any) -> None:
@@ -507,6 +519,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP8FP4RecodeKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
     "FP8Tcgen05Kernel": compute_fp8_tcgen05,
+    "FP8FP4Tcgen05Kernel": compute_fp8_fp4_tcgen05,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,
     "MoeRouteIdsKernel": compute_route_ids,
