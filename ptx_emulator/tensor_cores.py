@@ -1,6 +1,6 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Block-scaled FP4 MMAs (``ScaledShape``) and FP8 MMAs (``FP8Shape``) are implemented. NVIDIA documents neither the order
+Block-scaled MMAs (``ScaledShape``) and FP8 MMAs (``FP8Shape``) are implemented. NVIDIA documents neither the order
 of additions nor intermediate rounding. Here the exact products and the accumulator are added in float64, and the sum is
 rounded once.
 
@@ -103,6 +103,9 @@ class Shape:
 FP8_FORMATS = ("e4m3", "e5m2")
 """Formats of the operands of ``kind::f8f6f4``, by their number in the descriptor. The formats of 4 and 6 bits, with the
 numbers 3 to 5, are not implemented: their elements are padded in shared memory."""
+MX_FORMATS = {0: "e4m3", 1: "e5m2", 5: "e2m1 spread"}
+"""Formats of the operands of ``kind::mxf8f6f4``, by their number in the descriptor. In shared memory, 16 elements of
+e2m1 take 8 bytes of codes and 8 bytes that are ignored. The formats of 6 bits are not implemented."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ class FP8Shape(Shape):
 
 @dataclass(frozen=True)
 class ScaledShape(Shape):
-    """Fields of the instruction descriptor of a block-scaled FP4 MMA with one scale per ``block`` elements.
+    """Fields of the instruction descriptor of a block-scaled MMA with one scale per ``block`` elements, of two FP4
+    operands, or of ``kind::mxf8f6f4``.
 
     Attributes:
         scale: format of the scales.
@@ -164,6 +168,31 @@ class ScaledShape(Shape):
             block=block,
             a_format="e2m1",
             b_format="e2m1",
+        )
+        shape.check(descriptor)
+        return shape
+
+    @classmethod
+    def of_mxf8f6f4(cls, descriptor: int, group: int) -> ScaledShape:
+        """Return the fields of a descriptor of ``kind::mxf8f6f4``."""
+        if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 24 & 7 or descriptor >> 31:
+            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: reserved bits, or sparsity")
+        formats = descriptor >> 7 & 7, descriptor >> 10 & 7
+        if descriptor >> 15 & 3 or not set(formats) <= set(MX_FORMATS):
+            raise NotImplementedError(f"instruction descriptor {descriptor:#x}: not K-major FP8 or FP4")
+        shape = cls(
+            m=(descriptor >> 27 & 3) * 128,
+            n=(descriptor >> 17 & 63) * 8,
+            k=32,
+            scale="ue8m0" if descriptor >> 23 & 1 else "ue4m3",
+            a_id=descriptor >> 29 & 3,
+            b_id=descriptor >> 4 & 3,
+            a_negated=bool(descriptor >> 13 & 1),
+            b_negated=bool(descriptor >> 14 & 1),
+            group=group,
+            block=32,
+            a_format=MX_FORMATS[formats[0]],
+            b_format=MX_FORMATS[formats[1]],
         )
         shape.check(descriptor)
         return shape
@@ -250,14 +279,15 @@ class TensorCores:
         b_scales: int,
         accumulates: bool,
         group: int,
-        block: int,
+        block: int | None,
     ) -> None:
         """Execute a block-scaled ``tcgen05.mma`` with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
 
         Each CTA of a pair holds half of D's rows and the same rows of A. It also holds half of the rows of B, and the
-        scales of its rows of A and B.
+        scales of its rows of A and B. ``block`` is None for ``kind::mxf8f6f4``.
         """
-        shape = ScaledShape.of(instruction, group, block)
+        of = ScaledShape.of_mxf8f6f4(instruction, group) if block is None else None
+        shape = of or ScaledShape.of(instruction, group, block or 0)
         self._multiply(thread, accumulator, a, b, shape, accumulates, (a_scales, b_scales))
 
     def _multiply(
@@ -330,7 +360,10 @@ class TensorCores:
     def _operand(self, cta: int, chunks: Array, fmt: str, negated: bool) -> tuple[Array, Array]:
         """Return the values of an operand's rows, and a mask of the rows that are completely initialised."""
         data, there = self._bytes(cta, chunks)
-        if fmt == "e2m1":
+        if fmt == "e2m1 spread":
+            used = np.arange(data.shape[1]) % 16 < 8
+            data, there = data[:, used], there[:, used]
+        if fmt.startswith("e2m1"):
             numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
         else:
             numbers = (E4M3 if fmt == "e4m3" else E5M2)[data]

@@ -196,9 +196,10 @@ def one_to_shared(
     barrier: int,
     size: int,
     read: Callable[[], Array],
+    counted: int | None = None,
 ) -> Callable[[], None]:
     """Return a function that stores the ``size`` bytes that ``read()`` returns, and then arrives at an mbarrier. The
-    mbarrier may belong to another CTA."""
+    mbarrier may belong to another CTA. It counts ``counted`` bytes, or ``size`` if None."""
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
     if barrier_cta == int(m.cta[thread]):
@@ -209,7 +210,7 @@ def one_to_shared(
         m.shared.flags[here] |= WRITTEN
         m.races.copy_writes(agent, cta, offset, size)
         m.races.copy_arrives(agent, barrier_cta, barrier, tells=False)
-        m.barriers.complete(barrier_cta, barrier, size)
+        m.barriers.complete(barrier_cta, barrier, size if counted is None else counted)
 
     # While the copy is in flight, its target bytes count as uninitialised, even if they were initialised before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)

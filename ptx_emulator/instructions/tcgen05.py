@@ -210,11 +210,17 @@ _BLOCKS = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::2X": 3
 
 @effect("tcgen05.mma")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a block-scaled FP4 MMA, or an FP8 MMA. Hints for the collector buffers are ignored, because they do not
+    """Decode a block-scaled MMA, or an FP8 MMA. Hints for the collector buffers are ignored, because they do not
     change the result."""
     kind, *rest = [part for part in parts if not part.startswith(("cta_group", "collector"))]
     if kind == "kind::f8f6f4":
         return _mma_of_fp8(d, ins, rest)
+    if kind == "kind::mxf8f6f4" and rest in (
+        ["block_scale"],
+        ["block_scale", "scale_vec::1X"],
+        ["block_scale", "block32"],
+    ):
+        return _scaled_mma(d, ins, None)
     sizes = [_BLOCKS.get(part, 0) for part in rest if part != "block_scale"]
     if kind == "kind::mxf4" and not sizes:
         sizes = [32]
@@ -222,8 +228,13 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if kind == "kind::mxf4" and sizes == [16]:
         raise unknown(ins)
+    return _scaled_mma(d, ins, sizes[0])
+
+
+def _scaled_mma(d: Decoder, ins: Instruction, block: int | None) -> Step:
+    """Decode a block-scaled MMA. ``block`` is None for ``kind::mxf8f6f4``."""
     total, a, b, shape, a_scales, b_scales, accumulates = ins.operands
-    m, group, block = d.machine, _cta_group(ins), sizes[0]
+    m, group = d.machine, _cta_group(ins)
     sources = [
         d.address(total),
         d.source(a, B64),

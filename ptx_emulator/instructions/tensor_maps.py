@@ -19,8 +19,12 @@ from ptx_emulator.values import TYPES, Array, of_each
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
-_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4}
+_BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4, 12: 4}
 """Number of bits of an element, keyed by the type number in a tensor map."""
+_SPREAD = 12
+"""Type of elements of 4 bits (``CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B``). A copy spreads 16 elements to 16 bytes of
+shared memory: 8 bytes of codes, then 8 undefined bytes. The mbarrier counts the bytes of the codes, as in CUTLASS."""
+_UNDEFINED = 0xA5
 
 
 class TensorMap:
@@ -37,6 +41,7 @@ class TensorMap:
         if words[2] >> 7 & 15 not in _BITS:
             raise NotImplementedError(f"a tensor map of elements of type {words[2] >> 7 & 15}")
         self.bits = _BITS[words[2] >> 7 & 15]
+        self.is_spread = words[2] >> 7 & 15 == _SPREAD
         self.swizzle_bits = words[2] >> 13 & 3
         self.strides = [1, *(words[3 + i] * 16 for i in range(self.rank - 1))]  # in bytes, except the innermost stride
         self.sizes = [words[8 + i] + 1 for i in range(self.rank)]
@@ -44,6 +49,22 @@ class TensorMap:
         self.box = [extent + 1 for extent in box[: self.rank]]
         self.row_bytes = self.box[0] * self.bits // 8
         self.size = int(np.prod(self.box[1:])) * self.row_bytes
+        if self.is_spread:
+            self._check_spread()
+
+    def _check_spread(self) -> None:
+        """Check the limits of ``cuTensorMapEncodeTiled`` for this type."""
+        if self.address % 32 or any(stride % 32 for stride in self.strides[1:]):
+            raise Fault(EmulationError, 0, "a tensor map of spread elements: address and strides are multiples of 32")
+        if self.sizes[0] % 128 or self.box[0] != 128:
+            raise Fault(EmulationError, 0, "a tensor map of spread elements: the box takes 128 of a multiple of 128")
+        if self.swizzle_bits not in (0, 3):
+            raise Fault(EmulationError, 0, "a tensor map of spread elements with a swizzle of less than 128 bytes")
+
+    @property
+    def span(self) -> int:
+        """Number of bytes of shared memory that a box takes."""
+        return self.size * (1 + self.is_spread)
 
 
 @dataclass
@@ -66,7 +87,7 @@ class Box:
         contents = np.zeros(self.there.shape, np.uint8)
         if self.memory is not None:
             contents[self.there] = self.memory.data[self.index]
-        ordered = np.empty(self.map.size, np.uint8)
+        ordered = np.full(self.map.span, _UNDEFINED, np.uint8)
         ordered[self.place] = contents.reshape(-1)
         return ordered
 
@@ -90,6 +111,8 @@ def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordi
         raise Fault(EmulationError, 0, f"a tensor map of {box.rank} dimensions")
     if offset % 128:
         raise Fault(EmulationError, 0, f"a box at offset {offset:#x} of shared memory: no multiple of 128")
+    if box.is_spread and coordinates[0] % 128:
+        raise Fault(EmulationError, 0, f"a box of spread elements from element {coordinates[0]} on")
     if coordinates[0] * box.bits % 8:
         raise Fault(EmulationError, 0, f"a box from element {coordinates[0]} of {box.bits} bits on")
     # Compute each row's coordinates in all dimensions except the innermost.
@@ -100,7 +123,8 @@ def _box(m: Machine, thread: int, map: int, dimensions: int, offset: int, coordi
         rows += (at + step) * stride
     column = coordinates[0] * box.bits // 8 + np.arange(box.row_bytes)
     there = inside[:, None] & (column >= 0) & (column < box.sizes[0] * box.bits // 8)
-    place = swizzled(offset + np.arange(box.size), box.swizzle_bits) - offset
+    byte = np.arange(box.size)
+    place = swizzled(offset + (byte + byte // 8 * 8 if box.is_spread else byte), box.swizzle_bits) - offset
     addresses = (box.address + rows[:, None] + column)[there]
     if not len(addresses):
         return Box(box, place, there, None, addresses)
@@ -165,7 +189,9 @@ def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) 
             if pairs:
                 rank = int(m.cta_rank[to]) & ~1 | int(m.cta_rank[barrier_cta]) & 1
                 signal = int(m.cta_of_rank[m.cluster[thread], rank])
-            copy = one_to_shared(m, thread, to, int(offset), signal, int(barrier_offset), box.map.size, box.read)
+            copy = one_to_shared(
+                m, thread, to, int(offset), signal, int(barrier_offset), box.map.span, box.read, box.map.size
+            )
             m.under_way.start(thread, copy, (to, signal))
 
     target, source, barrier = ins.operands[:3]
@@ -187,6 +213,8 @@ def _to_global(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) 
     def start(thread: int, map: int, source: int, *coordinates: int) -> None:
         (cta,), (offset,) = m.shared_place("shared", np.array([thread]), np.array([source]))
         box = _box(m, thread, map, dimensions, int(offset), list(coordinates))
+        if box.map.is_spread:
+            raise NotImplementedError("a copy of spread elements to global memory")
         here = m.shared.span(int(cta), int(offset), box.map.size, False)
         reads = m.races.copy_reads(m.races.begin(thread), int(cta), int(offset), box.map.size)
 

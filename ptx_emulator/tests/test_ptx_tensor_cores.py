@@ -34,24 +34,39 @@ def descriptor(target: str, offset: int, leading: int, stride: int) -> str:
     return f"{start} or.b64 {target}, {target}, {constant};"
 
 
+NUMBERS = {"e4m3": 0, "e5m2": 1, "e2m1": 5}
+"""Numbers of the formats of operands in the descriptor of ``kind::f8f6f4`` and ``kind::mxf8f6f4``."""
+
+
 class Kind(NamedTuple):
-    """Kind of an MMA of ``group`` CTAs: of FP4 with a scale per ``block`` elements, or of FP8 without scales.
+    """Kind of an MMA of ``group`` CTAs: of FP4 with a scale per ``block`` elements, of FP8 without scales, or of
+    ``kind::mxf8f6f4`` with scales.
 
     Attributes:
         scale: format of the scales.
-        formats: formats of A and B in FP8, or None for FP4.
+        formats: formats of A and B, or None for FP4.
+        ids: bytes of a word that hold the scales of A and B in ``kind::mxf8f6f4``.
     """
 
     group: int
     block: int
     scale: str
     formats: tuple[str, str] | None = None
+    ids: tuple[int, int] = (0, 0)
+
+    @property
+    def is_mx(self) -> bool:
+        """True for ``kind::mxf8f6f4``."""
+        return self.formats is not None and self.block > 0
 
     @property
     def instruction(self) -> int:
         m, exponents = 128 * self.group, self.scale == "e8m0"
         if self.formats is not None:
-            a, b = (("e4m3", "e5m2").index(one) for one in self.formats)
+            a, b = (NUMBERS[one] for one in self.formats)
+            if self.is_mx:
+                ids = self.ids[0] << 29 | self.ids[1] << 4
+                return ids | m // 128 << 27 | exponents << 23 | N // 8 << 17 | b << 10 | a << 7
             return m // 16 << 24 | N // 8 << 17 | b << 10 | a << 7 | 1 << 4
         return m // 128 << 27 | exponents << 23 | N // 8 << 17 | 1 << 10 | 1 << 7
 
@@ -78,6 +93,11 @@ def epilogue(kind: Kind, turn: int) -> str:
 
 
 def mma(kind: Kind, accumulates: str) -> str:
+    if kind.is_mx:
+        return f"""
+    tcgen05.mma.cta_group::{kind.group}.kind::mxf8f6f4.block_scale.scale_vec::1X
+        [%r3], %rd10, %rd11, {kind.instruction}, [%r3+{A_SCALES}], [%r3+{B_SCALES}], {accumulates};
+    """
     if kind.formats is not None:
         return f"""
     tcgen05.mma.cta_group::{kind.group}.kind::f8f6f4 [%r3], %rd10, %rd11, {kind.instruction}, {accumulates};
@@ -95,7 +115,7 @@ def commit(kind: Kind) -> str:
 
 
 def copy(kind: Kind, column: int, source: str) -> str:
-    if kind.formats is not None:
+    if kind.formats is not None and not kind.is_mx:
         return ""
     return f"tcgen05.cp.cta_group::{kind.group}.32x128b.warpx4 [%r3+{column}], {source};"
 
@@ -183,6 +203,8 @@ def in_blocks(scales: np.ndarray, count: int) -> np.ndarray:
 
 def operands(kind: Kind, seed: int = 0) -> Operands:
     random = np.random.default_rng(seed)
+    if kind.is_mx:
+        return mx_operands(kind, random)
     if kind.formats is not None:
         return fp8_operands(kind, random)
     rows, count = 128 * kind.group, K // kind.block
@@ -220,6 +242,33 @@ def fp8_operands(kind: Kind, random: np.random.Generator) -> Operands:
     return Operands(data, numbers[0] @ numbers[1].T)
 
 
+def mx_operands(kind: Kind, random: np.random.Generator) -> Operands:
+    """Return operands of ``kind::mxf8f6f4``: rows of 32 codes, with four scales per row, of which the MMA uses one. The
+    bytes after 8 bytes of FP4 codes hold NaN of e4m3."""
+    assert kind.formats is not None
+    rows, data, factors = (128 * kind.group, N), [], []
+    for fmt, size, number in zip(kind.formats, rows, kind.ids, strict=True):
+        if fmt == "e2m1":
+            codes = random.integers(0, 16, (size, K // 2))
+            spread = np.full((size, 2, 16), 0x7F, np.uint8)
+            spread[..., :8] = packed(codes).reshape(size, 2, 8)
+            some, values = spread.reshape(size, 32), e2m1_value(codes).astype(np.float64)
+        else:
+            values = random.integers(-8, 9, (size, K // 2)) / 4
+            some = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        scales = random.integers(125, 130, (size, 4)).astype(np.uint8)
+        data.append((some, scales))
+        factors.append(values * scale_value(scales[:, number : number + 1], kind.scale))
+    bytes_ = np.zeros((kind.group, BYTES), np.uint8)
+    for rank, row in enumerate(bytes_):
+        own, part = slice(128 * rank, 128 * rank + 128), N // kind.group
+        row[A:B] = in_rows_of_8(data[0][0][own])
+        row[B : B + 32 * part] = in_rows_of_8(data[1][0][part * rank : part * rank + part])
+        row[A_SCALE:B_SCALE] = in_blocks(data[0][1][own], 4)
+        row[B_SCALE:] = in_blocks(data[1][1], 4)
+    return Operands(bytes_, factors[0] @ factors[1].T)
+
+
 def run(kind: Kind, text: str, seed: int | None = 0, **kwargs: bool) -> np.ndarray:
     """Run a program and return both results, (2, rows, columns)."""
     out = np.zeros((2, 128 * kind.group, N), np.float32)
@@ -248,6 +297,22 @@ FP8_KINDS = [FP8, FP8._replace(formats=("e4m3", "e5m2")), FP8._replace(group=2),
 def test_mma_of_fp8(kind: Kind, seed: int | None) -> None:
     product = operands(kind).product
     assert np.array_equal(run(kind, program(kind), seed, strict=True), [product, 2 * product])
+
+
+MX = Kind(1, 32, "e8m0", ("e2m1", "e4m3"))
+MX_KINDS = [MX, MX._replace(ids=(3, 1)), MX._replace(formats=("e4m3", "e2m1"), ids=(1, 2)), MX._replace(group=2)]
+
+
+@pytest.mark.parametrize("kind", MX_KINDS, ids=lambda kind: f"{kind.group}-{'-'.join(kind.formats)}-{kind.ids}")
+@pytest.mark.parametrize("seed", [None, 0])
+def test_mma_of_fp8_and_fp4_with_scales(kind: Kind, seed: int | None) -> None:
+    product = operands(kind).product
+    assert np.array_equal(run(kind, program(kind), seed, strict=True), [product, 2 * product])
+
+
+def test_scales_of_mxf8f6f4_are_powers_of_two() -> None:
+    with pytest.raises(EmulationError, match="blocks of 32"):
+        run(MX._replace(scale="e4m3"), program(MX._replace(scale="e4m3")), strict=True)
 
 
 @pytest.mark.parametrize("negated", [(1, 0), (0, 1), (1, 1)])

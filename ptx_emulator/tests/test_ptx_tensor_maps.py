@@ -25,12 +25,13 @@ class Map(NamedTuple):
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int = 0
+    spread: bool = False
 
     @property
     def words(self) -> np.ndarray:
         words = [0] * 32
         words[0], words[1] = TENSOR & 0xFFFFFFFF, TENSOR >> 32
-        words[2] = self.swizzle << 13 | TYPES[self.bits] << 7 | len(self.sizes) - 1 << 4
+        words[2] = self.swizzle << 13 | (12 if self.spread else TYPES[self.bits]) << 7 | len(self.sizes) - 1 << 4
         for i, stride in enumerate(self.strides):
             words[3 + i] = stride // 16
         for i, size in enumerate(self.sizes):
@@ -236,3 +237,56 @@ def test_faults_of_stores_are_found() -> None:
         stored(MATRIX, (0, 0), "st.shared.u32 [%r5], %r6;")
     with pytest.raises(EmulationError, match="waited for its bulk copies"):
         stored(MATRIX, (0, 0), "cp.async.bulk.wait_group.read 0;")
+
+
+SPREAD = Map(4, (256, 9), (128,), (128, 8), 3, True)
+"""Rows of 4-bit elements, of which 16 take 16 bytes of shared memory."""
+
+
+def spread(map: Map, at: tuple[int, int], moved: int = 16, counted: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Copy a box of spread elements; return the bytes of codes in shared memory, and the expected bytes.
+
+    The tensor begins ``moved`` bytes after the second buffer's start, which is 16 bytes after a multiple of 32.
+    ``counted`` is added to the number of bytes that the mbarrier expects.
+    """
+    copy = f"""cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+        [%r1], [%rd2, {{{joined(at)}}}], [%r2];"""
+    size = 2 * map.box_bytes
+    text = LOAD.format(SIZE=size, START=f"{EXPECT.format(SIZE=map.box_bytes + counted)} {copy}")
+    data = np.random.default_rng(0).integers(0, 256, 128 * 9 + moved).astype(np.uint8)
+    words = map.words.view(np.uint32).copy()
+    words[0] += moved
+    out = np.zeros((1, size), np.uint8)
+    found = launch(entry(text, size + 8, 3), out.reshape(-1), data, words.view(np.uint8))[0]
+    place = np.arange(size)
+    rows = found.reshape(-1)[place ^ (place >> 7 & (1 << map.swizzle) - 1) << 4].reshape(-1, 8, 16)
+    return rows[..., :8].reshape(-1), box(map._replace(swizzle=0), data[moved:], at)
+
+
+@pytest.mark.parametrize("at", [(0, 0), (128, 1), (128, 4), (0, -3)])
+@pytest.mark.parametrize("swizzle", [0, 3])
+def test_elements_of_4_bits_are_spread(at: tuple[int, int], swizzle: int) -> None:
+    """Check that 16 elements take 16 bytes of shared memory, of which the mbarrier counts the 8 bytes of codes."""
+    got, want = spread(SPREAD._replace(swizzle=swizzle), at)
+    assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("map", "at", "moved", "message"),
+    [
+        (SPREAD, (0, 0), 0, "multiples of 32"),
+        (SPREAD._replace(strides=(112,)), (0, 0), 16, "multiples of 32"),
+        (SPREAD._replace(sizes=(192, 9)), (0, 0), 16, "128 of a multiple of 128"),
+        (SPREAD._replace(box=(64, 8)), (0, 0), 16, "128 of a multiple of 128"),
+        (SPREAD._replace(swizzle=2), (0, 0), 16, "swizzle of less than 128 bytes"),
+        (SPREAD, (64, 0), 16, "from element 64 on"),
+    ],
+)
+def test_limits_of_spread_elements(map: Map, at: tuple[int, int], moved: int, message: str) -> None:
+    with pytest.raises(EmulationError, match=message):
+        spread(map, at, moved)
+
+
+def test_the_gaps_of_spread_elements_are_not_counted() -> None:
+    with pytest.raises(Deadlock):
+        spread(SPREAD, (0, 0), counted=SPREAD.box_bytes)
