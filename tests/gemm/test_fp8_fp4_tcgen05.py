@@ -18,6 +18,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import FP8_TOKEN
 from torch_cute_ops.gemm.backends import _fp8
+from torch_cute_ops.gemm.backends.fp8_fp4_tcgen05 import aligned_codes
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
@@ -83,6 +84,7 @@ def test_tactics(make, fmt, rows, k, m) -> None:
         (kernel,) = of(make).kernels(problem, tactic, BLACKWELL.arch)
         assert kernel.config.reason_unsupported(BLACKWELL.arch) is None
         assert kernel.config.has_blocks == (make is block_problem) and kernel.config.fmt == fmt
+        assert ("mxfp4" in kernel.kernel) == (fmt == MXFP4 and k % 128 == 0)
         assert kernel.config.stages >= (4 if tile_m < 256 else 3)
     widest = max(tactic.tile_m for tactic in tactics)
     assert widest < 2 * of_expert * (2 if rows.has_offsets and not rows.has_counts else 1) or widest <= 32
@@ -121,12 +123,12 @@ def samples() -> Iterator[tuple[str, Sample]]:
     """Yield exact calls of both ops, in every layout of rows: with block scales, and with per-token scales. Of calls
     with per-token scales, each second one is interleaved, and two of three are prepared."""
     calls, counts, spare = [], [3, 0, 20], {"exact": True, "spare": 5}
-    for fmt, layout in ((NVFP4, "128x4"), (MXFP4, "linear")):
+    for fmt, layout, k in ((NVFP4, "128x4", 448), (MXFP4, "linear", 448), (MXFP4, "128x4", 384)):
         calls += [
-            mm_fp8_fp4.sample("plain", 19, 136, 448, fmt, layout, CPU, exact=True),
-            grouped_mm_fp8_fp4.contiguous("counted", fmt, layout, counts, 136, 448, CPU, **spare),
-            grouped_mm_fp8_fp4.contiguous("offsets", fmt, layout, counts, 136, 448, CPU, counted=False, **spare),
-            grouped_mm_fp8_fp4.masked("masked", fmt, layout, counts, 21, 136, 448, CPU, exact=True),
+            mm_fp8_fp4.sample("plain", 19, 136, k, fmt, layout, CPU, exact=True),
+            grouped_mm_fp8_fp4.contiguous("counted", fmt, layout, counts, 136, k, CPU, **spare),
+            grouped_mm_fp8_fp4.contiguous("offsets", fmt, layout, counts, 136, k, CPU, counted=False, **spare),
+            grouped_mm_fp8_fp4.masked("masked", fmt, layout, counts, 21, 136, k, CPU, exact=True),
         ]
     kinds = [{"prepared": i % 3 > 0, "interleaved": i % 2 == 0, "one_a_scale": i % 3 == 1} for i in range(len(calls))]
     tokens = [with_tokens(one, exact=True, **kind) for one, kind in zip(calls, kinds, strict=True)]
@@ -163,6 +165,21 @@ def test_a_call(op, sample, monkeypatch) -> None:
         assert 0 < used.sum() < len(used)
     assert torch.equal(got[used], want.flatten(0, -2)[used])
     assert torch.equal(got[~used].view(torch.uint8), poisoned(*got[~used].shape, dtype=FP32).view(torch.uint8))
+
+
+@pytest.mark.parametrize("experts", [None, 2])
+def test_codes_are_aligned_for_tma(experts) -> None:
+    """Check that codes are copied if their address, or the distance between experts, is no multiple of 32 bytes."""
+    shape = (8, 64) if experts is None else (experts, 8, 64)
+    good = torch.randint(256, shape, dtype=torch.uint8).mT
+    assert aligned_codes(good) is good
+    moved = torch.cat((torch.zeros(16, dtype=torch.uint8), good.mT.flatten()))[16:].view(shape).mT
+    assert moved.data_ptr() % 32
+    apart = torch.nn.functional.pad(good.mT.flatten(-2), (0, 16))[..., : 8 * 64].unflatten(-1, (8, 64)).mT
+    for one in (moved, *([] if experts is None else [apart])):
+        got = aligned_codes(one)
+        assert torch.equal(got, good) and got.stride()[-2:] == (1, 64)
+        assert not any(start % 32 for start in (got.data_ptr(), *got.stride()[:-2]))
 
 
 CONFIG = fp8_fp4_tcgen05.plan(

@@ -16,7 +16,7 @@ from support.expert_rows import ExpertRows
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4Tcgen05Case
-from support.ptx_faults import CONVERGED, FP8_TCGEN05, Edit, Unfound, check_faults
+from support.ptx_faults import CONVERGED, FP8_TCGEN05, MX_TCGEN05, Edit, Unfound, check_faults
 from test_fp4_tcgen05_emulated import LOOPS, NOTHING_READ
 from test_fp8_tcgen05_emulated import BLOCK, E4M3, ONE_TILE, OPERANDS, POISON, powers
 
@@ -155,6 +155,11 @@ def case(
     return FP8FP4Tcgen05Case(layout, scales, fmt, tile_m, split_k, Epilogue(*epilogue), stages)
 
 
+def mx(layout: str, scales: str | None, tile_m: int, *epilogue: Any, **given: int) -> FP8FP4Tcgen05Case:
+    """Return a case of the kernel that does not decode the weight."""
+    return replace(case(layout, scales, MXFP4, tile_m, *epilogue, **given), family="fp8_mxfp4_tcgen05")
+
+
 # Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
 COVERING = [
     Run(case("plain", None, NVFP4, 16, BF16, "column", BF16), (5,), 328, 576),
@@ -177,6 +182,18 @@ COVERING = [
     Run(case("counted", "linear", MXFP4, 32, BF16, "expert"), (3, 0, 33), 264, 576, 2),
     Run(case("masked", "128x4", MXFP4, 16, FP16, "expert_column", FP16), (3, 0, 20), 136, 576, room=21),
     Run(case("counted", "linear", NVFP4, 32, FP32, "one", FP32), (40, 3), 136, 448),
+    Run(mx("plain", None, 16, BF16, "column", BF16), (5,), 328, 640),
+    Run(mx("plain", None, 64, FP32, "one", FP32, stages=4), (150,), 136, 640, has_one_scale=True),
+    Run(mx("plain", None, 128, BF16, "column", FP32), (300,), 264, 384, 2),
+    Run(mx("plain", None, 16, FP16, "column", FP16, split_k=8), (5,), 72, 3072),
+    Run(mx("counted", None, 32, FP32, "expert", FP32), (3, 0, 70), 200, 384),
+    Run(mx("masked", None, 64, BF16, "expert_column", BF16), (3, 0, 70), 136, 384, room=72),
+    Run(mx("plain", "128x4", 16, FP32, "column", FP32, stages=4), (5,), 328, 1152),
+    Run(mx("plain", "linear", 32, BF16), (70,), 136, 1152, 2),
+    Run(mx("plain", "128x4", 128, FP16, "one", FP16), (300,), 136, 384),
+    Run(mx("plain", "linear", 64, FP32, "column", FP32, split_k=2), (70,), 72, 1152),
+    Run(mx("offsets", "128x4", 64, FP32, "expert_column", FP32), (70, 64, 3), 136, 384),
+    Run(mx("masked", "linear", 16, FP16, "expert_column", FP16), (3, 0, 20), 136, 640, room=21),
 ]
 # All scale bytes: negative and NaN scales, zeros, and blocks whose numbers are subnormal or zero in e4m3.
 VALUES = [
@@ -184,6 +201,9 @@ VALUES = [
     Run(case("plain", "linear", MXFP4, 64, FP32), (64,), 136, 448, scales=(0, *range(100, 130), 255)),
     Run(case("plain", None, NVFP4, 64, FP32), (64,), 136, 448, scales=tuple(range(128))),
     Run(case("plain", None, MXFP4, 64, FP32), (64,), 136, 448, scales=(0, *range(100, 130), 255)),
+    # Without decoding, numbers are never rounded to e4m3, so the largest scale is at most 2^14 times the smallest.
+    Run(mx("plain", "128x4", 64, FP32), (64,), 136, 384, scales=(*range(110, 123), 255)),
+    Run(mx("plain", None, 64, FP32), (64,), 136, 384, scales=(*range(110, 123), 255)),
 ]
 EVERY = [pytest.param(run, id=run.id) for run in (*COVERING, *VALUES)]
 
@@ -203,9 +223,10 @@ def test_compiles_without_spills(run: Run) -> None:
     check_emulated(run.case, run.case.kernel)
 
 
-def test_other_gpus_have_the_same_ptx() -> None:
+@pytest.mark.parametrize("covering", [10, 26])
+def test_other_gpus_have_the_same_ptx(covering: int) -> None:
     """Check that the emulator's results apply to sm_103a too."""
-    one = COVERING[10].case
+    one = COVERING[covering].case
     own, its = (
         compile_ptx(replace(one, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (one.arch, "sm_103a")
     )
@@ -213,7 +234,16 @@ def test_other_gpus_have_the_same_ptx() -> None:
 
 
 @pytest.mark.parametrize(
-    ("covering", "arch"), [(0, "sm_100a"), (4, "sm_103a"), (10, "sm_100a"), (12, "sm_103a"), (17, "sm_100a")]
+    ("covering", "arch"),
+    [
+        (0, "sm_100a"),
+        (4, "sm_103a"),
+        (10, "sm_100a"),
+        (12, "sm_103a"),
+        (17, "sm_100a"),
+        (20, "sm_100a"),
+        (28, "sm_103a"),
+    ],
 )
 def test_machine_code(covering: int, arch: str) -> None:
     """Check that the machine code multiplies FP8 on the tensor cores of tcgen05 (four MMAs for a k tile), and not by
@@ -222,7 +252,7 @@ def test_machine_code(covering: int, arch: str) -> None:
     assert tensor_core_instructions(one.kernel, ARCHS[arch]) == {"UTCQMMA": 4}
 
 
-@pytest.mark.parametrize("covering", [6, 8, 11])
+@pytest.mark.parametrize("covering", [6, 8, 11, 24])
 def test_nothing_is_launched_on_overlap(covering: int) -> None:
     one = COVERING[covering].case
     check_nothing_is_launched_on_overlap(one.kernel, ARCHS[one.arch])
@@ -252,9 +282,13 @@ FAULTY = {
     "block": Run(case("counted", "linear", MXFP4, 16, BF16, "expert"), (15, 0, 17), 72, 704),
     "tiled": Run(case("plain", "128x4", NVFP4, 64, BF16, stages=3), (136,), 136, 640),
     "split": Run(case("plain", None, MXFP4, 16, FP32, "one", split_k=2), (15,), 136, 1600),
+    "mx-token": Run(mx("plain", None, 16, FP32, "column"), (15,), 456, 512),
+    "mx-block": Run(mx("counted", "linear", 16, BF16, "expert"), (15, 0, 17), 72, 768),
+    "mx-split": Run(mx("plain", "128x4", 16, FP32, "one", split_k=2), (15,), 136, 2560),
 }
 MISSING = Unfound(1, "a token outside of the test's shape")
 NO_EXPERT = Unfound(1, "tiles of experts 128 and above, which do not exist")
+ONES = Unfound(4, "all scales of the activations are 1, also those of tokens outside of the test's shape")
 NEXT_WAITS = Unfound(7, "another wait for loads follows, and the emulator writes registers at once", dead=False)
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "token": {
@@ -283,6 +317,32 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
         "sums stored elsewhere": MISSING,
         "not multiplied by a scale": MISSING,
     },
+    "mx-token": {
+        **LOOPS,
+        "barrier of the warp left out": CONVERGED._replace(count=3),
+        "activations' scales a column on": ONES,
+        "scales stored elsewhere": ONES._replace(count=17),
+        "zero stored": MISSING,
+        "not multiplied by a scale": MISSING._replace(count=2),
+    },
+    "mx-block": {
+        "barrier of the CTA left out": Unfound(1, "the barriers that end the table of experts follow"),
+        "barrier of the warp left out": CONVERGED,
+        "activations' scales a column on": ONES,
+        "scales stored elsewhere": ONES._replace(count=16),
+    },
+    "mx-split": {
+        **LOOPS,
+        "barrier of the warp left out": CONVERGED._replace(count=5),
+        "activations' scales a column on": ONES,
+        "scales stored elsewhere": ONES._replace(count=17),
+        "arrival left out": ONE_TILE,
+        "other count of arrivals": ONE_TILE,
+        "fence before left out": ONE_TILE,
+        "fence after left out": Unfound(1, "an accumulator is multiplied only once"),
+        "sums stored elsewhere": MISSING,
+        "not multiplied by a scale": MISSING,
+    },
 }
 
 
@@ -292,5 +352,6 @@ def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     run = FAULTY[name]
     ptx = compile_ptx(run.case.kernel, ARCHS[run.case.arch]).ptx
     all_tried = request.config.getoption("more_emulated")
-    tried = {"all_tried": all_tried, "kinds": FP8_TCGEN05, "least": 30}
+    kinds = MX_TCGEN05 if "mx" in name else FP8_TCGEN05
+    tried = {"all_tried": all_tried, "kinds": kinds, "least": 30}
     check_faults(lambda seed, edit: execute(run, seed, edit, late=True), ptx, UNFOUND[name], **tried)

@@ -520,6 +520,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP8MmaKernel": compute_fp8,
     "FP8Tcgen05Kernel": compute_fp8_tcgen05,
     "FP8FP4Tcgen05Kernel": compute_fp8_fp4_tcgen05,
+    "FP8MXFP4Tcgen05Kernel": compute_fp8_fp4_tcgen05,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,
     "MoeRouteIdsKernel": compute_route_ids,

@@ -154,6 +154,10 @@ FP8_TCGEN05: dict[str, tuple[str, str]] = {
     "product not added": (r"fma\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \4;"),
     "not multiplied by a scale": (r"mul\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \2;"),
 }
+MX_TCGEN05: dict[str, tuple[str, str]] = {
+    **{what: fault for what, fault in FP8_TCGEN05.items() if fault[0] != FP8_MMA},
+    **{what: fault for what, fault in TCGEN05.items() if fault[0] in (MMA, CP)},
+}
 COPY = r"(cp\.async\.c[ag]\S+ )\[(%r\d+)\], \[(%rd\d+)\],([^;]*);"
 SCALED_MMA = (
     r"(mma\.sync\S+block_scale\S+ \{[^}]*\}, \{[^}]*\}, )(\{[^}]*\}), (\{[^}]*\}), "

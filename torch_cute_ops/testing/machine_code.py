@@ -17,8 +17,9 @@ INSTRUCTION_BYTES: Final = 16
 OPERATION_BITS: Final = 0xFFF
 OPERATIONS: Final = {0x23C: "HMMA", 0x27A: "QMMA", 0x9F3: "QGMMA"}
 """Names of warp-level MMAs of 16 bits, warp-level MMAs of FP8, and warpgroup MMAs of FP8, keyed by the operation."""
-UTC_MMA: Final = 0x5EA
-"""Operation of all MMAs of ``tcgen05``, ``UTC*MMA``."""
+UTC_MMAS: Final = (0x5EA, 0xDEA)
+"""Operations of MMAs of ``tcgen05``, ``UTC*MMA``. The second is an FP8, FP6 or FP4 MMA with block scales
+(``kind::mxf8f6f4``)."""
 UTC_KINDS: Final = {(0, False): "UTCHMMA", (3, False): "UTCQMMA", (0, True): "UTCOMMA"}
 """Names of ``UTC*MMA`` (16 bits; FP8, FP6 and FP4; FP4 with block scales), keyed by bits 72 and 73 and by bit 63, which
 is set if scales are in tensor memory."""
@@ -45,7 +46,7 @@ def instructions_of(cubin: bytes) -> Counter[str]:
 def _name(low: int, high: int) -> str | None:
     """Return the name of an instruction if it multiplies on tensor cores, else None."""
     operation = low & OPERATION_BITS
-    if operation != UTC_MMA:
+    if operation not in UTC_MMAS:
         return OPERATIONS.get(operation)
     kind = high >> 8 & 3, bool(low >> 63)
     if kind not in UTC_KINDS:

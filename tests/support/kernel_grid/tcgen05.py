@@ -12,7 +12,7 @@ from support.epilogues import epilogues
 from support.kernel_grid.common import BF16, FP16, FP32, PER_COLUMN, KernelCase, epilogue_id, short
 from support.kernel_grid.fp8_gemms import FP8_LAYOUTS, has_factors
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts, fp8_fp4_tcgen05, fp8_tcgen05
+from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts, fp8_fp4_tcgen05, fp8_mxfp4_tcgen05, fp8_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -229,10 +229,11 @@ def fp8_tcgen05_cases(every: bool) -> list[FP8Tcgen05Case]:
 
 
 FP8_FP4_TCGEN05_TILES = tuple(
-    (has_blocks, tile_m, split_k)
-    for (has_blocks, cta_group), tiles in fp8_fp4_tcgen05.TILES_M.items()
+    (family.__name__.split(".")[-1], has_blocks, tile_m, split_k)
+    for family in (fp8_fp4_tcgen05, fp8_mxfp4_tcgen05)
+    for (has_blocks, cta_group), tiles in family.TILES_M.items()
     for tile_m in tiles
-    for split_k in fp8_fp4_tcgen05.splits(ExpertLayout(), has_blocks, tile_m, cta_group)
+    for split_k in family.splits(ExpertLayout(), has_blocks, tile_m, cta_group)
 )
 
 
@@ -245,6 +246,7 @@ class FP8FP4Tcgen05Case(KernelCase):
         scales: scale layout of the weight, or None for per-token scales of the activations and prepared scales of the
             weight.
         fmt, tile_m, split_k, epilogue, stages, arch: fields of the configuration.
+        family: package of the kernel.
     """
 
     layout: str
@@ -255,30 +257,36 @@ class FP8FP4Tcgen05Case(KernelCase):
     epilogue: Epilogue
     stages: int | None = None
     arch: str = "sm_100a"
+    family: str = "fp8_fp4_tcgen05"
 
     @property
     def id(self) -> str:
         kind = self.fmt.name, self.scales or "token", self.layout, f"{self.tile_m}by{self.split_k}"
-        return "-".join(("fp8_fp4_tcgen05", *kind, epilogue_id(self.epilogue), self.arch))
+        return "-".join((self.family, *kind, epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
-        tile = self.fmt, self.scales, self.tile_m, self.split_k > 1
+        tile = self.family, self.fmt, self.scales, self.tile_m, self.split_k > 1
         return type(self), tile, has_factors(self.epilogue)
 
     @property
     def kernel(self) -> Any:
         """Kernel that the backend builds, or this kernel with fewer stages."""
-        config = fp8_fp4_tcgen05.plan(
-            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
-            epilogue=self.epilogue,
-            fmt=self.fmt,
-            layout=None if self.scales is None else SCALE_LAYOUTS[self.scales],
-            tile_m=self.tile_m,
-            split_k=self.split_k,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-        )
+        given: dict[str, Any] = {
+            "rows": ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            "epilogue": self.epilogue,
+            "layout": None if self.scales is None else SCALE_LAYOUTS[self.scales],
+            "tile_m": self.tile_m,
+            "split_k": self.split_k,
+            "pdl": True,
+        }
+        arch = GPU_ARCHS[self.arch]
+        if self.family == "fp8_mxfp4_tcgen05":
+            assert self.fmt == MXFP4
+            mx = fp8_mxfp4_tcgen05.plan(arch=arch, **given)
+            assert mx is not None
+            return fp8_mxfp4_tcgen05.FP8MXFP4Tcgen05Kernel(replace(mx, stages=self.stages or mx.stages))
+        config = fp8_fp4_tcgen05.plan(arch=arch, fmt=self.fmt, **given)
         assert config is not None
         return fp8_fp4_tcgen05.FP8FP4Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
 
@@ -294,14 +302,17 @@ def fp8_fp4_tcgen05_cases(every: bool) -> list[FP8FP4Tcgen05Case]:
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
     splits = itertools.cycle(fp8_fp4_tcgen05.SPLIT_K[1:])
-    chosen = {tile[:2]: next(splits) for tile in FP8_FP4_TCGEN05_TILES}
+    chosen = {tile[:3]: next(splits) for tile in FP8_FP4_TCGEN05_TILES}
     cases = []
-    for has_blocks, tile_m, split_k in FP8_FP4_TCGEN05_TILES:
-        if not every and split_k not in (1, chosen[has_blocks, tile_m]):
+    for family, has_blocks, tile_m, split_k in FP8_FP4_TCGEN05_TILES:
+        if not every and split_k not in (1, chosen[family, has_blocks, tile_m]):
             continue
         layout, arch = next(layouts) if split_k == 1 else "plain", next(archs)
         for fmt, scales in TCGEN05_KINDS if every and has_blocks else (next(kinds),):
+            if family == "fp8_mxfp4_tcgen05":
+                fmt = MXFP4
             epilogue = next(by_column if layout == "plain" else by_expert)
             one = FP8FP4Tcgen05Case(layout, scales if has_blocks else None, fmt, tile_m, split_k, epilogue)
+            one = replace(one, family=family)
             cases += [replace(one, arch=each) for each in (TCGEN05_ARCHS if every else (arch,))]
     return cases

@@ -1,12 +1,16 @@
-"""GEMMs of FP8 activations and an FP4 weight on the tensor cores of data-center Blackwell: ``kernels/fp8_fp4_tcgen05``.
+"""GEMMs of FP8 activations and an FP4 weight on the tensor cores of data-center Blackwell.
 
-The GEMM may be plain or have experts over rows. With per-token scales, torch's operations prepare the weight's scales
-at each call if they are not prepared, and restore the order of k if k of the activations is interleaved."""
+An MXFP4 weight is multiplied undecoded if K is a multiple of 128 (``kernels/fp8_mxfp4_tcgen05``). Other weights are
+decoded to FP8 (``kernels/fp8_fp4_tcgen05``). The GEMM may be plain or have experts over rows. With per-token scales,
+torch's operations prepare the weight's scales at each call if they are not prepared, and restore the order of k if k of
+the activations is interleaved."""
 
-from typing import ClassVar, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
+from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
@@ -17,7 +21,7 @@ from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import K_TILE
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
-from torch_cute_ops.kernels import fp8_fp4_tcgen05
+from torch_cute_ops.kernels import fp8_fp4_tcgen05, fp8_mxfp4_tcgen05
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -36,31 +40,46 @@ PROMOTION_CLOCKS: Final = 3.5
 class FP8FP4Tcgen05(FP8Tcgen05):
     """Backend for FP8 activations with block scales and an FP4 weight. ``cta_group`` of its tactics is 1."""
 
-    tiles: ClassVar = fp8_fp4_tcgen05.TILES_M
-    promotion_clocks: ClassVar = PROMOTION_CLOCKS
-
     def handles(self, problem: GemmProblem) -> bool:
         return problem.a.has_fp8_blocks and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+
+    def tiles_m(self, problem: GemmProblem) -> Mapping[tuple[bool, int], tuple[int, ...]]:
+        return fp8_mxfp4_tcgen05.TILES_M if is_undecoded(problem) else fp8_fp4_tcgen05.TILES_M
+
+    def promotion_clocks(self, problem: GemmProblem) -> float:
+        return super().promotion_clocks(problem) if is_undecoded(problem) else PROMOTION_CLOCKS
 
     def weight_row_bytes(self, problem: GemmProblem) -> int:
         return K_TILE // 2 + K_TILE // fp4_format(problem).block_size
 
     def decoding_clocks(self, problem: GemmProblem, tile_m: int) -> float:
+        if is_undecoded(problem):
+            return 0.0
         instructions = DECODING_INSTRUCTIONS[fp4_format(problem).block_size]
         return instructions / DECODER_RATE / fp8_fp4_tcgen05.teams(self.has_blocks, tile_m)
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        config = fp8_fp4_tcgen05.plan(
-            rows=problem.grouping.rows,
-            epilogue=self.epilogue(problem),
-            fmt=fp4_format(problem),
-            layout=weight_scales(problem) if self.has_blocks else None,
-            tile_m=tactic.tile_m,
-            split_k=tactic.split_k,
-            arch=arch,
-            pdl=settings.PDL,
-        )
-        return (KernelSpec(fp8_fp4_tcgen05.KERNEL, config),)
+        given: dict[str, Any] = {
+            "rows": problem.grouping.rows,
+            "epilogue": self.epilogue(problem),
+            "layout": weight_scales(problem) if self.has_blocks else None,
+            "tile_m": tactic.tile_m,
+            "split_k": tactic.split_k,
+            "arch": arch,
+            "pdl": settings.PDL,
+        }
+        if is_undecoded(problem):
+            return (KernelSpec(fp8_mxfp4_tcgen05.KERNEL, fp8_mxfp4_tcgen05.plan(**given)),)
+        return (KernelSpec(fp8_fp4_tcgen05.KERNEL, fp8_fp4_tcgen05.plan(fmt=fp4_format(problem), **given)),)
+
+    def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
+        launch = super().launcher(problem, tactic, target)
+        if not is_undecoded(problem):
+            return launch
+        return lambda given, out: launch(given._replace(b=aligned_codes(given.b)), out)
+
+    def checks_operands(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic) -> bool:
+        return not is_undecoded(problem)
 
 
 class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
@@ -81,6 +100,7 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
         return seconds
 
     def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
+        undecoded = is_undecoded(problem)
         function, max_ctas, _ = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
@@ -89,9 +109,22 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
                 a = deinterleave_k(a, problem.k)
             if not problem.b.is_prepared:
                 b, b_scale = prepared(problem, b, b_scale)
+            if undecoded:
+                b = aligned_codes(b)
             function(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, None, max_ctas)
 
         return launch
 
     def checks_operands(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic) -> bool:
-        return problem.b.is_prepared and not problem.a.is_interleaved
+        return super().checks_operands(problem, tactic) and problem.b.is_prepared and not problem.a.is_interleaved
+
+
+def is_undecoded(problem: GemmProblem) -> bool:
+    """Return True if the tensor cores multiply the weight's codes without decoding them first."""
+    return fp4_format(problem) == MXFP4 and problem.k % fp8_mxfp4_tcgen05.MULTIPLE == 0
+
+
+def aligned_codes(b: torch.Tensor) -> torch.Tensor:
+    """Return the codes of a weight, in a copy if TMA cannot spread them where they are."""
+    starts = b.data_ptr(), *b.stride()[:-2]
+    return b.mT.contiguous().clone().mT if any(start % fp8_mxfp4_tcgen05.ALIGN for start in starts) else b

@@ -1,7 +1,8 @@
 """FP8 GEMMs on the tensor cores of data-center Blackwell, plain or with experts over rows: ``kernels/fp8_tcgen05``."""
 
 import math
-from typing import Any, ClassVar, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
@@ -45,15 +46,14 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
     name = "tcgen05"
     tactic_type = FP8Tcgen05Tactic
     has_blocks = True
-    tiles: ClassVar[Any] = fp8_tcgen05.TILES_M
-    promotion_clocks: ClassVar[float] = PROMOTION_CLOCKS
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tcgen05Tactic, ...]:
         k_tiles, layout = -(-problem.k // K_TILE), problem.grouping.rows
-        sizes = self.tiles[self.has_blocks, 1]
+        tiles_m = self.tiles_m(problem)
+        sizes = tiles_m[self.has_blocks, 1]
         widest = cost.smallest_tile(sizes, rows_of_expert(problem, m))
         # Do not try narrower tiles, because each of several m tiles reads the weight again.
         least = min(widest, self.least_mma_n)
@@ -62,7 +62,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
             widest = cost.smallest_tile(sizes, 2 * widest)
         return tuple(
             FP8Tcgen05Tactic(tile_m, cta_group, split_k)
-            for (has_blocks, cta_group), tiles in self.tiles.items()
+            for (has_blocks, cta_group), tiles in tiles_m.items()
             for tile_m in tiles
             for split_k in fp8_tcgen05.splits(layout, has_blocks, tile_m, cta_group)
             if has_blocks == self.has_blocks and least <= tile_m <= widest and split_k <= k_tiles
@@ -73,7 +73,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         tile = self.tile(tactic)
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
         computed = cost.tensor_core_seconds(flops, target, sms=1) / self.fp8_rate(problem)
-        promoted = tile_m * self.promotion_clocks / CLOCK_HZ if self.has_blocks else 0.0
+        promoted = tile_m * self.promotion_clocks(problem) / CLOCK_HZ if self.has_blocks else 0.0
         decoded = self.decoding_clocks(problem, tile_m) / CLOCK_HZ
         weight_bytes = MMA_M * self.weight_row_bytes(problem)
         k_tiles = -(-problem.k // K_TILE // split_k)
@@ -98,6 +98,14 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         if split_k > 1:
             seconds += waves * self.exchange_seconds(tile_m)
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if split_k > 1 else 1) + seconds
+
+    def tiles_m(self, problem: GemmProblem) -> Mapping[tuple[bool, int], tuple[int, ...]]:
+        """Return the supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``."""
+        return fp8_tcgen05.TILES_M
+
+    def promotion_clocks(self, problem: GemmProblem) -> float:
+        """Return the clocks in which a warp promotes a column of a k tile's accumulator."""
+        return PROMOTION_CLOCKS
 
     def weight_row_bytes(self, problem: GemmProblem) -> int:
         """Return the bytes of a weight row in a k tile."""

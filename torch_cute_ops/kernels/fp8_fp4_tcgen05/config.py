@@ -132,6 +132,10 @@ class Config(FP8TileConfig):
         return FP8FP4Stage(self.tile_m, self.teams)
 
     @property
+    def stage_writers(self) -> int:
+        return self.stage.scale_loader_warps
+
+    @property
     def columns_per_load(self) -> int:
         # With 16 or 32 columns instead of 8, kernels with 64 block-scaled sums spilled 28 to 256 bytes.
         return min(self.tile_m, 8 if self.has_blocks and self.teams == 1 else 32)

@@ -5,11 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP4
-from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel
-from torch_cute_ops.kernels.common.blackwell.layouts import EPILOGUE_WARPS, K_TILE_BYTES, MMA_M
+from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel, weight_source
+from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_M
 from torch_cute_ops.kernels.common.blackwell.roles import WARP, OperandCopies
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import Finish
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, fence_async
 from torch_cute_ops.kernels.common.fp8.fp4_tables import (
@@ -21,11 +20,10 @@ from torch_cute_ops.kernels.common.fp8.fp4_tables import (
 )
 from torch_cute_ops.kernels.common.fp8.gemm import arrive
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
-from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, PreparedWeight, piece_at
+from torch_cute_ops.kernels.common.fp8.weights import PreparedWeight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_tcgen05.config import CODE_BYTES, FACTOR_SLOTS, Config
 
 HALVES = 2  # halves of a k tile: 64 elements, 32 bytes of codes, 64 bytes of e4m3
-DECODED = 1  # number of the named barrier of decoder and epilogue warps
 PIECES = 4  # 16-byte pieces of e4m3 in a half
 
 
@@ -39,13 +37,7 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
     """GEMM kernel, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
-        c = config
-        self.weight: FP4Weight
-        if c.layout is None:
-            self.weight = PreparedWeight(c.fmt, c.rows.is_plain, MMA_M, CODE_BYTES)
-        else:
-            self.weight = FP4Weight(c.fmt, c.layout, c.rows.is_plain, MMA_M, CODE_BYTES)
-        super().__init__(config, self.weight)
+        super().__init__(config, weight_source(config, CODE_BYTES))
         self.code_copies = CodeCopies()
 
     def _weight_map(self, b: cute.Tensor) -> tuple:
@@ -185,20 +177,6 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
 
     # Results
 
-    def _await_stage_writers(self) -> None:
-        """Synchronise the decoder and epilogue warps. A commit orders MMAs, but not the decoders' stores."""
-        threads = WARP * (EPILOGUE_WARPS + self.stage.scale_loader_warps)
-        cute.arch.barrier(barrier_id=DECODED, number_of_threads=threads)
-
     def _factors_of_row(self, factors: list, slot, tid, smem) -> list:
         power = self._slot(slot, smem)[self.config.tile_m + tid]
         return [ptx.mul_rn(factor, power) for factor in factors]
-
-    def _finish(self, column, count: int, expert, work) -> Finish:
-        weight = self.weight
-        if not isinstance(weight, PreparedWeight):
-            return super()._finish(column, count, expert, work)
-        terms = self.epilogue.terms(work.alpha, work.bias, column, count, work.n, expert)
-        factor = self.epilogue.factor(work.alpha, expert)
-        units = weight.units(work.b_scale, expert, column, count, work.n)
-        return self.epilogue.unit_finisher(factor, terms, units)

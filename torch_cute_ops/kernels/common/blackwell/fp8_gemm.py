@@ -28,9 +28,11 @@ from torch_cute_ops.kernels.common.core.pipeline import Pipeline
 from torch_cute_ops.kernels.common.fp8.gemm import store_token_scales
 from torch_cute_ops.kernels.common.fp8.layouts import Arguments
 from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
+from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, PreparedWeight
 
 MMA_K_BYTES = 32  # bytes of an operand's row that one MMA multiplies
 MMAS_PER_K_TILE = K_TILE_BYTES // MMA_K_BYTES
+STAGES_WRITTEN = 1  # number of a named barrier
 ALL_TILES = 1 << 30  # larger than any number of CTAs that a launch needs
 
 
@@ -100,6 +102,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     def __init__(self, config: FP8TileConfig, weight):
         super().__init__(config)
+        self.weight = weight
         self.copies = OperandCopies()
         self.epilogue = EpilogueOps(config.epilogue)
         self.out_dtype = self.epilogue.out_dtype
@@ -244,7 +247,7 @@ class FP8GemmKernel(Tcgen05Kernel):
                 tcgen05.fence_after()
                 adds = False if const_expr(c.has_blocks) else k_tile > work.begin
                 num_mmas = work.num_mmas - k_tile * MMAS_PER_K_TILE
-                self._multiply(tmem + Uint32(accumulator * c.tile_m), stage, num_mmas, adds, smem)
+                self._multiply(tmem, tmem + Uint32(accumulator * c.tile_m), stage, num_mmas, adds, smem)
                 tcgen05.commit(smem.pipeline.empty + stage, c.cta_group, pair)
                 stage, parity = smem.pipeline.next(stage, parity)
                 if const_expr(c.has_blocks):
@@ -255,7 +258,7 @@ class FP8GemmKernel(Tcgen05Kernel):
                 accumulator, acc_parity = smem.acc_pipeline.next(accumulator, acc_parity)
 
     @cute.jit
-    def _multiply(self, acc, stage, num_mmas, adds, smem):
+    def _multiply(self, tmem, acc, stage, num_mmas, adds, smem):
         """Issue the first ``num_mmas`` MMAs of a k tile. (ptxas of CUDA 12 crashes if this number is a constant.)"""
         c = self.config
         at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
@@ -335,14 +338,26 @@ class FP8GemmKernel(Tcgen05Kernel):
         return factors
 
     def _finish(self, column, count: int, expert, work) -> Finish:
-        """Load alpha and bias of ``count`` columns of the result, and return the function that applies the
-        epilogue."""
+        """Load alpha and bias of ``count`` columns of the result, and return the function that applies the epilogue.
+
+        If the weight's scales are prepared, the function also multiplies by the units of the columns.
+        """
         terms = self.epilogue.terms(work.alpha, work.bias, column, count, work.n, expert)
-        return self.epilogue.finisher(self.epilogue.factor(work.alpha, expert), terms)
+        factor = self.epilogue.factor(work.alpha, expert)
+        if not isinstance(self.weight, PreparedWeight):
+            return self.epilogue.finisher(factor, terms)
+        units = self.weight.units(work.b_scale, expert, column, count, work.n)
+        return self.epilogue.unit_finisher(factor, terms, units)
 
     def _await_stage_writers(self) -> None:
-        """Wait, before partial sums overwrite the stages, for threads whose stores to the stages are not ordered before
-        the accumulator."""
+        """Synchronise the epilogue warps with the warps that store to the stages, before partial sums overwrite the
+        stages. A commit orders MMAs, but not the stores of other threads.
+
+        With block scales, the factors' barriers order these stores.
+        """
+        if self.config.stage_writers:
+            threads = WARP * (EPILOGUE_WARPS + self.config.stage_writers)
+            cute.arch.barrier(barrier_id=STAGES_WRITTEN, number_of_threads=threads)
 
     def _stage_token_scales(self, scales: cute.Tensor, tile: Tile, lane, work) -> None:
         """Load the per-token scales of a tile, and share them among the warp's lanes. Missing tokens get zeros."""
@@ -385,6 +400,17 @@ class FP8GemmKernel(Tcgen05Kernel):
         # No CTA may exit while another CTA still reads its partial sums.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+
+def weight_source(config: Any, line: int, code_align: int = 16) -> FP4Weight:
+    """Return the weight source of a kernel with an FP4 weight: with prepared scales if ``config.layout`` is None.
+
+    ``line`` and ``code_align`` are as in ``FP4Weight``.
+    """
+    is_plain = config.rows.is_plain
+    if config.layout is None:
+        return PreparedWeight(config.fmt, is_plain, MMA_M, line, code_align)
+    return FP4Weight(config.fmt, config.layout, is_plain, MMA_M, line, code_align)
 
 
 def _unfinished(total: Any, i: int) -> Any:

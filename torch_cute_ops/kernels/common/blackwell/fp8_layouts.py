@@ -1,6 +1,6 @@
 """Host side of GEMMs by ``tcgen05.mma`` with FP8 operands: base class of their configurations. No device code."""
 
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from torch_cute_ops.kernels.common.blackwell.layouts import BARRIER_BYTES, EPILOGUE_WARPS, MMA_M, Tcgen05Config
 from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
@@ -36,6 +36,7 @@ class FP8TileConfig(Tcgen05Config):
         pdl: True to launch with programmatic dependent launch.
         prefetches: as in ``FP8GemmConfig``.
         tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
+        stage_writers: number of warps that store to stages, or 0 if only TMA writes to stages.
         factor_arrivals: number of arrivals that complete a slot with factors.
     """
 
@@ -48,6 +49,7 @@ class FP8TileConfig(Tcgen05Config):
     pdl: bool
     prefetches: ClassVar[bool] = False
     tiles: ClassVar[dict[tuple[bool, int], tuple[int, ...]]]
+    stage_writers: ClassVar[Any] = 0
     factor_arrivals: ClassVar[int] = 1
 
     @property

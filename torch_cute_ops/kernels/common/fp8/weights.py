@@ -84,9 +84,19 @@ class FP4Weight:
         is_plain: True for a single weight matrix, False for one matrix per expert.
         copied_n: number of weight rows that a CTA copies.
         line: bytes of a row's codes in a stage.
+        code_align: alignment of an expert's codes in bytes. Rows of codes are a multiple of twice as many bytes.
     """
 
-    def __init__(self, fmt: FP4Format, layout: ScaleLayout, is_plain: bool, copied_n: int = 0, line: int = 0):
+    def __init__(
+        self,
+        fmt: FP4Format,
+        layout: ScaleLayout,
+        is_plain: bool,
+        copied_n: int = 0,
+        line: int = 0,
+        code_align: int = 16,
+    ):
+        self.code_align = code_align
         self.fmt, self.scale_layout, self.is_plain = fmt, layout, is_plain
         self.copied_n, self.line = copied_n, line
         self.tile_scales = K_TILE // fmt.block_size
@@ -94,12 +104,13 @@ class FP4Weight:
     # On the host
 
     def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
-        half, scales = Dim("k_bytes", divisibility=32), Dim("b_blocks", divisibility=64 // self.fmt.block_size)
+        align = self.code_align
+        half, scales = Dim("k_bytes", divisibility=2 * align), Dim("b_blocks", divisibility=64 // self.fmt.block_size)
         if experts is None:
-            b = TensorArg("Uint8", (half, n), (1, half), align=16)
+            b = TensorArg("Uint8", (half, n), (1, half), align=align)
         else:
-            of_expert = Dim("b_of_expert", bits=64, divisibility=16)
-            b = TensorArg("Uint8", (experts, half, n), (of_expert, 1, half), align=16)
+            of_expert = Dim("b_of_expert", bits=64, divisibility=align)
+            b = TensorArg("Uint8", (experts, half, n), (of_expert, 1, half), align=align)
         if not self.scale_layout.is_linear:
             return b, scale_argument(self.fmt, self.scale_layout, n, scales, name="b_")
         if experts is None:
@@ -214,11 +225,11 @@ class PreparedWeight(FP4Weight):
     indices of the decoding tables of 256 elements of K.
 
     Args:
-        fmt, is_plain, copied_n, line: as in ``FP4Weight``.
+        fmt, is_plain, copied_n, line, code_align: as in ``FP4Weight``.
     """
 
-    def __init__(self, fmt: FP4Format, is_plain: bool, copied_n: int, line: int):
-        super().__init__(fmt, SCALE_LAYOUTS["linear"], is_plain, copied_n, line)
+    def __init__(self, fmt: FP4Format, is_plain: bool, copied_n: int, line: int, code_align: int = 16):
+        super().__init__(fmt, SCALE_LAYOUTS["linear"], is_plain, copied_n, line, code_align)
         self.scale_bytes = SLAB_K // fmt.block_size
 
     def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
