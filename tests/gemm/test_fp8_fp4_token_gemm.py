@@ -13,6 +13,7 @@ from support.tactics import check_every_tactic
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.gemm.tune import estimates
 from torch_cute_ops.kernels.fp8_fp4_token_wgmma import FAST_TILE_M
 from torch_cute_ops.registry import OPS
 
@@ -39,12 +40,13 @@ def samples(device: torch.device, m: int = 9, k: int = 576, **given) -> list[tup
 
 
 @pytest.mark.usefixtures("launches")
-def test_repeated_calls() -> None:
+@pytest.mark.parametrize("backend", ["wgmma", "recode"])
+def test_repeated_calls(backend: str) -> None:
     """Check that the operands of a call reach the kernels as these expect them, and that a repeated call, which passes
     its tensors to the compiled function without checks, gives the same result as the first."""
     for op, one in samples(CPU):
         want = OPS[op].reference(*one.args, **one.kwargs)
-        kwargs = {**one.kwargs, "backend": "wgmma"}
+        kwargs = {**one.kwargs, "backend": backend}
         call = OPS[op].bind(*one.args, **kwargs)
         used = torch.ones(want.shape[:-1], dtype=torch.bool)
         if op == "grouped_mm_fp8_fp4":
@@ -106,6 +108,18 @@ def test_tactics() -> None:
             assert backend.estimate(given, m, best, HOPPER) > backend.estimate(promised, m, best, HOPPER)
 
 
+def test_recoding_is_chosen_for_many_rows() -> None:
+    """Check that a weight is recoded for many rows only, and never with ``fast_accum``."""
+    for fast_accum in (False, True):
+        one = mm_fp8_fp4.sample("", 9, 8192, 8192, MXFP4, "128x4", CPU, fast_accum=fast_accum)
+        one = with_tokens(one, prepared=True, interleaved=True)
+        problem = OPS["mm_fp8_fp4"].path.problem(OPS["mm_fp8_fp4"].bind(*one.args, **one.kwargs))
+        chosen = {m: min(estimates(problem, m, HOPPER), key=estimates(problem, m, HOPPER).get) for m in (64, 4096)}
+        assert chosen[64].backend == "wgmma" and chosen[4096].backend == ("wgmma" if fast_accum else "recode")
+        reason = backend_for("recode", problem).reason_unsupported(problem, HOPPER)
+        assert (reason is None) is not fast_accum
+
+
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize(
@@ -130,7 +144,8 @@ def test_every_tactic(first: int, m: int, k: int, given: dict) -> None:
     if not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
     for op, one in samples(target.device, m, k, **given)[first::4]:
-        check_every_tactic(OPS[op], "wgmma", one, {}, target)
+        for backend in ("wgmma",) if given.get("fast_accum") else ("wgmma", "recode"):
+            check_every_tactic(OPS[op], backend, one, {}, target)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, separate_prologue
 from torch_cute_ops.gemm.backends import fp8_fp4_recode as recoded
+from torch_cute_ops.gemm.backends import fp8_fp4_token_recode as recoded_tokens
 from torch_cute_ops.gemm.backends import fp8_fp4_token_wgmma as tokens
 from torch_cute_ops.kernels import (
     fp4_experts,
@@ -29,6 +30,7 @@ from torch_cute_ops.kernels import (
     fp4_mma,
     fp8_fp4_recode,
     fp8_fp4_tcgen05,
+    fp8_fp4_token_recode,
     fp8_fp4_token_wgmma,
     fp8_token_wgmma,
     fp8_wgmma,
@@ -79,7 +81,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, recoded, separate_prologue, tokens)
+COMPILING = (_call, decode, _fp4, _fp8, recoded, recoded_tokens, separate_prologue, tokens)
 """Modules that call ``compile_kernel``, which the model replaces."""
 
 
@@ -190,6 +192,7 @@ WRITTEN = {
     "MoePermuteKernel": ("y", "scale"),
     "FP4GatedExpertsKernel": ("y", "scale"),
     "RecodeWeightKernel": ("weight", "notes"),
+    "FP8FP4TokenRecodeKernel": ("weight", "units"),
     "QkvRopeKernel": ("q", *CACHES),
 }
 """Fields of ``Arguments`` that a kernel writes, for kernels that write more than ``out``. Workspaces are not listed,
@@ -348,6 +351,15 @@ def compute_fp8_token(config: Any, *args: Any) -> None:
 def compute_interleaved(config: Any, *args: Any) -> None:
     call = interleave_k.Arguments(*args)
     write(call.out, formats_interleave.interleave_k(call.a.data).flatten(1))
+
+
+def compute_recoded_tokens(config: Any, *args: Any) -> None:
+    call = fp8_fp4_token_recode.Arguments(*args)
+    codes, scale = (call.b.mT, call.b_scale) if not config.is_plain else (call.b.mT[None], call.b_scale[None])
+    for expert, (own, prepared) in enumerate(zip(codes.data, scale.data, strict=True)):
+        weight, powers = prepared_weight(own, prepared, config.fmt)
+        write(call.weight[expert], formats_interleave.interleave_k(weight.to(torch.float8_e4m3fn)).flatten(1))
+        write(call.units[expert], powers)
 
 
 def compute_fp8_fp4_token(config: Any, *args: Any) -> None:
@@ -516,6 +528,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP8FP4WgmmaCodesKernel": compute_fp8,
     "FP8FP4WgmmaRSKernel": compute_fp8,
     "RecodeWeightKernel": compute_recoded_weight,
+    "FP8FP4TokenRecodeKernel": compute_recoded_tokens,
     "FP8FP4RecodeKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
     "FP8Tcgen05Kernel": compute_fp8_tcgen05,

@@ -14,6 +14,7 @@ from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_recode import FP8FP4Recode
 from torch_cute_ops.gemm.backends.fp8_fp4_tcgen05 import FP8FP4Tcgen05, FP8FP4TokenTcgen05
+from torch_cute_ops.gemm.backends.fp8_fp4_token_recode import FP8FP4TokenRecode
 from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import FP8FP4TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_codes import FP8FP4WgmmaCodes
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
@@ -47,6 +48,7 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4WgmmaCodes(),
     FP8FP4WgmmaRS(),
     FP8FP4TokenWgmma(),
+    FP8FP4TokenRecode(),
     FP8FP4Recode(),
     FP8Tcgen05(),
     FP8TokenTcgen05(),

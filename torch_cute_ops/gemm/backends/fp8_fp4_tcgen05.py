@@ -104,7 +104,7 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
         function, max_ctas, _ = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, offsets, counts, _ = given
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, *_ = given
             if problem.a.is_interleaved:
                 a = deinterleave_k(a, problem.k)
             if not problem.b.is_prepared:

@@ -4,6 +4,7 @@ The GEMM may be plain or have experts over rows. If k of the activations is not 
 it (``kernels/interleave_k``). If the weight's scales are not prepared, torch's operations prepare them at each call."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -101,21 +102,14 @@ class FP8FP4TokenWgmma(FP8Backend):
         assert target.arch is not None
         kernels = self.kernels(problem, tactic, target.arch)
         *first, multiply = (compile_kernel(kernel, target.arch) for kernel in kernels)
-        tile, device, k = self.tile(tactic), target.device, problem.k
+        tile, interleave = self.tile(tactic), first[0] if first else None
         max_ctas, prefetches = tile.clusters(target.sms) * tile.cluster, kernels[-1].config.prefetches
-        padded = -(-k // INTERLEAVED_K) * INTERLEAVED_K
 
         def launch(given: Operands, out: torch.Tensor) -> None:
             a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, _ = given
             if not problem.b.is_prepared:
                 b, b_scale = prepared(problem, b, b_scale)
-            if first:
-                shape = (*a.shape[:-1], padded)
-                to = allocator(device)(shape, contiguous_strides(shape), a.dtype)
-                first[0](a.reshape(-1, k), to.view(-1, padded))
-                a = to
-            else:
-                a = a.flatten(-2)
+            a = interleaved_rows(interleave, a, problem.k)
             following = prefetch if prefetches else None
             multiply(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, following, max_ctas)
 
@@ -126,6 +120,23 @@ class FP8FP4TokenWgmma(FP8Backend):
 
     def tile(self, tactic: FP8Tactic) -> Tile:
         return Tile(*tactic)
+
+
+def interleaved_rows(interleave: Callable[..., None] | None, a: torch.Tensor, k: int) -> torch.Tensor:
+    """Return activations whose k is interleaved, as (..., K rounded up to a multiple of 256).
+
+    Args:
+        interleave: kernel that interleaves k, or None if k of ``a`` is interleaved.
+        a: activations (..., K), or (..., ⌈K/256⌉, 256) if k is interleaved.
+        k: K.
+    """
+    if interleave is None:
+        return a.flatten(-2)
+    padded = -(-k // INTERLEAVED_K) * INTERLEAVED_K
+    shape = (*a.shape[:-1], padded)
+    to = allocator(a.device)(shape, contiguous_strides(shape), a.dtype)
+    interleave(a.reshape(-1, k), to.view(-1, padded))
+    return to
 
 
 def prepared(problem: GemmProblem, b: torch.Tensor, b_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
