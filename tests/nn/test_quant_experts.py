@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops import moe_route_dense, moe_route_ids, nvfp4_global_scale
+from torch_cute_ops.formats.experts import as_int32
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
 from torch_cute_ops.nn.experts import MOST_FEW, few_tokens, reason_unrouted
 
@@ -198,6 +199,16 @@ def test_wrong_routing_is_refused(few):
         wrong[2, 1] = outside
         with pytest.raises(ValueError, match=f"top_k_index holds {outside}, out of range: there are 4 experts"):
             experts(x, wrong, factors)
+
+
+def test_large_ids_stay_out_of_range():
+    """Check that an int64 id whose low 32 bits are the id of an expert does not become this id. On a GPU, layers pass
+    ids on unread."""
+    ids = torch.tensor([[2**32 + 1, 3], [-1, -(2**32)], [2**31, -2]])
+    converted = as_int32(ids, 4)
+    assert converted.dtype == torch.int32
+    assert converted.tolist() == [[4, 3], [-1, -2], [4, -2]]
+    assert as_int32(converted, 4) is converted
 
 
 class Calls(TorchDispatchMode):

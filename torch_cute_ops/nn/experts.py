@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats.expert_weights import moe_fc2_weight
-from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.experts import MAX_EXPERTS, as_int32
 from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear, moved
@@ -386,7 +386,7 @@ class QuantExperts(nn.Module):
             factors = weights.unsqueeze(-1) if few.alpha is None else weights.unsqueeze(-1) * few.alpha
             # Use torch.where, because multiplying by 0 would not remove the NaN factor of an expert that is not used.
             return self._few(few, hidden_states, torch.where(own, factors, 0.0).sum(1), sums)
-        expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
+        expanded, permuted, offsets, _ = moe_route_ids(as_int32(top_k_index, self.experts), self.experts, alignment=1)
         return self._many(hidden_states, weights, expanded, permuted, offsets, None, sums)
 
     def are_routed(self, tokens: int, topk: int, dtype: torch.dtype) -> bool:

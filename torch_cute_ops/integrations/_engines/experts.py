@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats.experts import MAX_TOPK
+from torch_cute_ops.formats.experts import MAX_TOPK, as_int32
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.integrations._engines.gemms import BLOCK_SIZES, STATIC, Call
 from torch_cute_ops.nn.experts import (
@@ -241,7 +241,7 @@ def _few_calls(form: ExpertForm, m: int) -> Iterator[Call]:
 
 def _many(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     ops, swiglu = torch.ops.cute, tuple(form.swiglu)
-    expanded, permuted, offsets, _ = ops.moe_route_ids(ids.to(torch.int32), form.experts, 1)
+    expanded, permuted, offsets, _ = ops.moe_route_ids(as_int32(ids, form.experts), form.experts, 1)
     if form.scheme == "fp8_channel":
         codes, scale = ops.fp8_quantize(x)
         tokens = (permuted // form.topk).clamp(min=0)
