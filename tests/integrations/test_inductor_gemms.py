@@ -194,6 +194,21 @@ def prefetched(compiler):
             yield node.target._schema.name.removeprefix("cute::"), named["b"].args[0], named["prefetch"]
 
 
+def test_a_row_scale_stays_with_its_gemm():
+    """Check that a GEMM with a row scale is not fused with the quantisation, because the fused op takes no row
+    scale."""
+    both, codes, scale = gate_and_weight(1)
+    factors = torch.full((1,), 3.0)
+
+    def layer(both, codes, scale, factors):
+        a, a_scale = tco.fp4_quantize(both[..., :H].contiguous())
+        return tco.mm_fp4(a, codes.t(), a_scale, scale, row_scale=factors)
+
+    got, compiler = compiled(layer, both, codes, scale, factors)
+    assert torch.equal(got, layer(both, codes, scale, factors))
+    assert compiler.ours() == {"fp4_quantize": 1, "mm_fp4": 1}
+
+
 def four_gemms(x, y, first, first_scale, second, second_scale, other):
     """Compute a projection and a gated projection, twice. The last weight is a separate tensor."""
     for weight, scale in ((second, second_scale), (other, second_scale)):

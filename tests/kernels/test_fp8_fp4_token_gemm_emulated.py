@@ -186,6 +186,7 @@ RUNS = [
     Run(case(MXFP4, "offsets", (128, 128, 1), True, BF16, "expert"), (70, 0, 131), 136, 128, 1),
     Run(case(NVFP4, "plain", (256, 128, 2), True, FP32, "column"), (250,), 136, 1600, 2, seed=1),
     Run(case(MXFP4, "offsets", (128, 128, 2), False, FP16, "expert_column", FP32), (131, 0, 9), 264, 1344, 2),
+    Run(case(MXFP4, "plain", (128, 128, 4), False, BF16, "column", BF16), (200,), 136, 1984, 4, seed=3),
     Run(case(NVFP4, "masked", (64, 128, 1), False, FP32, "expert"), (3, 70), 136, 576, 4, room=72),
     Run(case(MXFP4, "counted", (256, 128, 1), True, BF16, "expert_column", BF16), (270, 3), 136, 1344, 2),
     Run(case(NVFP4, "plain", (16, 128, 1), True, FP32, "one", prefetches=True), (7,), 136, 384, 4),
@@ -257,8 +258,12 @@ BARRIER, BARRIERS = r"bar\.sync\s+(?:[1-9]|%)", 2
 MMAS_DONE = changed(r"wgmma\.wait_group\.sync\.aligned", None)
 
 
-WAITS = {"two k tiles": (PAIRED, 5), "K groups": (K_GROUPS, 7)}
+EXCHANGE = Run(case(NVFP4, "plain", (128, 128, 4), True, BF16), (130,), 72, 2816, 4)
+WAITS = {"two k tiles": (PAIRED, 5), "K groups": (K_GROUPS, 7), "slots": (FAST, 13), "exchange": (EXCHANGE, 7)}
 """Runs, and the numbers of waits in their kernels."""
+OF_STAGES = 0
+"""Number of the wait, in ``FAST``, of the producer for an empty stage. It is not needed as long as fewer slots of ``a``
+exist than k tiles of three stages: the producer has waited for a slot that is empty later than the stage."""
 OF_SUMS = 5
 """Number of the wait, in ``K_GROUPS``, of the second K group until the first has read the previous tile's accumulators.
 It is needed only if the first K group is late by a whole tile."""
@@ -270,7 +275,7 @@ It is needed only if the first K group is late by a whole tile."""
         pytest.param(run, wait, id=f"{name}-{wait}")
         for name, (run, count) in WAITS.items()
         for wait in range(count)
-        if (run, wait) != (K_GROUPS, OF_SUMS)
+        if (run, wait) not in ((K_GROUPS, OF_SUMS), (FAST, OF_STAGES))
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:

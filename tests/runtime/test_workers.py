@@ -1,5 +1,6 @@
 """Worker processes: each task gets a result, and no worker outlives the block or the parent process."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from support.interpreters import variables_of
 from support.processes import children_of, is_alive, wait_until
 
+from torch_cute_ops.runtime import workers as workers_module
 from torch_cute_ops.runtime.workers import Died, Workers
 
 
@@ -41,8 +43,7 @@ def test_tasks_are_answered_until_the_block_is_left():
                 at_work = [pid for pid in workers.pids if is_alive(pid)]
                 started = time.monotonic()
                 raise Leave
-    assert time.monotonic() - started < 20
-    assert wait_until(lambda: not any(map(is_alive, workers.pids)), 5.0)  # killed, but perhaps not quite ended
+    assert time.monotonic() - started < 20 and not any(map(is_alive, workers.pids))
     assert answers == {-1.0: Died(-signal.SIGKILL), -2.0: Died(-signal.SIGKILL), 0.01: "slept 0.01"}
     assert at_work and set(at_work) <= set(workers.pids[2:])
 
@@ -62,6 +63,31 @@ def test_a_template_is_prepared_once():
         answers = {answer for _, answer in workers.map(range(5))}
     ((prepared, parent),) = answers
     assert prepared == parent != os.getpid() and len(workers.pids) == 2
+
+
+def test_no_zombies():
+    """Check that the ids of workers are free after the block, because the template has waited for all of them."""
+    with Workers(sleep, 2) as workers:
+        assert len(list(workers.map([0.0, 0.1, -1.0, 0.0]))) == 4
+    for pid in workers.pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_too_few_processes():
+    with pytest.raises(ValueError, match="0 processes cannot run 1 tasks"), Workers(sleep, 0) as workers:
+        list(workers.map([0.0]))
+
+
+def test_other_errors_are_raised(monkeypatch):
+    """Check that an error while a worker is started, such as too many open files, is raised."""
+
+    def send_handle(*_):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(workers_module.reduction, "send_handle", send_handle)
+    with pytest.raises(OSError, match="too many open files"), Workers(sleep, 1) as workers:
+        list(workers.map([0.0]))
 
 
 def end():

@@ -52,7 +52,7 @@ _TILE_ROWS = {"linear": 5, "128x4": 130, "8x4": 19}
 
 
 def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
-    # Of the errors of ``fp4_quantize``, those that do not name another format or a global scale.
+    # Keep the errors of ``fp4_quantize`` that name neither another format nor a global scale.
     names = {"input", "width", "layout"}
     for error in FP4.errors(good, halves):
         if error.name.split("-")[0] in names and not error.name.endswith("mxfp4"):

@@ -31,7 +31,7 @@ def row_scale_errors(bad: Callable[..., ErrorInput], m: int, device: torch.devic
         yield wrong(short(dtype), TypeError, text, good.to(dtype))
     for shape in ((m - 1,), (m + 1,), (1,), (), (m, 1), (1, m)):
         text = (
-            rf"got row_scale with shape \({', '.join(map(str, shape))},?\); expected \({m},\), one element a row of a"
+            rf"got row_scale with shape \({', '.join(map(str, shape))},?\); expected \({m},\), one element per row of a"
         )
         yield wrong(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, device=device))
     yield wrong("device", ValueError, "row_scale is on meta, a on", good.to("meta"))

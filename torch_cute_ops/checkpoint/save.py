@@ -218,8 +218,9 @@ def _document(config: Any) -> dict[str, Any]:
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     fields_of(style, layer.scheme)
-    # With an FP4 weight, an input scale means that the activations are FP4. Only MXFP4 supports FP4 activations without
-    # an input scale. With an FP8 weight, an input scale means that the activations are static FP8.
+    # With an FP4 weight, an input scale means that the activations are FP4. No configuration describes NVFP4
+    # activations without an input scale (``"fp4_token"``). With an FP8 weight, an input scale means that the
+    # activations are static FP8.
     activations = layer.activations
     if activations == "fp8_token":
         if layer.scheme == "nvfp4" and layer.has_input_scale:

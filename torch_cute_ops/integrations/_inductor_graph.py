@@ -96,8 +96,14 @@ def all_named(op: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def call_op(graph: fx.Graph, name: str, **named: Any) -> Node:
-    """Insert a call of our op with this name and return its node."""
+    """Insert a call of our op with this name and return its node.
+
+    Raises:
+        TypeError: for an argument that the op does not take. Ignoring it would change the result.
+    """
     op = getattr(cute, name).default
+    if unknown := named.keys() - {each.name for each in op._schema.arguments}:
+        raise TypeError(f"{name} does not take {', '.join(sorted(unknown))}")
     every = all_named(op, named)
     node = graph.call_function(op, tuple(every.values()))
     node.meta["val"] = fake_results(op, every)

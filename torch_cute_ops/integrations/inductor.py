@@ -283,6 +283,7 @@ def _multiply_quantised(node: Node) -> bool:
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
         or not isinstance(rows, int)
+        or named.pop("row_scale") is not None
         or not quantises_with_gemm(rows, value.device, named["block_size"], gated=bool(gate))
     ):
         return False

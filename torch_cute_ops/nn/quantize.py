@@ -96,7 +96,8 @@ def quantize_(
     takes_input = needs_input or is_static
     if needs_input and calibrate is None:
         raise ValueError(
-            "quantize_: calibrate is None; NVFP4 activations need a function that runs the model on typical inputs"
+            "quantize_: calibrate is None; activations='fp4' needs a function that runs the model on typical inputs, "
+            "and activations='fp4_token' needs none"
         )
     selection, bytes_before = select(model, cls, activations, ignore, filter_fn), bytes_of(model)
     chosen = selection.linears

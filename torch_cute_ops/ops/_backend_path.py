@@ -358,7 +358,7 @@ def check_row_scale(op: str, row_scale: Tensor | None, a: Tensor) -> None:
     """Check that ``row_scale`` is None or has one float32 element for each row of ``a``, on the same device."""
     if row_scale is not None:
         _checks.check_dtype(op, "row_scale", row_scale, (torch.float32,))
-        _checks.check_shape(op, "row_scale", row_scale, (a.shape[0],), "one element a row of a")
+        _checks.check_shape(op, "row_scale", row_scale, (a.shape[0],), "one element per row of a")
         _checks.check_device(op, "row_scale", row_scale, "a", a.device)
 
 

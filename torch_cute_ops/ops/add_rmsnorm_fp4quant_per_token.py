@@ -20,15 +20,15 @@ def add_rmsnorm_fp4quant_per_token(
     """Add ``input`` to ``residual`` in place, RMS-normalise each row and quantise it to NVFP4 with a scale per row.
 
     All this takes one pass over memory. The sum is rounded to the dtype of ``residual``; the norm, scales and codes are
-    computed in fp32 from the rounded sum. ``amax_row`` is the largest ``|norm|`` of the row, ``amax_block`` that of a
-    block of 16::
+    computed in fp32 from the rounded sum. ``amax_row`` and ``amax_block`` are the largest ``|norm|`` of the row and of
+    a block of 16::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight
         row_scale = amax_row / 2688           # 2688 = 448 · 6
         g = 1 / row_scale
         scale = e4m3(amax_block · g · (1 / 6))
-        code = e2m1(norm · (g / scale))        # so that norm ≈ code · scale · row_scale
+        code = e2m1(norm · (g / scale))       # so that norm ≈ code · scale · row_scale
 
     Conversions round to nearest even and saturate. A row with NaN or infinity gets a NaN ``row_scale``, NaN scales and
     zero codes. If ``amax_row`` is below 2688 · 2^-126, ``row_scale``, scales and codes of the row are zero; a block

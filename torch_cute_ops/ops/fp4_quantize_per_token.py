@@ -16,13 +16,13 @@ def fp4_quantize_per_token(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise ``input`` to NVFP4 blocks along its last dimension, with a scale per row that needs no calibration.
 
-    Each row is quantised in fp32. ``amax_row`` is the largest ``|v|`` of the row, ``amax_block`` that of a block of
+    Each row is quantised in fp32. ``amax_row`` and ``amax_block`` are the largest ``|v|`` of the row and of a block of
     16::
 
         row_scale = amax_row / 2688           # 2688 = 448 · 6
         g = 1 / row_scale
         scale = e4m3(amax_block · g · (1 / 6))
-        code = e2m1(v · (g / scale))        # so that v ≈ code · scale · row_scale
+        code = e2m1(v · (g / scale))          # so that v ≈ code · scale · row_scale
 
     Conversions round to nearest even and saturate. A row with NaN or infinity gets a NaN ``row_scale``, NaN scales and
     zero codes. If ``amax_row`` is below 2688 · 2^-126, ``row_scale``, scales and codes of the row are zero; a block

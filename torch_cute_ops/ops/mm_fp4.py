@@ -31,7 +31,7 @@ def mm_fp4(
 
     Products are accumulated in fp32, and the result is rounded once to ``out_dtype``::
 
-        out[m, n] = alpha · row_scale[m] · Σ_k a[m, k] · b[k, n] + bias[n]
+        out[m, n] = (Σ_k a[m, k] · b[k, n]) · row_scale[m] · alpha + bias[n]
 
     Operands are stored as :func:`fp4_quantize` writes them and as checkpoints hold them, without repacking. Decoding
     ignores their global scales ``g_a`` and ``g_b``: pass ``alpha = 1 / (g_a · g_b)`` to divide by them.

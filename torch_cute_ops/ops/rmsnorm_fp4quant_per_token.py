@@ -19,14 +19,13 @@ def rmsnorm_fp4quant_per_token(
     """RMS-normalise each row of ``input`` and quantise it to NVFP4 with a scale per row, in one pass over memory.
 
     Each row ``v`` of ``input`` is processed in fp32, without intermediate rounding to the dtype of ``input``.
-    ``amax_row``
-    is the largest ``|norm|`` of the row, ``amax_block`` that of a block of 16::
+    ``amax_row`` and ``amax_block`` are the largest ``|norm|`` of the row and of a block of 16::
 
         norm = v / sqrt(mean(v²) + eps) · weight
         row_scale = amax_row / 2688           # 2688 = 448 · 6
         g = 1 / row_scale
         scale = e4m3(amax_block · g · (1 / 6))
-        code = e2m1(norm · (g / scale))        # so that norm ≈ code · scale · row_scale
+        code = e2m1(norm · (g / scale))       # so that norm ≈ code · scale · row_scale
 
     Conversions round to nearest even and saturate. A row with NaN or infinity gets a NaN ``row_scale``, NaN scales and
     zero codes. If ``amax_row`` is below 2688 · 2^-126, ``row_scale``, scales and codes of the row are zero; a block

@@ -20,7 +20,7 @@ def mm_fp4(
     row_scale: torch.Tensor | None = None,
     **formats: Any,
 ) -> torch.Tensor:
-    """Compute ``alpha · row_scale · a @ b + bias``, (M, N); see the op's docstring. 16-bit activations need no
+    """Compute ``a @ b · row_scale · alpha + bias``, (M, N); see the op's docstring. 16-bit activations need no
     scales."""
     dtype = out_dtype or default_dtype(a, a_scale)
     resolved = formats_of(b_scale if a_scale is None else a_scale, **formats)
@@ -58,7 +58,7 @@ def fp4_gemm(
     b_layout: ScaleLayout | None,
     row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``alpha · row_scale · a @ b.T + bias`` for codes (rows, K/2), or for 16-bit ``a`` (M, K) without scales.
+    """Compute ``a @ b.T · row_scale · alpha + bias`` for codes (rows, K/2), or for 16-bit ``a`` (M, K) without scales.
 
     The product is accumulated in float64 and rounded to float32, so that the order of the additions matters only if
     large terms cancel. The scales of the rows, ``alpha`` and ``bias`` are then applied, with a rounding to float32

@@ -56,7 +56,7 @@ def gated_experts(
     w_layout: ScaleLayout,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute SwiGLU of ``alpha · row_scale · a @ w[e].T + bias[e]`` for each expert: (M, E·I) float32, 0 if
+    """Compute SwiGLU of ``a @ w[e].T · row_scale · alpha + bias[e]`` for each expert: (M, E·I) float32, 0 if
     ``routing`` is 0.
 
     Each product is accumulated in float64 and rounded to float32.

@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, reduction
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+_CLOSED_ERRORS = EOFError, BrokenPipeError, ConnectionResetError
+PATIENCE_SECONDS: Final = 10.0
+"""Time in seconds in which workers that are idle or killed end."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({control}, {parent})"
 
 
@@ -65,7 +68,8 @@ class Workers(Generic[Task, Result]):
         self._functions, self._count = (function, prepare), count
         self._busy: list[_Worker] = []
         self._template: _Template | None = None
-        # No one writes to this pipe. Its reading end reports the end of this process, the only holder of ``_alive``.
+        # No one writes to this pipe. Its reading end reports the end of this process, the holder of ``_alive``, and of
+        # the processes that it has forked meanwhile.
         self._parent, self._alive = os.pipe()
 
     def __enter__(self) -> "Workers[Task, Result]":
@@ -75,17 +79,21 @@ class Workers(Generic[Task, Result]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _interrupts_held():
-            if self._template is not None:
-                self._template.kill()
             for worker in self._busy:
-                _await_end(worker)
+                with contextlib.suppress(ProcessLookupError):  # the template has died, so the id may be free
+                    os.kill(worker.pid, signal.SIGKILL)
+                worker.pipe.close()
             self._busy.clear()
+            if self._template is not None:
+                self._template.end(may_wait=bool(self.pids))
             os.close(self._parent)
             os.close(self._alive)
 
     def map(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Result | Died]]:
         """Yield each task with its result, in the order of completion."""
         waiting = list(tasks)[::-1]
+        if waiting and self._count < 1:
+            raise ValueError(f"{self._count} processes cannot run {len(waiting)} tasks")
         while waiting or self._busy:
             while waiting and len(self._busy) < self._count:
                 yield from self._start(waiting.pop())
@@ -112,10 +120,14 @@ class Workers(Generic[Task, Result]):
                 self._template = _Template(self._parent)
             self._template.send(self._functions)
         pipe, theirs = connection.Pipe()
-        with theirs:
-            pid = self._template.fork(theirs)
+        pid = None
+        try:
+            with theirs:
+                pid = self._template.fork(theirs)
+        finally:
+            if pid is None:
+                pipe.close()
         if pid is None:
-            pipe.close()
             yield task, Died(self._template.status())
             return
         self.pids.append(pid)
@@ -126,7 +138,8 @@ class Workers(Generic[Task, Result]):
     def _go_on(self, worker: _Worker, waiting: list[Task]) -> None:
         """Send a worker its next task, or end the worker if no task is left."""
         if not waiting:
-            _await_end(worker)
+            with contextlib.suppress(OSError), worker.pipe as pipe:
+                pipe.send(())
             return
         self._busy.append(worker._replace(task=waiting.pop()))
         with contextlib.suppress(OSError):
@@ -158,40 +171,36 @@ class _Template:
 
     def fork(self, pipe: "connection.Connection[Any, Any]") -> int | None:
         """Fork a worker that receives tasks from a pipe. Return its id, or None if the template has died."""
-        try:
+        with contextlib.suppress(*_CLOSED_ERRORS):
             self._control.send(None)
             reduction.send_handle(self._control, pipe.fileno(), self._process.pid)
             return int(self._control.recv())
-        except (EOFError, OSError):
-            return None
+        return None
 
     def status_of(self, pid: int) -> int | None:
         """Return the exit status of a worker that has ended."""
-        try:
+        with contextlib.suppress(*_CLOSED_ERRORS):
             self._control.send(pid)
             return int(self._control.recv())
-        except (EOFError, OSError):
-            return self.status()
+        return self.status()
 
     def status(self) -> int:
         """Wait until the template has ended, and return its exit status."""
         return self._process.wait()
 
-    def kill(self) -> None:
-        """Kill the template and all workers."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def end(self, may_wait: bool) -> None:
+        """End the template, and wait until it has ended. All workers are idle or killed.
+
+        If ``may_wait``, let the template end by itself, after all workers. Kill it if it does not within
+        ``PATIENCE_SECONDS``.
+        """
         self._control.close()
-
-
-def _await_end(worker: _Worker) -> None:
-    """Wait until a worker that is idle or killed has ended, and close its pipe."""
-    with contextlib.suppress(OSError), worker.pipe as pipe:
-        pipe.send(())
-        with contextlib.suppress(EOFError):
-            while True:
-                pipe.recv()
+        try:
+            self._process.wait(PATIENCE_SECONDS if may_wait else 0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @contextlib.contextmanager
@@ -234,6 +243,9 @@ def serve(control: int, parent: int) -> None:
                 _work(function, pipe, parent)
             os.close(pipe)
             requests.send(pid)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def _work(function: Callable[[Any], Any], pipe: int, parent: int) -> NoReturn:

@@ -9,8 +9,6 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
     GROUPS,
     K_TILE,
     LINE_SPAN,
-    NARROW_SPLITS,
-    SCALE_WARPS,
     SPLITS,
     WGMMA_M,
     WIDE,
@@ -29,7 +27,8 @@ FAST_TILE_M: Final = 256
 ``fast_accum`` must be True."""
 TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (8, 16, 32, 64) for split_k in SPLITS),
-    *((tile_m, WIDE, split_k) for tile_m in (128, FAST_TILE_M) for split_k in NARROW_SPLITS),
+    *((128, WIDE, split_k) for split_k in (1, 2, 4)),
+    *((FAST_TILE_M, WIDE, split_k) for split_k in (1, 2)),
 )
 """Supported (tile_m, tile_n, split_k)."""
 TABLES: Final = 256
@@ -49,7 +48,7 @@ class Config(FP8GemmConfig):
     fmt: FP4Format
     fast_accum: bool = False
     tiles: ClassVar = TILES
-    stage_counts: ClassVar = range(10, 1, -1)
+    stage_counts: ClassVar = range(10, 2, -1)
     line: ClassVar = SPAN_K // 2
     span: ClassVar = LINE_SPAN
     has_token_scales: ClassVar = True
@@ -77,17 +76,16 @@ class Config(FP8GemmConfig):
         return 5 if self.split_k == 1 else 3  # under split-K, received accumulators take 64 KB
 
     @property
-    def scale_warps(self) -> int:
-        return min(SCALE_WARPS, self.stages)  # each scale loader needs a stage
-
-    @property
     def exchanges(self) -> bool:
-        """True if each of two CTAs of a cluster adds up the accumulators of one consumer warpgroup of both CTAs."""
+        """True if each CTA of a cluster adds up a share of the accumulators of one consumer warpgroup."""
         return self.split_k > 1 and self.tile_m > WGMMA_M
 
     @property
     def received_bytes(self) -> int:
-        return WGMMA_M * self.tile_m * 4 if self.exchanges else super().received_bytes
+        if not self.exchanges:
+            return super().received_bytes
+        shares = self.split_k // GROUPS  # of a warpgroup's accumulators
+        return (self.split_k - 1) * WGMMA_M * self.tile_m * 4 // shares
 
     @property
     def store_bytes(self) -> int:
