@@ -27,6 +27,12 @@ QUANTISE = {
         "fp4quant",
         lambda g: {"block_size": 32, "scale_layout": "linear"},
     ),
+    "nvfp4 row": (lambda x, g: tco.fp4_quantize_per_token(x), "fp4quant_per_token", lambda g: {}),
+    "nvfp4 row linear": (
+        lambda x, g: tco.fp4_quantize_per_token(x, "linear"),
+        "fp4quant_per_token",
+        lambda g: {"scale_layout": "linear"},
+    ),
     "fp8 row": (lambda x, g: tco.fp8_quantize(x), "fp8quant", lambda g: {}),
     "fp8 interleaved": (
         lambda x, g: tco.fp8_quantize(x, interleaved=True),

@@ -48,7 +48,11 @@ __all__ = ["FuseQuantization", "disable", "enable"]
 
 _OPTION: Final = "post_grad_custom_pre_pass"
 
-_QUANTISE: Final = {cute.fp4_quantize.default: "fp4quant", cute.fp8_quantize.default: "fp8quant"}
+_QUANTISE: Final = {
+    cute.fp4_quantize.default: "fp4quant",
+    cute.fp4_quantize_per_token.default: "fp4quant_per_token",
+    cute.fp8_quantize.default: "fp8quant",
+}
 """Quantisations that are fused with the op before them, and the suffix of the fused ops."""
 _MULTIPLY: Final = (cute.mm_fp4_weight_only.default,)
 """GEMMs with 16-bit activations ``a``."""
@@ -74,9 +78,11 @@ _PURE: Final = frozenset(
     {
         *_QUANTISE,
         cute.rmsnorm_fp4quant.default,
+        cute.rmsnorm_fp4quant_per_token.default,
         cute.rmsnorm_fp4quant_with_norm.default,
         cute.rmsnorm_fp8quant.default,
         cute.silu_mul_fp4quant.default,
+        cute.silu_mul_fp4quant_per_token.default,
         cute.silu_mul_fp8quant.default,
     }
 )
@@ -91,7 +97,7 @@ class FuseQuantization(CustomGraphPass):
 
     Rewrites:
 
-    - ``fp4_quantize`` or ``fp8_quantize`` is fused with the operation that computes its input: an RMSNorm, a residual
+    - ``fp4_quantize``, ``fp4_quantize_per_token`` or ``fp8_quantize`` is fused with the operation that computes its input: an RMSNorm, a residual
       addition with the RMSNorm after it, or a SiLU·mul. Several quantisations of one tensor with equal arguments
       become one.
     - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
@@ -206,7 +212,7 @@ def _fuse(node: Node) -> bool:
     named = named_arguments(node)
     value, _ = without_reshape(named["input"])
     named.pop("input")
-    suffix = _QUANTISE[node.target]
+    suffix, outputs = _QUANTISE[node.target], len(node.target._schema.returns)
     is_alone = all(user.target in _QUANTISE for user in readers_of(value))
     gated = match_silu_mul(value)
     if gated is not None:
@@ -214,19 +220,19 @@ def _fuse(node: Node) -> bool:
             return False
         with node.graph.inserting_before(node):
             new = call_op(node.graph, f"silu_mul_{suffix}", input=gated, **named)
-        _take_over(node, [result_of(new, i) for i in range(2)])
+        _take_over(node, [result_of(new, i) for i in range(outputs)])
         return True
     norm = match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
     # Insert the fused op right after the norm, because other nodes that read the norm can precede the quantisation.
-    ending, count, anchor = (suffix, 2, node) if is_alone else (f"{suffix}_with_norm", 3, value.next)
+    ending, count, anchor = (suffix, outputs, node) if is_alone else (f"{suffix}_with_norm", outputs + 1, value.next)
     results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
         return False
-    _take_over(node, results[:2])
+    _take_over(node, results[:outputs])
     if not is_alone:
-        value.replace_all_uses_with(results[2])
+        value.replace_all_uses_with(results[outputs])
     return True
 
 
@@ -372,7 +378,7 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
         index = user.args[1]
         old, new = value_of(user), results[index]
         # Tiled scales are computed over the flattened rows, so their shape does not depend on the leading dimensions.
-        if sizes is not None and (index == 0 or _has_row_scales(node)):
+        if sizes is not None and (index == 0 or (index == 1 and _has_row_scales(node))):
             with node.graph.inserting_before(user):
                 new = node.graph.call_function(aten.reshape.default, (new, [*sizes[:-1], *old.shape[len(sizes) - 1 :]]))
             new.meta["val"] = old
