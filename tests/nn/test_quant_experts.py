@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops import moe_route_dense, moe_route_ids, nvfp4_global_scale
-from torch_cute_ops.formats.experts import as_int32
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
-from torch_cute_ops.nn.experts import MOST_FEW, few_tokens, reason_unrouted
+from torch_cute_ops.nn.experts import MOST_FEW, as_int32, few_tokens, reason_unrouted
 
 SCHEMES = ("nvfp4", "mxfp4", "fp8_block", "fp8_channel")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)

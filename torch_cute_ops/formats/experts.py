@@ -24,12 +24,6 @@ def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 
 
-def as_int32(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Convert ids of experts to int32. Ids of int64 that are out of range stay out of range, instead of being cut to
-    their low 32 bits, which may be the id of an expert."""
-    return ids if ids.dtype == torch.int32 else ids.clamp(-2, experts).to(torch.int32)
-
-
 def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
     """Return the expert of each row of a buffer, or -1 for padding.
 

@@ -97,9 +97,9 @@ class FuseQuantization(CustomGraphPass):
 
     Rewrites:
 
-    - ``fp4_quantize``, ``fp4_quantize_per_token`` or ``fp8_quantize`` is fused with the operation that computes its input: an RMSNorm, a residual
-      addition with the RMSNorm after it, or a SiLU·mul. Several quantisations of one tensor with equal arguments
-      become one.
+    - ``fp4_quantize``, ``fp4_quantize_per_token`` or ``fp8_quantize`` is fused with the operation that computes its
+      input: an RMSNorm, a residual addition with the RMSNorm after it, or a SiLU·mul. Several quantisations of one
+      tensor with equal arguments become one.
     - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
       they end (programmatic dependent launch).
     - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that computes the gate in its

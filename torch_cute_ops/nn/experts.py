@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats.expert_weights import moe_fc2_weight
-from torch_cute_ops.formats.experts import MAX_EXPERTS, as_int32
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear, moved
@@ -743,3 +743,9 @@ def stack(
             place.copy_(own[name].view(place.shape))
             starts[name] += rows[name][i]
     return cls._build(in_features, whole, bias, parts, "auto")
+
+
+def as_int32(ids: Tensor, experts: int) -> Tensor:
+    """Convert ids of experts to int32. Ids of int64 that are out of range stay out of range, instead of being cut to
+    their low 32 bits, which may be the id of an expert."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-2, experts).to(torch.int32)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats.experts import MAX_TOPK, as_int32
+from torch_cute_ops.formats.experts import MAX_TOPK
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.integrations._engines.gemms import BLOCK_SIZES, STATIC, Call
 from torch_cute_ops.nn.experts import (
@@ -20,6 +20,7 @@ from torch_cute_ops.nn.experts import (
     FewActivations,
     QuantExperts,
     SwiGLU,
+    as_int32,
     few_tokens,
     reason_unrouted,
     reason_unsupported,

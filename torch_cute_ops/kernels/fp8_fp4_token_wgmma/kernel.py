@@ -12,8 +12,9 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.partial_sums import add_accumulators, add_in_order, send_accumulators
+from torch_cute_ops.kernels.common.core.partial_sums import add_accumulators, send_accumulators
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
+from torch_cute_ops.kernels.common.fp8.cluster_sums import add_in_order
 from torch_cute_ops.kernels.common.fp8.consumers import (
     K_STEP,
     Consumer,

@@ -15,7 +15,6 @@ With activations on the M side, no common layout is needed: a thread sends its a
 the same index in another CTA (``send_accumulators``, ``add_accumulators``).
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
@@ -208,32 +207,6 @@ def add_accumulators(acc: cute.Tensor, received, tid) -> None:
         own = [acc[4 * i + j] for j in range(4)]
         for j, total in enumerate(_added(own, _accumulators(received, i, tid), 0)):
             acc[4 * i + j] = total
-
-
-@cute.jit
-def add_in_order(acc: cute.Tensor, received, rank, ctas: int, tid) -> None:
-    """Replace this thread's accumulators by their sum over the CTAs of a cluster, in the order of the CTAs.
-
-    Args:
-        acc: accumulators of this CTA, ``rank``.
-        received: accumulators of the other ``ctas - 1`` CTAs, in the order of the CTAs. Each has the layout of
-            ``send_accumulators``.
-        rank, ctas: rank of this CTA in the cluster, and number of CTAs.
-        tid: index of the thread in its warpgroup.
-    """
-    of_cta = cute.size(acc) * WARPGROUP * 4  # bytes
-    for i in range_constexpr(cute.size(acc) // 4):
-        totals = [Float32(0.0)] * 4
-        for peer in range_constexpr(ctas):
-            place = cutlass.min(ptx.select(rank < peer, Int32(peer - 1), Int32(peer)), Int32(ctas - 2))
-            at = _accumulators(received + cute.assume(place * of_cta, divby=VECTOR_BYTES), i, tid)
-            words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-            for j in range_constexpr(4):
-                own = ptx.bits_of(acc[4 * i + j])
-                value = ptx.float_of(ptx.select(rank == peer, own, words[j]))
-                totals[j] = value if const_expr(peer == 0) else ptx.add_rn(totals[j], value)
-        for j in range_constexpr(4):
-            acc[4 * i + j] = totals[j]
 
 
 def _accumulators(received: cute.Pointer, i: int, tid) -> cute.Pointer:
