@@ -29,8 +29,7 @@ warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
 4. A lane's two weight rows are neighbours, and so are its two columns of the result. Eight lanes store 16 columns of a
    row: a whole sector of L2.
 5. Under split-K with up to 64 rows of ``a``, each CTA adds up every ``split_k``-th row of the result. With more rows,
-   each CTA adds up a share of the accumulators of one consumer warpgroup: half of the accumulators of the cluster's
-   CTAs are 64 weight rows by ``2 * tile_m / split_k`` rows of ``a``.
+   each of two CTAs adds up the accumulators of one consumer warpgroup of both.
 6. Scales are applied once, after the sum over K. ``Config.fast_accum`` is as in ``kernels.fp8_token_wgmma``.
 
 Bytes moved: The codes of each expert that owns rows, and one index per block, are read once per row tile. ``a`` is read

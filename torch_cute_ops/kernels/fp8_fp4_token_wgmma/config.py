@@ -9,6 +9,7 @@ from torch_cute_ops.kernels.common.fp8.layouts import (
     GROUPS,
     K_TILE,
     LINE_SPAN,
+    NARROW_SPLITS,
     SPLITS,
     WGMMA_M,
     WIDE,
@@ -27,8 +28,7 @@ FAST_TILE_M: Final = 256
 ``fast_accum`` must be True."""
 TILES: Final = (
     *((tile_m, WIDE, split_k) for tile_m in (8, 16, 32, 64) for split_k in SPLITS),
-    *((128, WIDE, split_k) for split_k in (1, 2, 4)),
-    *((FAST_TILE_M, WIDE, split_k) for split_k in (1, 2)),
+    *((tile_m, WIDE, split_k) for tile_m in (128, FAST_TILE_M) for split_k in NARROW_SPLITS),
 )
 """Supported (tile_m, tile_n, split_k)."""
 TABLES: Final = 256
@@ -77,15 +77,12 @@ class Config(FP8GemmConfig):
 
     @property
     def exchanges(self) -> bool:
-        """True if each CTA of a cluster adds up a share of the accumulators of one consumer warpgroup."""
+        """True if each of two CTAs of a cluster adds up the accumulators of one consumer warpgroup of both CTAs."""
         return self.split_k > 1 and self.tile_m > WGMMA_M
 
     @property
     def received_bytes(self) -> int:
-        if not self.exchanges:
-            return super().received_bytes
-        shares = self.split_k // GROUPS  # of a warpgroup's accumulators
-        return (self.split_k - 1) * WGMMA_M * self.tile_m * 4 // shares
+        return WGMMA_M * self.tile_m * 4 if self.exchanges else super().received_bytes
 
     @property
     def store_bytes(self) -> int:

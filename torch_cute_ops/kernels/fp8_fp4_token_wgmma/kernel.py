@@ -12,9 +12,6 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
-from torch_cute_ops.kernels.common.core.partial_sums import add_accumulators, send_accumulators
-from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
-from torch_cute_ops.kernels.common.fp8.cluster_sums import add_in_order
 from torch_cute_ops.kernels.common.fp8.consumers import (
     K_STEP,
     Consumer,
@@ -341,45 +338,13 @@ class DecodingConsumers:
 
     @cute.jit
     def _exchange(self, acc, scales: list, row, rows, column, expert, turn, is_last, group, consumer, work, smem):
-        """Add up the accumulators of a tile over the cluster's CTAs, and store the results.
-
-        A warpgroup's accumulators are divided by rows of ``a`` into ``split_k / 2`` shares. CTA ``g + 2 s`` adds up and
-        stores share s of warpgroup g of all CTAs.
-        """
-        c, rank, tid = self.config, work.rank, consumer.tid % WARPGROUP
-        exists, owns = rows > 0, group == rank % GROUPS
-        ptx.wait(smem.partial_sums.empty, turn ^ 1, scope="cluster")
-        if owns & (tid == 0):
-            # The barrier also counts bytes of the other CTAs' accumulators that arrive before this call.
-            expected = ptx.select(exists, Int32(c.received_bytes), Int32(0))
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.partial_sums.full, expected)
-        shares = c.split_k // GROUPS
-        size = c.mma_n // 2 // shares
-        parts = [cute.make_tensor(acc.iterator + s * size, cute.make_layout(size)) for s in range(shares)]
-        for s in range_constexpr(shares):
-            owner = group + GROUPS * s
-            if exists & (owner != rank):
-                place = ptx.select(owner < rank, rank - 1, rank)
-                to = smem.received + cute.assume(place * (size * WARPGROUP * 4), divby=VECTOR_BYTES)
-                send_accumulators(parts[s], to, smem.partial_sums.full, owner, tid)
-        if owns:
-            # Wait even if the other CTAs send nothing: a wait by parity must see every phase of the barrier.
-            ptx.wait(smem.partial_sums.full, turn, scope="cluster")
-            for s in range_constexpr(shares):
-                if exists & (rank // GROUPS == s):
-                    if const_expr(c.split_k == 2):
-                        add_accumulators(parts[s], smem.received, tid)  # needs fewer registers; the same sum
-                    else:
-                        add_in_order(parts[s], smem.received, rank, c.split_k, tid)
-        self.results.tell_read(is_last, consumer, smem)
-        if owns:
+        """Add up the accumulators of one consumer warpgroup over two CTAs, and store its results."""
+        exists = rows > 0
+        self.results.exchange(acc, exists, group, turn, is_last, consumer, work, smem)
+        if group == work.rank:
             self._scale(acc, scales, turn * GROUPS + group, group, consumer, smem)
             finish = self._of_rows(column, expert, consumer, work)
-            for s in range_constexpr(shares):
-                if rank // GROUPS == s:
-                    before = s * (c.tile_m // shares)
-                    to = row + before, rows - before, column + consumer.first
-                    store_column_pairs(parts[s], work.out, *to, consumer.lane, finish)
+            store_column_pairs(acc, work.out, row, rows, column + consumer.first, consumer.lane, finish)
 
     def _of_rows(self, column, expert, consumer, work) -> tuple:
         """Return the functions that apply the epilogue to the accumulators of the thread's two weight rows."""

@@ -620,7 +620,7 @@ class Results:
         first = work.out.iterator + cute.assume(Int64(row) * work.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, work.n), stride=(work.n, 1)))
         reduce_received(*tile, finish, out, smem.received, work.rank, consumer.tid, own, Int32(0), column)
-        self.tell_read(is_last, consumer, smem)
+        self._tell_read(is_last, consumer, smem)
 
     @cute.jit
     def exchange(self, acc, exists, group, turn, is_last, consumer, work, smem):
@@ -644,7 +644,7 @@ class Results:
                 add_accumulators(acc, smem.received, tid)
         elif exists:
             send_accumulators(acc, smem.received, smem.partial_sums.full, work.rank ^ 1, tid)
-        self.tell_read(is_last, consumer, smem)
+        self._tell_read(is_last, consumer, smem)
 
     def _leave(self, acc, consumer: Consumer, smem: Smem) -> None:
         """Store the partial sums of a consumer's rows of ``a`` in this CTA's own shared memory, before they are
@@ -656,7 +656,7 @@ class Results:
         store_partial_sums(of_part, acc, base, consumer.row, consumer.quad, step)
 
     @cute.jit
-    def tell_read(self, is_last, consumer, smem):
+    def _tell_read(self, is_last, consumer, smem):
         """Signal to all CTAs of the cluster that this warp has read the received partial sums. Skip this after the last
         tile."""
         if not is_last:
