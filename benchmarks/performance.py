@@ -25,8 +25,8 @@ TEXT = """\
 Measured on {gpus}: {reached} of {judged} targets are reached. If a target is missed, the table links to notes, which
 explain the limit and the changes that we tried. `benchmarks/results/*.md` contain the times of all sizes and describe
 how they are measured. The targets are for an H200. `benchmarks/results/h100/*.md` contain results of an H100, which has
-seven tenths of the H200's memory bandwidth. `benchmarks/results/per_token/layer.md` contains layers with FP4 weights and
-per-token scales. Whole models (`model`) were measured before the latest improvements of FP4 layers.
+seven tenths of the H200's memory bandwidth. `benchmarks/results/per_token/layer.md` contains the times of layers with
+FP4 weights and per-token scales. Whole models (`model`) were measured before the latest improvements of FP4 layers.
 
 `python -m benchmarks performance` writes this file from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 

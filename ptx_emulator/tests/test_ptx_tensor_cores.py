@@ -39,7 +39,7 @@ NUMBERS = {"e4m3": 0, "e5m2": 1, "e2m1": 5}
 
 
 class Kind(NamedTuple):
-    """Kind of an MMA of ``group`` CTAs: of FP4 with a scale per ``block`` elements, of FP8 without scales, or of
+    """Kind of an MMA of ``group`` CTAs: FP4 with a scale per ``block`` elements, FP8 without scales, or
     ``kind::mxf8f6f4`` with scales.
 
     Attributes:

@@ -94,7 +94,7 @@ def test_tactics(make, fmt, rows, k, m) -> None:
 @BOTH
 def test_estimates(make) -> None:
     """Check that estimates do not fall with the number of rows, that few rows take little longer than reading the
-    weight at 7.1 TB/s, and that half the bytes of the weight are worth it compared with an FP8 weight."""
+    weight at 7.1 TB/s, and that one row takes less time than with an FP8 weight."""
     problem, backend = make(n=8192, k=8192), of(make)
 
     def least(m: int) -> float:
@@ -120,8 +120,8 @@ def test_operands_that_torch_rearranges_cost_time() -> None:
 
 
 def samples() -> Iterator[tuple[str, Sample]]:
-    """Yield exact calls of both ops, in every layout of rows: with block scales, and with per-token scales. Of calls
-    with per-token scales, each second one is interleaved, and two of three are prepared."""
+    """Yield exact calls of both ops, in every layout of rows: with block scales, and with per-token scales. Of the
+    calls with per-token scales, every second call is interleaved, and two calls of three are prepared."""
     calls, counts, spare = [], [3, 0, 20], {"exact": True, "spare": 5}
     for fmt, layout, k in ((NVFP4, "128x4", 448), (MXFP4, "linear", 448), (MXFP4, "128x4", 384)):
         calls += [
@@ -140,7 +140,7 @@ def samples() -> Iterator[tuple[str, Sample]]:
     ("op", "sample"), [pytest.param(*one, id=f"{one[1].name}-{i}") for i, one in enumerate(samples())]
 )
 def test_a_call(op, sample, monkeypatch) -> None:
-    """Check a launcher's call of the backend's kernel in the emulator. The operands are arranged as the op does."""
+    """Check a launcher's call of the backend's kernel in the emulator, with the operands arranged as by the op."""
     spec = OPS[op]
     kwargs = {**sample.kwargs, "out_dtype": FP32}
     want = spec.reference(*sample.args, **kwargs)

@@ -394,7 +394,7 @@ def test_codes_that_share_a_byte_are_left_to_vllm(vllm):
 
 @pytest.mark.parametrize(("arch", "chosen"), [("sm_90a", "fp8"), ("sm_100a", "fp8"), ("sm_120a", "16bit")])
 def test_fp8_activations_need_a_kernel(arch, chosen, vllm, monkeypatch):
-    """Without a kernel for FP8 activations and FP4 weights, as on sm_120a, activations keep 16 bits."""
+    """Check that activations keep 16 bits on sm_120a, which no kernel for FP8 activations and FP4 weights supports."""
     monkeypatch.setattr(linear, "arch_of", lambda device: arch)
     for fmt in ("nvfp4", "mxfp4"):
         scheme = LayerScheme(fmt, "compressed-tensors", "16bit")

@@ -1,6 +1,6 @@
 """FP8 x FP4 GEMMs by tcgen05, run thread by thread in the PTX emulator and compared with exact sums.
 
-No GPU with these instructions was available: these tests are the only evidence of the kernel's results.
+No GPU with these instructions was available: these tests are the only evidence of the kernels' results.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ VALUES = [
     Run(case("plain", "linear", MXFP4, 64, FP32), (64,), 136, 448, scales=(0, *range(100, 130), 255)),
     Run(case("plain", None, NVFP4, 64, FP32), (64,), 136, 448, scales=tuple(range(128))),
     Run(case("plain", None, MXFP4, 64, FP32), (64,), 136, 448, scales=(0, *range(100, 130), 255)),
-    # Without decoding, numbers are never rounded to e4m3, so the largest scale is at most 2^14 times the smallest.
+    # Undecoded numbers are not rounded to e4m3, unlike in the reference. So that results are equal, the largest scale
+    # is at most 2^14 times the smallest.
     Run(mx("plain", "128x4", 64, FP32), (64,), 136, 384, scales=(*range(110, 123), 255)),
     Run(mx("plain", None, 64, FP32), (64,), 136, 384, scales=(*range(110, 123), 255)),
 ]
@@ -210,7 +211,8 @@ EVERY = [pytest.param(run, id=run.id) for run in (*COVERING, *VALUES)]
 
 @pytest.mark.parametrize("run", EVERY)
 def test_gemm(run: Run) -> None:
-    """Check equal bits for exact sums, in two orders of events. Rows of padding are not used and not written."""
+    """Check that results equal the exact sums bit for bit, in two orders of events. Padding rows are not used and not
+    written."""
     for seed in (None, 1):
         got, want = execute(run, seed, late=seed is not None)
         assert torch.equal(got.nan_to_num(POISON), want.nan_to_num(POISON))
@@ -275,7 +277,7 @@ def test_ctas(covering: int, sms: int, ctas: int) -> None:
     assert grids(one.kernel, ARCHS[one.arch], *call) == [(ctas, 1, 1)]
 
 
-# Faults. Each case takes more k tiles than stages, and, except with split-K, three tiles for each CTA.
+# Faults. Each case computes more k tiles than it uses stages, and, except with split-K, three tiles for each CTA.
 
 FAULTY = {
     "token": Run(case("plain", None, NVFP4, 16, FP32, "column"), (15,), 456, 448),

@@ -261,8 +261,9 @@ EXCHANGE = Run(case(NVFP4, "plain", (128, 128, 2), True, BF16), (130,), 72, 2816
 WAITS = {"two k tiles": (PAIRED, 5), "K groups": (K_GROUPS, 7), "slots": (FAST, 13), "exchange": (EXCHANGE, 7)}
 """Runs, and the numbers of waits in their kernels."""
 OF_STAGES = 0
-"""Number of the wait, in ``FAST``, of the producer for an empty stage. It is not needed as long as fewer slots of ``a``
-exist than k tiles of three stages: the producer has waited for a slot that is empty later than the stage."""
+"""Number, in ``FAST``, of the producer's wait for an empty stage. This wait is not needed as long as ``a`` uses fewer
+slots than three stages hold k tiles: before, the producer already waited for a slot that becomes empty later than the
+stage."""
 OF_SUMS = 5
 """Number of the wait, in ``K_GROUPS``, of the second K group until the first has read the previous tile's accumulators.
 It is needed only if the first K group is late by a whole tile."""

@@ -511,7 +511,7 @@ def test_special_values(one: Run) -> None:
 
 @pytest.mark.parametrize(("what", "arch"), [("quantize", HOPPER), ("quantize", BLACKWELL), ("silu", HOPPER)])
 def test_row_scales_of_every_magnitude(what: str, arch: str) -> None:
-    """Check rows of every order of magnitude of fp32, in which blocks are between 1 and 2^-20 of the row's amax.
+    """Check rows of every order of magnitude of fp32, whose blocks are 1 to 2^-20 times the row's amax.
 
     The rows include the smallest and the largest row scale, the row scales at which rows are multiplied by a power of
     two, and rows whose scale is zero.

@@ -202,7 +202,7 @@ def test_wrong_routing_is_refused(few):
 
 def test_large_ids_stay_out_of_range():
     """Check that an int64 id whose low 32 bits are the id of an expert does not become this id. On a GPU, layers pass
-    ids on unread."""
+    ids on without reading them."""
     ids = torch.tensor([[2**32 + 1, 3], [-1, -(2**32)], [2**31, -2]])
     converted = as_int32(ids, 4)
     assert converted.dtype == torch.int32

@@ -9,7 +9,7 @@ from samples._rows import short
 
 
 def row_scales(m: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield scales of ``m`` rows, in each memory layout, and special values, with a name."""
+    """Yield names and scales of ``m`` rows: in each memory layout, and with special values."""
     scale = torch.rand(2 * m + 1, device=device) + 0.5
     yield "plain", scale[:m].clone()
     yield "strided", scale[1::2]

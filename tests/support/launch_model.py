@@ -370,7 +370,7 @@ def compute_fp8_fp4_token(config: Any, *args: Any) -> None:
 
 def compute_prepared(config: Any, call: Any) -> None:
     """Compute the result of a GEMM with per-token scales and prepared scales of the weight. ``call`` is a kernel's
-    ``Arguments``, with k of ``a`` in order."""
+    ``Arguments``, in which ``a`` is not interleaved."""
     assert call.max_ctas > 0
     a, out, codes = as_if_contiguous(call.a), as_if_contiguous(call.out), call.b.mT
     weight, powers = prepared_weight(codes, call.b_scale, config.fmt)

@@ -225,7 +225,7 @@ def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarra
 def quantise_per_token(value: np.ndarray) -> tuple[Quantised, np.ndarray]:
     """Quantise fp32 rows (M, K) to NVFP4 with a scale per row, and return these row scales, (M,) fp32.
 
-    Each operation rounds to the 24 significant bits of fp32, but without fp32's limits of the exponent.
+    Each operation rounds to the 24 significant bits of fp32, but exponents are not limited.
     """
     assert value.dtype == np.float32 and value.ndim == 2
     exact = value.astype(np.float64)

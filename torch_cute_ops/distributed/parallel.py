@@ -357,8 +357,10 @@ def _by_shared_row_scale(x: Tensor, group: Any) -> QuantizedRows:
 
 
 def _rows_and_shared_amax(x: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Return this rank's columns as fp32 rows, and each row's largest magnitude over the columns of all ranks, which is
-    infinite if the row contains NaN or infinity."""
+    """Return this rank's columns as fp32 rows, and each row's largest magnitude over the columns of all ranks.
+
+    The largest magnitude is infinite if the row contains NaN or infinity.
+    """
     rows = x.flatten(0, -2).float() if x.dim() > 1 else x.float().unsqueeze(0)
     amax = rows.abs().amax(1, keepdim=True)
     amax = torch.where(amax.isfinite(), amax, torch.inf)  # no NaN, because backends differ in max(NaN, x)

@@ -16,7 +16,6 @@ def fp4_quantize_per_token(input: torch.Tensor, scale_layout: str, **_: Any) -> 
 
 
 def per_token_outputs(shape: tuple[int, ...], scale_layout: str) -> OutputShapes:
-    """Describe the codes, block scales and row scales that quantising a tensor of ``shape`` (..., K) per token
-    gives."""
+    """Describe the codes, block scales and row scales of a tensor of ``shape`` (..., K) that is quantised per token."""
     outputs = fp4_outputs(shape, NVFP4.block_size, None, scale_layout)
     return [*outputs, ((math.prod(shape[:-1]),), torch.float32)]

@@ -22,8 +22,8 @@ SMALLEST_ROW_SCALE: Final = 2.0**-126
 EXTREME_ROW_SCALE: Final = 2.0**60
 EXTREME_ROW_POWER: Final = 2.0**64
 """Rows whose scale is below 1 / ``EXTREME_ROW_SCALE`` are multiplied by ``EXTREME_ROW_POWER`` before they are
-quantised, and rows whose scale is above ``EXTREME_ROW_SCALE`` are divided by it. The row's encode scale divided by a
-block scale is then finite in fp32."""
+quantised, and rows whose scale is above ``EXTREME_ROW_SCALE`` are divided by ``EXTREME_ROW_POWER``. The row's encode
+scale divided by a block scale is then finite in fp32."""
 UE8M0_BIAS: Final = 127
 
 

@@ -99,7 +99,7 @@ def call_op(graph: fx.Graph, name: str, **named: Any) -> Node:
     """Insert a call of our op with this name and return its node.
 
     Raises:
-        TypeError: for an argument that the op does not take. Ignoring it would change the result.
+        TypeError: If the op does not take an argument. Ignoring the argument would change the result.
     """
     op = getattr(cute, name).default
     if unknown := named.keys() - {each.name for each in op._schema.arguments}:

@@ -45,7 +45,7 @@ class Quantization(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Last part of the names of the ops that normalise or gate rows and then quantise them like this."""
+        """Suffix of the names of the ops that normalise or gate rows and then quantise them to this format."""
         return {"fp4": "fp4quant", "fp4_token": "fp4quant_per_token", "fp8": "fp8quant"}[self.to]
 
 
@@ -58,7 +58,7 @@ class QuantizedRows(NamedTuple):
     them.
 
     Attributes:
-        operands: elements (M, ...) and, if the format uses scales, their scales; with ``"fp4_token"``, then the scales
+        operands: elements (M, ...) and, if the format uses scales, their scales; with ``"fp4_token"``, also the scales
             of the rows, (M,).
         lead: leading dimensions of the original input; their product is M.
         dtype: dtype of the layer's result.

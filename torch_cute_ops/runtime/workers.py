@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _CLOSED_ERRORS = EOFError, BrokenPipeError, ConnectionResetError
 PATIENCE_SECONDS: Final = 10.0
-"""Time in seconds in which workers that are idle or killed end."""
+"""Time in seconds to wait for the template to end, after all workers are idle or killed."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({control}, {parent})"
 
 
@@ -147,8 +147,8 @@ class Workers(Generic[Task, Result]):
 
 
 class _Template:
-    """The template process, as its parent sees it. The template leads a session of its own, to which all workers
-    belong.
+    """Handle with which the parent controls the template process. The template leads a session of its own, to which
+    all workers belong.
 
     Args:
         parent: file descriptor that is closed when this process ends.
@@ -191,7 +191,7 @@ class _Template:
     def end(self, may_wait: bool) -> None:
         """End the template, and wait until it has ended. All workers are idle or killed.
 
-        If ``may_wait``, let the template end by itself, after all workers. Kill it if it does not within
+        If ``may_wait``, let the template end by itself, after all workers. Kill it if this takes longer than
         ``PATIENCE_SECONDS``.
         """
         self._control.close()
@@ -235,7 +235,7 @@ def serve(control: int, parent: int) -> None:
             pipe = reduction.recv_handle(requests)
             with warnings.catch_warnings():
                 # Python warns that the child lacks the threads of libraries, which may hold locks. NumPy's BLAS, the
-                # only library here with threads, expects forks.
+                # only library here with threads, is prepared for forks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:

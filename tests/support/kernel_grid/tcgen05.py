@@ -292,8 +292,8 @@ class FP8FP4Tcgen05Case(KernelCase):
 
 
 def fp8_fp4_tcgen05_cases(every: bool) -> list[FP8FP4Tcgen05Case]:
-    """Return cases of each tile with an alpha and bias per column or expert: without split-K, and with one number of
-    CTAs that share K. If ``every``, return all these numbers, in both formats and scale layouts, for each architecture.
+    """Return cases of each tile with an alpha and bias per column or expert: without split-K, and with one other
+    ``split_k``. If ``every``, return all ``split_k``, in both formats and scale layouts, for each architecture.
 
     Architectures, formats, layouts and epilogues alternate from case to case.
     """

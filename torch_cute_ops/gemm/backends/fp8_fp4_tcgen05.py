@@ -2,8 +2,8 @@
 
 An MXFP4 weight is multiplied undecoded if K is a multiple of 128 (``kernels/fp8_mxfp4_tcgen05``). Other weights are
 decoded to FP8 (``kernels/fp8_fp4_tcgen05``). The GEMM may be plain or have experts over rows. With per-token scales,
-torch's operations prepare the weight's scales at each call if they are not prepared, and restore the order of k if k of
-the activations is interleaved."""
+torch's operations prepare the weight's scales at each call if they are not prepared, and restore the order of k if the
+activations are interleaved along k."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -27,14 +27,14 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 DECODING_INSTRUCTIONS: Final = {16: 400.0, 32: 330.0}
-"""Instructions in which a thread decodes a weight row of a k tile, keyed by the elements of a block scale (counted in
-the PTX of both formats)."""
+"""Number of instructions with which a thread decodes a weight row of a k tile, keyed by the block size of the format.
+Counted in the PTX."""
 DECODER_RATE: Final = 0.5
-"""Instructions per clock that a decoder warp issues (a guess: its instructions depend on each other). The warps of a
-team run on different schedulers of the SM."""
+"""Instructions per clock that a decoder warp issues. Not measured: a guess below 1, because the instructions depend on
+each other. The warps of a team run on different schedulers of the SM."""
 PROMOTION_CLOCKS: Final = 3.5
-"""Clocks in which a warp loads a column of a k tile's accumulator, scales it and adds it to the sums: as in
-``fp8_tcgen05``, and one for the product of the token's scale and the row's power of two."""
+"""Clocks in which a warp loads a column of a k tile's accumulator, scales it and adds it to the sums: one more than in
+``fp8_tcgen05``, for the product of the token's scale and the row's power of two."""
 
 
 class FP8FP4Tcgen05(FP8Tcgen05):
@@ -83,8 +83,8 @@ class FP8FP4Tcgen05(FP8Tcgen05):
 
 
 class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
-    """Backend for FP8 activations with per-token or per-tensor scales, and an FP4 weight. Accumulators are fp32 in
-    tensor memory, over a CTA's whole range of K, whatever ``fast_accum`` is."""
+    """Backend for FP8 activations with per-token or per-tensor scales, and an FP4 weight. Regardless of
+    ``fast_accum``, fp32 accumulators in tensor memory sum over a CTA's whole range of K."""
 
     has_blocks = False
 
@@ -125,6 +125,6 @@ def is_undecoded(problem: GemmProblem) -> bool:
 
 
 def aligned_codes(b: torch.Tensor) -> torch.Tensor:
-    """Return the codes of a weight, in a copy if TMA cannot spread them where they are."""
+    """Return a weight's codes, copied if their address or strides lack the alignment that TMA needs to spread them."""
     starts = b.data_ptr(), *b.stride()[:-2]
     return b.mT.contiguous().clone().mT if any(start % fp8_mxfp4_tcgen05.ALIGN for start in starts) else b

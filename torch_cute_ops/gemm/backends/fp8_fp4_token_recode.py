@@ -1,8 +1,8 @@
 """GEMMs of many rows of FP8 activations with per-token scales and an FP4 weight on Hopper.
 
 A first kernel writes the weight to memory in FP8 (``kernels/fp8_fp4_token_recode``). Then ``kernels/fp8_token_wgmma``
-multiplies, with the units of the weight's rows as scales of an FP8 weight. This pays if ``fast_accum`` is False: tiles
-that decode the weight and add sums in fp32 then have at most 128 rows, and decoding takes longer than the MMAs.
+multiplies, with the units of the weight's rows as scales of an FP8 weight. Recoding pays off if ``fast_accum`` is
+False: tiles of ``kernels/fp8_fp4_token_wgmma`` then contain at most 128 rows, and decoding takes longer than the MMAs.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 RECODE_SECONDS: Final = 3e-6
 RECODE_RATE: Final = 0.8
 """Time of the recoding kernel with almost no work, and the rate at which it reads and writes, divided by the rate of a
-copy. The values are those of ``fp8_fp4_recode``."""
+copy. Both values are taken from ``fp8_fp4_recode``."""
 
 
 class FP8FP4TokenRecode(FP8FP4TokenWgmma):

@@ -28,7 +28,7 @@ from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
-# Fitted to times of every tactic on an H200 (N, K of five weights, 1 to 4,096 rows). The root mean square of the error
+# Fitted to times of every tactic on an H200 (five weight shapes, 1 to 4,096 rows). The root mean square of the error
 # is 3 to 18 %, depending on ``tile_m``.
 
 K_TILE_CLOCKS: Final = {8: 410.0, 16: 410.0, 32: 420.0, 64: 700.0, 128: 830.0, 256: 1120.0}
@@ -127,9 +127,9 @@ def interleaved_rows(interleave: Callable[..., None] | None, a: torch.Tensor, k:
     """Return activations whose k is interleaved, as (..., K rounded up to a multiple of 256).
 
     Args:
-        interleave: kernel that interleaves k, or None if k of ``a`` is interleaved.
-        a: activations (..., K), or (..., ⌈K/256⌉, 256) if k is interleaved.
-        k: K.
+        interleave: kernel that interleaves k, or None if ``a`` is already interleaved.
+        a: activations (..., K), or (..., ⌈K/256⌉, 256) if already interleaved.
+        k: number of elements of a row, without padding.
     """
     if interleave is None:
         return a.flatten(-2)

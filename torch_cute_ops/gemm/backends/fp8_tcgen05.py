@@ -104,7 +104,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         return fp8_tcgen05.TILES_M
 
     def promotion_clocks(self, problem: GemmProblem) -> float:
-        """Return the clocks in which a warp promotes a column of a k tile's accumulator."""
+        """Return the clocks that a warp takes to promote one column of a k tile's accumulator."""
         return PROMOTION_CLOCKS
 
     def weight_row_bytes(self, problem: GemmProblem) -> int:
@@ -112,7 +112,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         return K_TILE
 
     def decoding_clocks(self, problem: GemmProblem, tile_m: int) -> float:
-        """Return the clocks in which a CTA decodes the weight of a k tile."""
+        """Return the clocks that a CTA takes to decode the weight of a k tile."""
         return 0.0
 
     def fp8_rate(self, problem: GemmProblem) -> float:

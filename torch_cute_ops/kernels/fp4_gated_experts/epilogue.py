@@ -140,7 +140,7 @@ class GatedEpilogueOps:
         lane, tid = consumer.lane, consumer.n_warp * WARP + consumer.lane
         own_scale = None
         if const_expr(self.epilogue.has_row_scale):
-            # Each lane loads the scale of one token. Shuffles pass the scales to the lanes with the token's sums.
+            # Each lane loads the scale of one token. Shuffles pass the scale to the lanes that hold the token's sums.
             there = outputs.row_scale.iterator + cutlass.max(token_id, Int32(0))
             own_scale = ptx.float_of(ptx.load_if(there, token_id >= 0, 1)[0])
         for group in range_constexpr(c.tile_m // 8):

@@ -18,7 +18,7 @@ The weight source differs. Roles:
    rows' ``2^t`` to a slot of factors. With per-token scales, the numbers are divided by ``2^u``, which the epilogue
    multiplies with alpha.
 3. The MMA thread issues a k tile's four MMAs when the team has decoded the k tile. With per-token scales, tensor memory
-   adds up all of K in fp32. With block scales, each k tile uses a different accumulator than the previous k tile.
+   adds up all of K in fp32. With block scales, each k tile uses a different accumulator from the previous k tile.
 4. Four epilogue warps load accumulators. A thread handles a row of the weight, which is a column of the result. With
    block scales, it multiplies each k tile's accumulator by the products of the tokens' scales and its row's ``2^t``,
    and adds it to sums in fp32 registers (promotion).

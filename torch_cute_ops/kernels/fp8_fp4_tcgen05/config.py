@@ -35,7 +35,8 @@ def teams(has_blocks: bool, tile_m: int) -> int:
     """Return the number of teams of decoders for tiles of ``tile_m`` tokens.
 
     Two teams hide latency better than one. But with two teams, a thread has 128 instead of 168 registers, which is too
-    few for 64 block-scaled sums, and the number of stages is even, which leaves two stages to 256 tokens.
+    few for 64 block-scaled sums, and the number of stages must be even, so tiles of 256 tokens would get only two
+    stages.
     """
     return 1 if tile_m > (32 if has_blocks else MMA_M) else 2
 

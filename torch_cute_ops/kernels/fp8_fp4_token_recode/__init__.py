@@ -1,7 +1,7 @@
 """Recode an FP4 weight with prepared scales to FP8, for a GEMM with per-token scales by ``kernels.fp8_token_wgmma``.
 
 The kernel writes the e4m3 numbers that ``kernels.fp8_fp4_token_wgmma`` decodes in registers, and each row's unit as
-float32. So both ways multiply the same numbers. k is interleaved as ``kernels.interleave_k`` interleaves the
+float32. So both kernels multiply the same numbers. k is interleaved as ``kernels.interleave_k`` interleaves the
 activations. Elements beyond K become zeros.
 
 Eight threads recode 256 elements of a row. Thread (p, i), with p 0 or 1 and i 0 to 3, loads word i of the codes of

@@ -10,7 +10,7 @@ from torch_cute_ops.runtime.arch import Arch
 THREADS: Final = 128
 """Number of threads of a CTA."""
 ROWS: Final = 4
-"""Number of weight rows that a thread recodes. N is a multiple of it."""
+"""Number of weight rows that a thread recodes. N is a multiple of this number."""
 
 
 class Arguments(namedtuple("Arguments", "b b_scale weight units")):

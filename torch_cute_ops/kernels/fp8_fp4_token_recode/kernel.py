@@ -69,7 +69,7 @@ class FP8FP4TokenRecodeKernel:
                 units[expert, row + r] = ptx.float_of(unit)
 
     def _recode(self, codes, scale, weight, expert, row, part) -> None:
-        """Recode one part of ``ROWS`` rows."""
+        """Recode ``PART`` elements of each of ``ROWS`` rows."""
         group, half, i = part // PARTS, part // QUARTERS % 2, part % QUARTERS
         at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
         first = group * (INTERLEAVED_K // 2) + half * PIECE_BYTES + 4 * i

@@ -19,7 +19,7 @@ warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
    of 256 rows of ``a``, the k tiles of ``a`` have a pipeline of their own, and are copied and released one by one.
    Consumers without K groups multiply both k tiles. With two K groups, each group multiplies one k tile of every stage,
    so that one warp of a scheduler can decode while another waits. After the last stage, the accumulators of the second
-   group are added to those of the first.
+   group are added to the accumulators of the first.
 2. Each of the four lanes that share the rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, that is,
    one MXFP4 block or two NVFP4 blocks. A block's index selects one of 256 tables of eight e4m3 bytes in shared memory,
    which consumers compute at the start of the kernel. ``a`` is interleaved so that the K of an MMA consists of eight
@@ -29,7 +29,7 @@ warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
 4. A lane's two weight rows are neighbours, and so are its two columns of the result. Eight lanes store 16 columns of a
    row: a whole sector of L2.
 5. Under split-K with up to 64 rows of ``a``, each CTA adds up every ``split_k``-th row of the result. With more rows,
-   each of two CTAs adds up the accumulators of one consumer warpgroup of both.
+   K is split over two CTAs, and each CTA adds up both CTAs' accumulators of one consumer warpgroup.
 6. Scales are applied once, after the sum over K. ``Config.fast_accum`` is as in ``kernels.fp8_token_wgmma``.
 
 Bytes moved: The codes of each expert that owns rows, and one index per block, are read once per row tile. ``a`` is read

@@ -70,14 +70,14 @@ class Config(FP8GemmConfig):
 
     @property
     def a_slots(self) -> int:
-        # If a stage held two k tiles of ``a``, only two stages would fit, and copies would be late.
+        # If a stage held two k tiles of ``a``, only two stages would fit, and copies would come too late.
         if self.tile_m != FAST_TILE_M:
             return 0
         return 5 if self.split_k == 1 else 3  # under split-K, received accumulators take 64 KB
 
     @property
     def exchanges(self) -> bool:
-        """True if each of two CTAs of a cluster adds up the accumulators of one consumer warpgroup of both CTAs."""
+        """True if two CTAs exchange accumulators: each adds up both CTAs' accumulators of one consumer warpgroup."""
         return self.split_k > 1 and self.tile_m > WGMMA_M
 
     @property

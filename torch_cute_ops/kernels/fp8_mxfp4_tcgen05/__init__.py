@@ -17,7 +17,7 @@ Roles:
    multiply each 32 products by the weight's scale. The scales of the activations are 1. The thread copies them once.
    Each stage uses separate columns of tensor memory for scales, which are overwritten only when the stage's MMAs have
    ended.
-4. Four epilogue warps load accumulators, multiply by the scales of the tokens, and promote with block scales.
+4. Four epilogue warps load accumulators, multiply by the scales of the tokens, and with block scales promote.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

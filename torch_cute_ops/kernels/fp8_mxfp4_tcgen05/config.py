@@ -58,7 +58,7 @@ class MXStage(OperandStage):
 
     @property
     def code_bytes(self) -> int:
-        """Number of bytes that the producer's copies count: activations, and 4 bits per element of the weight."""
+        """Number of bytes that a barrier counts for a stage's copies: activations, and 4 bits per weight element."""
         return self.mma_n * K_TILE_BYTES + MMA_M * K_TILE // 2
 
     @property
@@ -124,8 +124,8 @@ class Config(FP8TileConfig):
 
     @property
     def ones_column(self) -> int:
-        """First column of tensor memory of the tokens' scales, which are 1. Each stage has columns for the weight's
-        scales, which come before."""
+        """First column of tensor memory of the tokens' scales, which are 1. The columns before it hold the weight's
+        scales, separately for each stage."""
         return self.acc_columns + self.stages * TILE_BLOCKS
 
     @property

@@ -34,7 +34,8 @@ class CodeCopies(OperandCopies):
     bytes that MMAs ignore."""
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """Return the TMA descriptor of a matrix of bytes (rows, K/2, experts), as for a matrix of K codes."""
+        """Return the TMA descriptor of FP4 codes. ``codes`` are bytes (rows, K/2, experts), but the elements of the
+        descriptor are codes (rows, K, experts)."""
         n, half, experts = codes.shape
         of_row, _, of_expert = codes.stride
         pointer = cute.recast_ptr(codes.iterator, dtype=Float4E2M1FN)
@@ -153,7 +154,7 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
     def _multiply(self, tmem, acc, stage, num_mmas, adds, smem):
         """Copy a k tile's scales to tensor memory, and issue its MMAs.
 
-        The scales of each stage take other columns, so the copy overwrites only scales whose MMAs have ended. (ptxas of
+        Each stage uses separate columns for scales, so the copy overwrites only scales whose MMAs have ended. (ptxas of
         CUDA 12 crashes if the number of MMAs is a constant.)
         """
         c = self.config

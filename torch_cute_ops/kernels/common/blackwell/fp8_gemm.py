@@ -32,7 +32,7 @@ from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, PreparedWeight
 
 MMA_K_BYTES = 32  # bytes of an operand's row that one MMA multiplies
 MMAS_PER_K_TILE = K_TILE_BYTES // MMA_K_BYTES
-STAGES_WRITTEN = 1  # number of a named barrier
+STAGES_WRITTEN = 1  # id of the named barrier of ``_await_stage_writers``
 ALL_TILES = 1 << 30  # larger than any number of CTAs that a launch needs
 
 
@@ -81,7 +81,7 @@ class FP8Smem(Smem):
         factors: slots with the factors of a k tile's accumulator, or a copy of the per-token scales for each epilogue
             warp.
         factor_pipeline: pipeline whose stages are the slots of ``factors``.
-        copied: mbarriers, one per stage if other warps decode the weight. They complete when the copies to the stage
+        copied: mbarriers, one per stage if decoder warps decode the weight. They complete when the copies to the stage
             have arrived.
         table: table of experts.
     """
@@ -232,8 +232,8 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _issue_all_mmas(self, tmem, work, smem):
-        """Issue the MMAs of all tiles. With block scales, each k tile uses a different accumulator than the previous k
-        tile."""
+        """Issue the MMAs of all tiles. With block scales, each k tile uses a different accumulator from the previous
+        k tile."""
         c, pair = self.config, self.stage.cta_group == 2
         stage, parity = Int32(0), Int32(0)
         accumulator, acc_parity = Int32(0), Int32(1)
@@ -360,7 +360,8 @@ class FP8GemmKernel(Tcgen05Kernel):
             cute.arch.barrier(barrier_id=STAGES_WRITTEN, number_of_threads=threads)
 
     def _stage_token_scales(self, scales: cute.Tensor, tile: Tile, lane, work) -> None:
-        """Load the per-token scales of a tile, and share them among the warp's lanes. Missing tokens get zeros."""
+        """Load the per-token scales of a tile, and share them among the warp's lanes. Tokens beyond the tile's
+        last row get zeros."""
         of_rows = []
         for place in range(0, self.config.tile_m, WARP):
             row = work.a_scale.iterator + Int64(tile.row + lane + place) * work.a_scale.stride[0]
@@ -384,8 +385,8 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Reduce the partial sums of the cluster's CTAs, apply the epilogue and store the results, with the epilogue
-        warps."""
+        """Let the epilogue warps reduce the partial sums of the cluster's CTAs, apply the epilogue and store the
+        results."""
         c = self.config
         threads = WARP * EPILOGUE_WARPS
         tile = self._find(work.first, tid % WARP, work, smem)

@@ -62,7 +62,7 @@ class OperandStage:
 
     @property
     def empty_arrivals(self) -> int:
-        """Number of arrivals that make a stage empty: the commit of its MMAs, and those of other readers."""
+        """Number of arrivals that make a stage empty: the commit of its MMAs, and the arrivals of other readers."""
         return 1
 
     @property

@@ -60,8 +60,8 @@ def fp8_instruction_descriptor(rows: int, columns: int) -> int:
 def mx_instruction_descriptor(rows: int, columns: int, scale_id: int) -> int:
     """Return the instruction descriptor of an MMA of ``kind::mxf8f6f4``: M is ``rows``, N is ``columns``, K is 32.
 
-    The operand on the M side is e2m1, the operand on the N side is e4m3, and scales are ue8m0. ``scale_id`` is the byte
-    of the M side's scales in a word of scales. The N side uses byte 0.
+    The operand on the M side is e2m1, the operand on the N side is e4m3, and scales are ue8m0. ``scale_id`` selects
+    the byte of each scale word that the M side uses. The N side uses byte 0.
     """
     e2m1, ue8m0 = 5 << 7, 1 << 23
     return e2m1 | columns // 8 << 17 | ue8m0 | rows // 128 << 27 | scale_id << 29

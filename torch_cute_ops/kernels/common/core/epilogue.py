@@ -60,7 +60,7 @@ class EpilogueOps:
         return alpha, TensorArg(DSL_DTYPES[self.epilogue.bias_dtype].__name__, *vector, align=16)
 
     def row_scale_argument(self, m: Dim) -> TensorArg | None:
-        """Return the description of the argument for the rows' scales, or None."""
+        """Return the description of the argument for the rows' scales, or None if the epilogue uses no row scales."""
         return TensorArg("Float32", (m,), (1,), align=4) if self.epilogue.has_row_scale else None
 
     def factor(self, alpha, expert=None) -> Float32 | None:

@@ -84,7 +84,8 @@ class FP4Weight:
         is_plain: True for a single weight matrix, False for one matrix per expert.
         copied_n: number of weight rows that a CTA copies.
         line: bytes of a row's codes in a stage.
-        code_align: alignment of an expert's codes in bytes. Rows of codes are a multiple of twice as many bytes.
+        code_align: alignment of an expert's codes in bytes. The bytes of a row of codes are a multiple of twice this
+            alignment.
     """
 
     def __init__(
