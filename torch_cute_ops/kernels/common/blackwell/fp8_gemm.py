@@ -1,7 +1,8 @@
-"""Base class of GEMMs by ``tcgen05.mma`` of ``kind::f8f6f4``: FP8 activations, and a weight in e4m3 on the M side.
+"""Base class of GEMMs by ``tcgen05.mma``: FP8 activations, and a weight on the M side.
 
 ``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the MMA thread and of the
-epilogue warps. A subclass defines how a weight tile reaches its stage (``_produce`` and ``_load_scales``).
+epilogue warps. A subclass defines how a weight tile reaches its stage (``_produce`` and ``_load_scales``). MMAs are of
+``kind::f8f6f4``, with a weight in e4m3, unless a subclass overrides ``_issue_mmas``.
 """
 
 from dataclasses import dataclass, fields
