@@ -2,7 +2,7 @@
 
 ``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the MMA thread and of the
 epilogue warps. A subclass defines how a weight tile reaches its stage (``_produce`` and ``_load_scales``). MMAs are of
-``kind::f8f6f4``, with a weight in e4m3, unless a subclass overrides ``_issue_mmas``.
+``kind::f8f6f4``, with a weight in e4m3, unless a subclass overrides ``_multiply``.
 """
 
 from dataclasses import dataclass, fields
