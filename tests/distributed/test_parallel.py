@@ -172,6 +172,8 @@ def what_travels(rank: int) -> None:
     y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale)
     rows = normed_rows(layer, own(x, rank), weight)
     assert torch.equal(rows.operands[0], own(y, rank))
+    y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale, weight_plus_one=True)
+    assert torch.equal(normed_rows(layer, x, weight, weight_plus_one=True).operands[0], y)
     want = layer(normed_rows(layer, x, weight))
     divided = parallelize_module(copied(layer), mesh, ColumnParallel(sequence=True))
     with count_traffic() as traffic:

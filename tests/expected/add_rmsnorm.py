@@ -2,7 +2,7 @@
 
 from expected import after_addition, rmsnorm
 
-_ARGUMENTS = "Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-6"
+_ARGUMENTS = "Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-6, bool weight_plus_one=False"
 SCHEMA = f"cute::add_rmsnorm({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::add_rmsnorm.out({_ARGUMENTS}, *, Tensor(b!) out) -> ()"
 

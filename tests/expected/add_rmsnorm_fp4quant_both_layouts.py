@@ -6,7 +6,7 @@ from support import spec
 
 from expected import Tensors, add_rmsnorm_fp4quant, raw
 
-_ARGUMENTS = add_rmsnorm_fp4quant.ARGUMENTS.removesuffix(", str scale_layout='128x4'")
+_ARGUMENTS = add_rmsnorm_fp4quant.ARGUMENTS.replace("str scale_layout='128x4', ", "")
 _RETURNS = "Tensor y, Tensor scale_128x4, Tensor scale_linear"
 _OUTPUTS = "Tensor(b!) y, Tensor(c!) scale_128x4, Tensor(d!) scale_linear"
 SCHEMA = f"cute::add_rmsnorm_fp4quant_both_layouts({_ARGUMENTS}) -> ({_RETURNS})"

@@ -10,7 +10,7 @@ from expected import (
 
 _ARGUMENTS = (
     "Tensor input, Tensor(a!) residual, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
-    "str? scale_format=None"
+    "str? scale_format=None, bool weight_plus_one=False"
 )
 _RETURNS = "Tensor y, Tensor scale_128x4, Tensor scale_linear, Tensor norm"
 _OUTPUTS = "Tensor(b!) y, Tensor(c!) scale_128x4, Tensor(d!) scale_linear, Tensor(e!) norm"

@@ -5,7 +5,7 @@ import torch
 
 from expected import Tensors, rmsnorm_fp4quant, rmsnorm_fp4quant_with_norm
 
-_ARGUMENTS = "Tensor input, Tensor weight, float eps=1e-6"
+_ARGUMENTS = "Tensor input, Tensor weight, float eps=1e-6, bool weight_plus_one=False"
 SCHEMA = f"cute::rmsnorm({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::rmsnorm.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 

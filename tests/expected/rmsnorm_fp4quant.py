@@ -10,14 +10,17 @@ from torch_cute_ops.testing import assert_fp4_close
 
 ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
-    "str? scale_format=None, str scale_layout='128x4'"
+    "str? scale_format=None, str scale_layout='128x4', bool weight_plus_one=False"
 )
 SCHEMA = f"cute::rmsnorm_fp4quant({ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp4quant.out({ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
 
 
 def exact_norm(given) -> np.ndarray:
-    return spec.rms_norm(rows_of(given["input"]), rows_of(given["weight"])[0], given["eps"])
+    weight = rows_of(given["weight"])[0]
+    if given["weight_plus_one"]:
+        weight = np.float32(1) + weight
+    return spec.rms_norm(rows_of(given["input"]), weight, given["eps"])
 
 
 def results(given) -> Tensors:

@@ -56,7 +56,7 @@ def expected(spec: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any
     elif spec.source == "silu_mul":
         value = silu_mul_rows(x, *GATE) if spec.swiglu else silu_mul_rows(x)
     if spec.normalises:
-        value = rmsnorm_rows(value, weight, EPS)
+        value = rmsnorm_rows(value, weight, EPS, spec.weight_plus_one)
     norm = value.to(spec.dtype) if spec.writes_norm else None
     if spec.has_row_scale:
         y, scale, row_scale = quantize_rows_per_token(value, spec.layout.name)
@@ -185,7 +185,9 @@ def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
 
 
 def weight_and_factor(spec: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    weight = (torch.rand(spec.width) + 0.5).to(spec.weight_dtype) if spec.normalises else None
+    weight = None
+    if spec.normalises:
+        weight = (torch.rand(spec.width) + (-0.5 if spec.weight_plus_one else 0.5)).to(spec.weight_dtype)
     factor = 37.5 if isinstance(spec.fmt, FP4Format) else 0.05
     return weight, torch.tensor([factor]) if spec.has_factor else None
 
@@ -308,6 +310,15 @@ RUNS = [
     run("swiglu", HF, 2304, NVT[1], HOPPER, 9, 4, 0, **CLUSTER),
     run("quantize", BF, 528, NVT[1], CONSUMER, 13, 1, 1, **WARP_GROUPS),
     run("add", BF, 1152, NVT[0], CONSUMER, 9, 4, 0, **CLUSTER),
+    # The norm multiplies by 1 + weight.
+    run("norm1", BF, 512, NVG[1], HOPPER, 130, 2, 0, **WARP_GROUPS),
+    run("norm1", HF, 128, NVT[2], BLACKWELL, 19, 1, 1, groups=2),
+    run("norm1", F, 1024, TOKEN, HOPPER, 9, 1, 0, **WIDE_GROUPS),
+    run("norm1-norm", BFF, 2560, MX[1], BLACKWELL, 9, 1, 1, **FOUR_GROUPS, stages=1),
+    run("add1", BF, 1152, COLUMNS, BLACKWELL, 9, 4, 1, **CLUSTER),
+    run("add1-linear-norm", BFF, 528, NV[1], HOPPER, 130, 3, 2, **WARP_GROUPS),
+    run("norm1", BF, 528, ROUNDED, HOPPER, 9, 1, 1, **WARP_GROUPS),
+    run("add1", HF, 2304, ROUNDED, BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
     # Nothing is quantised.
     run("norm", BF, 128, ROUNDED, HOPPER, 19, 1, 0, groups=2),
     run("norm", F, 528, ROUNDED, BLACKWELL, 9, 1, 1, **WARP_GROUPS),

@@ -49,6 +49,17 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     zeros = torch.zeros(5, 96, dtype=torch.bfloat16, device=device)
     yield sample("zeros-eps-0", random_weight(96, torch.bfloat16, device), zeros, eps=0.0)
     yield sample("parameter", torch.nn.Parameter(random_weight(96, torch.bfloat16, device), requires_grad=False))
+    for dtype in DTYPES:
+        for weight_dtype in dict.fromkeys((dtype, torch.float32)):
+            rows = random_rows(5, 96, dtype=dtype, device=device)
+            gain = (random_weight(96, torch.float32, device) - 1).to(weight_dtype)  # includes a weight of -1
+            yield sample(f"plus-one-{short(dtype)}-{short(weight_dtype)}", gain, rows, weight_plus_one=True)
+    # 1 + weight is rounded to 1, to a number next to 1, and to infinity.
+    tiny = 2.0 ** torch.linspace(-30, -20, 96, device=device)
+    tiny[3::7] *= -1
+    tiny[50], tiny[51] = torch.nan, -torch.inf
+    rows = random_rows(5, 96, dtype=torch.float32, device=device)
+    yield sample("plus-one-tiny", tiny, rows, weight_plus_one=True)
     factor, choices = family.positional(device)
     positional = (random_rows(4, 64, device=device), random_weight(64, torch.bfloat16, device))
     yield Sample("positional", (*positional, *factor, 1e-5, *choices))

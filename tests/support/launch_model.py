@@ -495,7 +495,8 @@ def compute_rows(config: Any, *args: Any) -> None:
     else:
         padding = (0, spec.width - spec.norm_width)
         within = slice(0, spec.norm_width)
-        value = torch.nn.functional.pad(rmsnorm_rows(x[:, within], call.weight[within], call.eps), padding)
+        norm = rmsnorm_rows(x[:, within], call.weight[within], call.eps, spec.weight_plus_one)
+        value = torch.nn.functional.pad(norm, padding)
     if spec.has_row_scale:
         *results, row_scale = quantize_rows_per_token(value, spec.layout.name)
         write(call.row_scale, row_scale)

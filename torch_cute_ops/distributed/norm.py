@@ -24,7 +24,12 @@ _NORMS = {
 
 
 def normed_rows(
-    layer: QuantLinear, x: Tensor, weight: Tensor, residual: Tensor | None = None, eps: float = 1e-6
+    layer: QuantLinear,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_plus_one: bool = False,
 ) -> QuantizedRows:
     """Apply RMSNorm to rows and quantise them for the next layer, in one pass over memory.
 
@@ -38,6 +43,7 @@ def normed_rows(
         residual: tensor like ``x``; ``x`` is added to it in place, and the sum is normalised. ``None`` normalises
             ``x``.
         eps: number added to the mean square.
+        weight_plus_one: ``True`` if the norm multiplies by ``1 + weight``, as in Gemma.
 
     Raises:
         ValueError, TypeError: for a wrong shape, dtype or device, as the norm ops raise; for a ``layer`` that takes
@@ -49,5 +55,5 @@ def normed_rows(
     lead, rows = (*x.shape[:-1],), x.view(-1, x.shape[-1])
     sums = () if residual is None else (residual.view(-1, x.shape[-1]),)
     norm: Any = _NORMS[quantization.to, bool(sums)]
-    operands = norm(rows, *sums, weight, eps=eps, **quantization.arguments)
+    operands = norm(rows, *sums, weight, eps=eps, weight_plus_one=weight_plus_one, **quantization.arguments)
     return QuantizedRows(operands, lead, x.dtype)

@@ -51,6 +51,7 @@ class RowCall(NamedTuple):
     granularity: str | None = None
     scale_layout: str | None = "128x4"
     interleaved: bool = False
+    weight_plus_one: bool = False
 
     @property
     def gate(self) -> tuple[float, float, float | None]:
@@ -211,7 +212,7 @@ class RowQuant(KernelPath[RowCall]):
         return (
             *(call.input.shape[-1], call.input.dtype, weight_dtype, call.factor is not None),
             *(gates_plainly(*call.gate), call.block_size, call.scale_format, call.granularity, call.scale_layout),
-            call.interleaved,
+            *(call.interleaved, call.weight_plus_one),
             device,
         )
 
@@ -232,6 +233,7 @@ class RowQuant(KernelPath[RowCall]):
         granularity: str | None,
         layout: str | None,
         interleaved: bool,
+        weight_plus_one: bool,
     ) -> Any:
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` and the launch are inlined.
 
@@ -251,7 +253,7 @@ class RowQuant(KernelPath[RowCall]):
             # fmt: off
             launcher: Any = self.launchers.get((
                 width, dtype, weight_dtype, has_factor, is_plain,
-                block_size, scale_format, granularity, written_layout, interleaved, device,
+                block_size, scale_format, granularity, written_layout, interleaved, weight_plus_one, device,
             ))
             # fmt: on
             if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
@@ -297,7 +299,7 @@ class RowQuant(KernelPath[RowCall]):
         if result is None:
             gate = alpha, beta, limit
             formats = block_size, scale_format, granularity, layout, interleaved
-            given = input, residual, weight, factor, eps, *gate, *formats
+            given = input, residual, weight, factor, eps, *gate, *formats, weight_plus_one
             result = self.run_checked(RowCall._make(given), out)
         if out is not None:
             mark_written((out,) if self.is_single else out)
@@ -366,6 +368,7 @@ class RowQuant(KernelPath[RowCall]):
             writes_norm=not self.quantises or "norm" in self.signature.outputs,
             swiglu=not gates_plainly(*call.gate),
             interleaved=call.interleaved,
+            weight_plus_one=call.weight_plus_one,
             has_row_scale="row_scale" in self.signature.outputs,
         )
 
@@ -390,7 +393,7 @@ class RowQuant(KernelPath[RowCall]):
         if self.source == "silu_mul":
             declared["swiglu"] = flag(lambda call: None if gates_plainly(*call.gate) else True)
         return declared | self.arguments_as_properties(
-            "block_size", "scale_format", "granularity", "scale_layout", "interleaved"
+            "block_size", "scale_format", "granularity", "scale_layout", "interleaved", "weight_plus_one"
         )
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:

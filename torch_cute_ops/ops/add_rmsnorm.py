@@ -9,7 +9,13 @@ from torch_cute_ops.ops._signature import UpdatedTensor
 
 @define(RowQuant("add", normalises=True), "out")
 def add_rmsnorm(
-    input: Tensor, residual: UpdatedTensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None
+    input: Tensor,
+    residual: UpdatedTensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    weight_plus_one: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Add ``input`` to ``residual`` in place and RMS-normalise each row of the sum, in one pass over memory.
 
@@ -28,6 +34,7 @@ def add_rmsnorm(
             ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
         eps: number added to the mean square.
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensor to write the result into.
 
     Returns:

@@ -14,6 +14,7 @@ def add_rmsnorm_fp4quant_per_token(
     weight: Tensor,
     eps: float = 1e-6,
     scale_layout: FP4ScaleLayout = "128x4",
+    weight_plus_one: bool = False,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,6 +46,7 @@ def add_rmsnorm_fp4quant_per_token(
         eps: number added to the mean square.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensors to write ``(y, scale, row_scale)`` into.
 
     Returns:

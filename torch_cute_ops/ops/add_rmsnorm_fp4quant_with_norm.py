@@ -17,6 +17,7 @@ def add_rmsnorm_fp4quant_with_norm(
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
     scale_layout: FP4ScaleLayout = "128x4",
+    weight_plus_one: bool = False,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,6 +47,7 @@ def add_rmsnorm_fp4quant_with_norm(
             follows ``block_size``.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensors to write ``(y, scale, norm)`` into.
 
     Returns:

@@ -16,6 +16,7 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
     eps: float = 1e-6,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
+    weight_plus_one: bool = False,
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,6 +42,7 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensors to write ``(y, scale_128x4, scale_linear, norm)`` into.
 
     Returns:

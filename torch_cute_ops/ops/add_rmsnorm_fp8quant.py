@@ -17,6 +17,7 @@ def add_rmsnorm_fp8quant(
     granularity: FP8Granularity = "token",
     scale_layout: FP8ScaleLayout | None = None,
     interleaved: bool = False,
+    weight_plus_one: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,6 +51,7 @@ def add_rmsnorm_fp8quant(
             ``"token"`` or ``"tensor"``.
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 

@@ -7,7 +7,9 @@ from torch_cute_ops.ops._row_quant import RowQuant
 
 
 @define(RowQuant(normalises=True), "out")
-def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
+def rmsnorm(
+    input: Tensor, weight: Tensor, eps: float = 1e-6, weight_plus_one: bool = False, *, out: Tensor | None = None
+) -> Tensor:
     """RMS-normalise each row of ``input``.
 
     The norm of each row ``v`` of ``input`` is computed in fp32 and rounded once to the dtype of ``input``::
@@ -22,6 +24,7 @@ def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | N
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
         eps: number added to the mean square.
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensor to write the result into.
 
     Returns:
@@ -36,6 +39,8 @@ def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, *, out: Tensor | N
         >>> from torch_cute_ops import rmsnorm
         >>> x = torch.tensor([[2, 2, -2, -2], [4, 0, 0, 0]], dtype=torch.bfloat16)
         >>> rmsnorm(x, torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
+        [[1.0, 2.0, -3.0, -4.0], [2.0, 0.0, 0.0, 0.0]]
+        >>> rmsnorm(x, torch.tensor([0.0, 1.0, 2.0, 3.0]), weight_plus_one=True).tolist()
         [[1.0, 2.0, -3.0, -4.0], [2.0, 0.0, 0.0, 0.0]]
 
     References:

@@ -16,6 +16,7 @@ def rmsnorm_fp4quant(
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
     scale_layout: FP4ScaleLayout = "128x4",
+    weight_plus_one: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -39,6 +40,7 @@ def rmsnorm_fp4quant(
             follows ``block_size``.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
+        weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:

@@ -60,6 +60,7 @@ class What:
     normalises: bool
     also: tuple[str, ...] = ()
     swiglu: bool = False
+    weight_plus_one: bool = False
 
     @property
     def targets(self) -> Iterable[tuple[str, str]]:
@@ -84,7 +85,15 @@ WHATS = (
     What("dequantize", "", False),
 )
 
-WHAT = {what.name: what for what in WHATS}
+PLUS_ONE = (
+    What("norm1", "rows", True, weight_plus_one=True),
+    What("norm1-norm", "rows", True, ("norm",), weight_plus_one=True),
+    What("add1", "add", True, weight_plus_one=True),
+    What("add1-linear-norm", "add", True, ("linear", "norm"), weight_plus_one=True),
+)
+"""Norms that multiply by 1 + weight. The grid does not contain them; see ``WITH_PLUS_ONE``."""
+
+WHAT = {what.name: what for what in (*WHATS, *PLUS_ONE)}
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,7 @@ class Case(KernelCase):
             swiglu=self.what.swiglu,
             interleaved=self.interleaved,
             has_row_scale=self.target in TOKEN_TARGETS,
+            weight_plus_one=self.what.weight_plus_one,
         )
         return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
 
@@ -208,25 +218,47 @@ ROW_SCALED = tuple(
 )
 """Cases of NVFP4 rows with a scale per row."""
 
+WITH_PLUS_ONE = tuple(
+    itertools.starmap(
+        Case,
+        (
+            (WHAT["norm1"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),
+            (WHAT["norm1"], (BF16, FP32), 3072, ("block128", "column"), "sm_100a"),
+            (WHAT["norm1-norm"], (BF16, FP32), 7168, ("nvfp4", "linear"), "sm_100a"),
+            (WHAT["add1"], (BF16, BF16), 7168, ("nvfp4-g", "128x4"), "sm_90a"),
+            (WHAT["add1"], (FP32, FP32), 16_384, ROUNDED, "sm_90a"),
+            (WHAT["add1-linear-norm"], (FP16, FP32), 8192, ("mxfp4", "128x4"), "sm_90a"),
+        ),
+    )
+)
+"""Cases of norms that multiply by 1 + weight."""
+
+MORE = (*INTERLEAVED, *ROW_SCALED, *WITH_PLUS_ONE)
+"""Cases that are not part of the grid."""
+
 
 def every_case() -> Iterator[Case]:
-    """Yield every valid case of the grid, ``INTERLEAVED`` and ``ROW_SCALED``."""
+    """Yield every valid case of the grid, and ``MORE``."""
+    yield from grid_cases()
+    yield from MORE
+
+
+def grid_cases() -> Iterator[Case]:
+    """Yield every valid case of the grid."""
     choices = itertools.product(WHATS, DTYPES, WIDTHS, TARGETS, ARCHS)
     yield from (case for case in itertools.starmap(Case, choices) if case.is_valid)
-    yield from (*INTERLEAVED, *ROW_SCALED)
 
 
 @cache
 def covering_cases() -> tuple[Case, ...]:
-    """Return a selection of the grid, plus ``TIGHT``, ``INTERLEAVED`` and ``ROW_SCALED``, that contains each pair of
-    choices. For wide rows, it also contains each triple of operation, width and architecture.
+    """Return a selection of the grid, plus ``TIGHT`` and ``MORE``.
 
-    The selection is greedy: for each pair that is still missing, it adds the case that contains the most missing pairs.
+    The selection contains each pair of choices. For wide rows, it also contains each triple of operation, width and
+    architecture. It is greedy: for each pair that is still missing, it adds the case that contains the most missing
+    pairs.
     """
     having = defaultdict(list)
-    for case in every_case():
-        if case.interleaved or case.target in TOKEN_TARGETS:
-            continue
+    for case in grid_cases():
         for pair in case.pairs:
             having[pair].append(case)
     some = random.Random(0)
@@ -239,4 +271,4 @@ def covering_cases() -> tuple[Case, ...]:
         chosen.append(best)
         for pair in best.pairs:
             missing.pop(pair, None)
-    return *chosen, *(case for case in TIGHT if case not in chosen), *INTERLEAVED, *ROW_SCALED
+    return *chosen, *(case for case in TIGHT if case not in chosen), *MORE

@@ -78,6 +78,7 @@ class RowQuantSpec:
             zeros to a multiple of 256 elements.
         has_row_scale: True if each NVFP4 row has its own global scale, which the kernel computes from the row's amax.
             The inverse of this global scale, the row scale, is then an output.
+        weight_plus_one: True if the norm multiplies by 1 + weight, which is added in fp32.
     """
 
     source: Source
@@ -97,6 +98,7 @@ class RowQuantSpec:
     max_experts: int = USUAL_EXPERTS
     interleaved: bool = False
     has_row_scale: bool = False
+    weight_plus_one: bool = False
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":

@@ -4,7 +4,7 @@ import functools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import silu_mul, swiglu
@@ -165,9 +165,12 @@ class Rows:
         return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
 
     def weight(self, j: int, thread, smem) -> list:
-        """Return the norm's weight for the thread's j-th block, in fp32."""
+        """Return the factors of the norm for the thread's j-th block, in fp32: the weight, or 1 + weight."""
         words = self._block_words(smem.weight, self.weight_dtype, self._safe_block(j, thread))
-        return unpack(words, self.weight_dtype)
+        weight = unpack(words, self.weight_dtype)
+        if self.config.spec.weight_plus_one:
+            return [ptx.add_rn(each, Float32(1.0)) for each in weight]
+        return weight
 
     @property
     def is_ragged(self) -> bool:
