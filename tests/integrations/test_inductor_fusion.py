@@ -65,6 +65,42 @@ def test_norm(norm, device):
     assert compiler.quantising() == {"rmsnorm_fp4quant": 1} and "aten.rsqrt" not in compiler.calls()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_of_gemma(dtype, device):
+    """Check that the norm of Gemma 3, which multiplies by 1 + weight, becomes one op, with and without a residual."""
+    gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    norm = gemma.Gemma3RMSNorm(H, EPS).to(device, dtype)
+    norm.weight.data.normal_()
+    x = numbers(4, H, device=device, dtype=dtype)
+
+    def layer(x):
+        total = x * 2 + x
+        return *tco.fp4_quantize(norm(x)), *tco.fp8_quantize(norm(total))
+
+    got, compiler = compiled(layer, x)
+    named = {"eps": EPS, "weight_plus_one": True}
+    weight = norm.weight.data
+    assert_equal(got, (*tco.rmsnorm_fp4quant(x, weight, **named), *tco.rmsnorm_fp8quant(x * 2 + x, weight, **named)))
+    assert compiler.quantising() == {"rmsnorm_fp4quant": 1, "add_rmsnorm_fp8quant": 1}
+    assert "aten.add.Tensor" not in compiler.calls() and "aten.add.Scalar" not in compiler.calls()
+    info = torch.finfo(dtype)
+    torch.testing.assert_close(
+        tco.rmsnorm(x, weight, **named), norm(x).detach(), rtol=max(info.eps, 1e-6), atol=info.tiny
+    )
+
+
+def test_one_added_in_bfloat16():
+    """Check that a sum 1 + weight that is rounded to bfloat16 stays as it is."""
+    x, weight = numbers(4, H), numbers(H) * 0.01
+
+    def layer(x, weight):
+        return tco.fp8_quantize(llama_norm(x, 1 + weight))
+
+    got, compiler = compiled(layer, x, weight)
+    assert_equal(got, tco.rmsnorm_fp8quant(x, 1 + weight, eps=EPS))
+    assert compiler.quantising() == {"rmsnorm_fp8quant": 1}
+
+
 @by_format
 def test_formats(kind, device):
     """Check that an addition, a norm and a quantisation are fused, and so is the gate of a merged layer."""

@@ -319,6 +319,18 @@ def test_warmup_calls_fused_ops(activations, expected):
     assert calls.sizes and not calls.fused
 
 
+def test_warmup_calls_norms_of_gemma():
+    """Check that the ops with 1 + weight are called too if the source of a norm adds 1."""
+    gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    block = FusedBlock()
+    block.norm = gemma.Gemma3RMSNorm(H)
+    quantize_(block.bfloat16(), activations="16bit")
+    with Calls() as calls:
+        warmup(block, rows=(1,))
+    pair = [("rmsnorm", BF16_ROW, NORM), ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM)]
+    assert sorted(calls.fused, key=str) == sorted(2 * pair, key=str)
+
+
 def test_warmup_calls_gates_with_gemms():
     """Check that `warmup` also calls GEMMs that gate in their prologue, for one row and 16-bit activations."""
     block = quantize_(FusedBlock().bfloat16())

@@ -16,15 +16,17 @@ _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Norm(NamedTuple):
-    """Matched RMSNorm over the last dimension."""
+    """Matched RMSNorm over the last dimension. It multiplies by ``1 + weight`` if ``weight_plus_one``."""
 
     input: Node
     weight: Node
     eps: float
+    weight_plus_one: bool
 
 
 def match_rms_norm(node: Node) -> Norm | None:
-    """Match ``x · rsqrt(mean(x²) + eps) · weight``, with dtype conversions anywhere in between."""
+    """Match ``x · rsqrt(mean(x²) + eps) · weight``, with dtype conversions anywhere in between. The last factor may
+    also be ``1 + weight``, if it is added in float32."""
     for weight, scaled in _factors(_unconverted(node)):
         if not isinstance(weight, fx.Node) or value_of(weight).dim() != 1:
             continue
@@ -32,18 +34,28 @@ def match_rms_norm(node: Node) -> Norm | None:
             eps = _eps_of_root(root, x)
             if eps is None:
                 continue
-            source, factor = _unwidened(x), _unwidened(weight)
+            addend = _without_one(weight)
+            source, factor = _unwidened(x), _unwidened(weight if addend is None else addend)
             dtype = value_of(source).dtype
             if value_of(factor).dtype not in (dtype, torch.float32):
-                factor = weight
+                factor = weight if addend is None else addend
             if (
                 dtype in _FLOATS
                 and value_of(factor).dtype in (dtype, torch.float32)
                 and value_of(factor).shape == value_of(source).shape[-1:]
                 and value_of(source).shape == value_of(node).shape
             ):
-                return Norm(source, factor, eps)
+                return Norm(source, factor, eps, addend is not None)
     return None
+
+
+def _without_one(node: Node) -> Node | None:
+    """Match ``x + 1`` of a float32 tensor x and return x, or None if the node is something else."""
+    is_sum = is_call(node, *_ADD) and not node.kwargs and value_of(node).dtype == torch.float32
+    if not is_sum or len(node.args) != 2 or not isinstance(node.args[1], (int, float)) or node.args[1] != 1:
+        return None
+    addend = _as_node(node.args[0])
+    return addend if addend is not None and value_of(addend).dtype == torch.float32 else None
 
 
 def _eps_of_root(node: Any, x: Node) -> float | None:

@@ -113,9 +113,9 @@ class FuseQuantization(CustomGraphPass):
     Recognised patterns:
 
     - RMSNorm of the last dimension with a weight (H,), as computed by ``torch.nn.functional.rms_norm`` and Hugging Face
-      decoders, with any rounding in between. The fused ops round only once, so results differ in the last bits of the
-      norm. If other nodes also read the norm, an FP4 op writes it as an additional output (``…_with_norm``); FP8 ops
-      cannot, so the norm is then not fused.
+      decoders, with any rounding in between, or with ``1 + weight``, added in float32, as in Gemma. The fused ops round
+      only once, so results differ in the last bits of the norm. If other nodes also read the norm, an FP4 op writes it
+      as an additional output (``…_with_norm``); FP8 ops cannot, so the norm is then not fused.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
       afterwards. The sum overwrites this tensor. An input of the graph is never overwritten.
     - ``silu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns it
@@ -321,7 +321,7 @@ def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor
     If possible, the op also computes the addition before the norm and replaces it. Otherwise the op is inserted before
     ``anchor``.
     """
-    named = {**named, "weight": norm.weight, "eps": norm.eps}
+    named = {**named, "weight": norm.weight, "eps": norm.eps, "weight_plus_one": norm.weight_plus_one}
     results = _add_norm(norm, f"add_{name}", named, count)
     if results is not None or not are_before(anchor, named.values()):
         return results

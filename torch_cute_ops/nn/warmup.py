@@ -5,6 +5,8 @@ which are then compiled in parallel processes. The second pass loads and launche
 """
 
 import contextlib
+import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Integral
 
@@ -222,6 +224,16 @@ def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]
         link(layer, before)
 
 
+def _adds_one(norm: type[nn.Module]) -> bool:
+    """Return True if the source of a norm adds 1 to its weight, as Gemma's norm does. A wrong result costs the time to
+    compile a kernel, at warm-up or at the first call."""
+    try:
+        source = inspect.getsource(norm.forward)
+    except (OSError, TypeError):
+        return False
+    return re.search(r"\b1(\.0)? \+ self\.weight\b|\bself\.weight(\.float\(\))? \+ 1\b", source) is not None
+
+
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
     """Return the widths that gates may have: half of each layer's columns."""
     return {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
@@ -232,11 +244,12 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
 
     One row is enough, because the kernels do not depend on the number of rows.
     """
-    norms: dict[int, set[torch.dtype]] = {}
+    norms: dict[int, set[tuple[torch.dtype, bool]]] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         if [*own] == ["weight"] and own["weight"].dim() == 1:
-            norms.setdefault(own["weight"].shape[0], set()).add(own["weight"].dtype)
+            known = norms.setdefault(own["weight"].shape[0], set())
+            known.update((own["weight"].dtype, plus_one) for plus_one in {False, _adds_one(type(module))})
     gated = _gated_widths(layers)
     done = set()
     for layer in layers:
@@ -247,9 +260,10 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             continue
         done.add(form)
         x = torch.zeros(1, width, dtype=dtype, device=device)
-        for weight_dtype in norms.get(width, ()):
+        for weight_dtype, plus_one in norms.get(width, ()):
             weight = torch.ones(width, dtype=weight_dtype, device=device)
-            getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **arguments)
-            getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **arguments)
+            named = {**arguments, "weight_plus_one": plus_one}
+            getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **named)
+            getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **named)
         if quantization is not None and width in gated:
             getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments)
