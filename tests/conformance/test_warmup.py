@@ -35,7 +35,7 @@ def properties_of_call(op, sample) -> dict:
     given = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
     given.apply_defaults()
     given = given.arguments
-    choices = ("block_size", "scale_format", "scale_layout", "granularity", "interleaved", "weight_plus_one")
+    choices = ("block_size", "scale_format", "scale_layout", "granularity", "interleaved", "weight_plus_one", "gate")
     found = {name: given[name] for name in choices if name in given}
     if "global_scale" in given:
         found["global_scale"] = given["global_scale"] is not None

@@ -106,7 +106,9 @@ def in_order(y: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
-    """Compute SwiGLU of fp32 rows: the first half of a row gates the second half."""
+    """Compute the gate of fp32 rows: the first half of a row gates the second half."""
+    if given.get("gate", "silu") != "silu":
+        return spec.gelu_mul(rows, given["gate"])
     parameters = tuple(given.get(f"swiglu_{name}", usual) for name, usual in SWIGLU.items())
     if parameters == tuple(SWIGLU.values()):
         return spec.silu_mul(rows)

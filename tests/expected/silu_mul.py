@@ -5,7 +5,7 @@ import torch
 from expected import Tensors, gated, rows_of
 from torch_cute_ops.testing import GATE_ERROR
 
-_ARGUMENTS = "Tensor input, float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None"
+_ARGUMENTS = "Tensor input, float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, str gate='silu'"
 SCHEMA = f"cute::silu_mul({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::silu_mul.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 

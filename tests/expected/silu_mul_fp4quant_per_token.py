@@ -5,7 +5,8 @@ from expected import Tensors, gated, quantised_per_token, rmsnorm_fp4quant_per_t
 from torch_cute_ops.testing import GATE_ERROR
 
 _ARGUMENTS = (
-    "Tensor input, str scale_layout='128x4', float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None"
+    "Tensor input, str scale_layout='128x4', float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, "
+    "str gate='silu'"
 )
 _OUTPUTS = "Tensor(a!) y, Tensor(b!) scale, Tensor(c!) row_scale"
 SCHEMA = f"cute::silu_mul_fp4quant_per_token({_ARGUMENTS}) -> (Tensor y, Tensor scale, Tensor row_scale)"

@@ -24,6 +24,22 @@ GATES: tuple[tuple[str, dict[str, Any]], ...] = (
 """Parameters of gates that the samples use."""
 
 
+GELUS = ("gelu_tanh", "gelu")
+"""Gates without parameters."""
+
+
+def gate_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
+    """Yield calls with the positional arguments ``args``, and unknown gates, or gates without parameters that get
+    parameters."""
+    for gate in ("relu2", "GELU", ""):
+        text = f"gate is '{gate}'; expected one of 'silu', 'gelu_tanh', 'gelu'"
+        yield ErrorInput(f"gate-{gate}", args, {"gate": gate}, ValueError, text)
+    for gate in GELUS:
+        for name, value in GPT_OSS.items():
+            text = f"{name} is {value} with gate='{gate}'; expected .* only gate='silu' takes parameters"
+            yield ErrorInput(f"{gate}-{name.replace('_', '-')}", args, {"gate": gate, name: value}, ValueError, text)
+
+
 def swiglu_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
     """Yield calls with the positional arguments ``args`` and wrong parameters of the gate."""
     for name, values in {
@@ -45,6 +61,10 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     for i, (name, gate) in enumerate(GATES):
         rows = torch.randn(19, 5 * 256, device=device).mul_(4).to(DTYPES[i % 3])
         yield Sample(f"swiglu-{name}", (rows,), {**family.plain, **gate})
+    for i, gate in enumerate(GELUS):
+        rows = torch.randn(19, 5 * 256, device=device).mul_(4).to(DTYPES[i])
+        yield Sample(gate, (rows,), {**family.plain, "gate": gate})
+        yield Sample(f"{gate}-small", (rows.flip(-1),), {**family.small, "gate": gate})
     for width in (2880, 1152):
         rows = torch.randn(33, 2 * width, device=device).mul_(4).bfloat16()
         yield Sample(f"swiglu-width-{width}", (rows,), {**family.small, **GPT_OSS})
@@ -69,11 +89,15 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             yield Sample(f"{name}-{short(dtype)}", (rows,), kwargs)
             if name in ("gate", "up", "pairs"):
                 yield Sample(f"swiglu-{name}-{short(dtype)}", (rows,), {**kwargs, **GPT_OSS})
+            if name != "identity":
+                for gate in GELUS:
+                    yield Sample(f"{gate}-{name}-{short(dtype)}", (rows,), {**kwargs, "gate": gate})
 
 
 def silu_mul_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
     """Yield error inputs of an op of this family."""
     yield from family.errors(random_rows(4, 128, device=device), halves=True)
     yield from swiglu_errors((random_rows(4, 128, device=device),))
+    yield from gate_errors((random_rows(4, 128, device=device),))
     kwargs, good = family.outputs(device)
     yield from out_errors((random_rows(4, 1024, device=device),), kwargs, good, device)

@@ -489,7 +489,7 @@ def compute_rows(config: Any, *args: Any) -> None:
         write(call.residual, x.float() + call.residual.float())
         x = call.residual
     if spec.source == "silu_mul":
-        value = silu_mul_rows(x, *gate)
+        value = silu_mul_rows(x, *gate, gate=spec.gate)
     elif call.weight is None:
         value = x.float()
     else:

@@ -350,6 +350,21 @@ def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) ->
         return _gated(gate, gate * np.float32(alpha)) * (up + np.float32(beta))
 
 
+def gelu_mul(value: np.ndarray, gate: str) -> np.ndarray:
+    """Return ``gelu(a) · b`` for the halves a and b of rows (M, 2I), rounded to fp32 after each of the two products.
+
+    With ``gate="gelu_tanh"``, tanh is written as a sigmoid, whose argument is computed in fp32 steps.
+    """
+    first, up = np.split(value.astype(np.float32), 2, axis=-1)
+    with np.errstate(all="ignore"):
+        if gate == "gelu_tanh":
+            slope = np.float32(math.sqrt(8 / math.pi))
+            cubic = np.float32(math.sqrt(8 / math.pi) * 0.044715)
+            return _gated(first, first * (first * first * cubic + slope)) * up
+        phi = np.vectorize(lambda x: math.erfc(-x / math.sqrt(2)) / 2, otypes=[np.float64])(first.astype(np.float64))
+        return (first.astype(np.float64) * phi.astype(np.float32)).astype(np.float32) * up
+
+
 def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
     """Return ``value · sigmoid(gate)``, computed in float64 and rounded to fp32. The sigmoid is 0 if exp(-gate) exceeds
     fp32."""

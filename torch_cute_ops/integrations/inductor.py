@@ -286,6 +286,7 @@ def _multiply_quantised(node: Node) -> bool:
         or any(quantisation[name] != named[name] for name in ("block_size", "scale_format"))
         or layout not in (None, quantisation["scale_layout"])
         or (gate and not gates_plainly(*gate))
+        or quantisation.get("gate", "silu") != "silu"
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
         or not isinstance(rows, int)

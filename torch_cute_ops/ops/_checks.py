@@ -4,7 +4,7 @@ expected value, and if possible a fix."""
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -22,6 +22,7 @@ from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_majo
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, reason_no_tiles
 from torch_cute_ops.formats.shapes import Output
+from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -584,6 +585,20 @@ def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool =
     message contains ``limit``, a description of the limit."""
     if not (math.isfinite(value) and fits):
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
+
+
+def check_gate(op: str, gate: str, alpha: float, beta: float, limit: float | None) -> None:
+    """Check the name of a gate's activation function, and that only SiLU gets the parameters of SwiGLU."""
+    if gate not in get_args(Gate):
+        expected = ", ".join(map(repr, get_args(Gate)))
+        raise ValueError(f"cute::{op}: gate is {gate!r}; expected one of {expected}")
+    given = {"swiglu_alpha": (alpha, 1.0), "swiglu_beta": (beta, 0.0), "swiglu_limit": (limit, None)}
+    for name, (value, usual) in given.items():
+        if gate != "silu" and value != usual:
+            raise ValueError(
+                f"cute::{op}: {name} is {value} with gate={gate!r}; expected {usual}, because only gate='silu' takes "
+                "parameters"
+            )
 
 
 def check_swiglu(op: str, alpha: float, beta: float, limit: float | None) -> None:

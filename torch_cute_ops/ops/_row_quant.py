@@ -19,7 +19,7 @@ from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
-from torch_cute_ops.ops._signature import Signature
+from torch_cute_ops.ops._signature import Gate, Signature
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
 from torch_cute_ops.runtime.arch import Arch
@@ -52,10 +52,11 @@ class RowCall(NamedTuple):
     scale_layout: str | None = "128x4"
     interleaved: bool = False
     weight_plus_one: bool = False
+    gate: Gate = "silu"
 
     @property
-    def gate(self) -> tuple[float, float, float | None]:
-        """Parameters of the gate: alpha, beta and limit."""
+    def swiglu(self) -> tuple[float, float, float | None]:
+        """Parameters of SwiGLU: alpha, beta and limit."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
 
@@ -159,7 +160,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             y, norm = (None, padded) if y is None else (padded, norm)
         outputs = (y, scale, linear, norm, row_scale, None, None)
         rest = (None if factor is None else factor.reshape(1), *outputs)
-        scalars = (call.eps, *gate_arguments(*call.gate), self.max_ctas)
+        scalars = (call.eps, *gate_arguments(*call.swiglu), self.max_ctas)
         try:
             self.function(rows, sums, weight, *rest, *scalars)
         except (ValueError, TypeError):
@@ -211,8 +212,8 @@ class RowQuant(KernelPath[RowCall]):
         weight_dtype = None if call.weight is None else call.weight.dtype
         return (
             *(call.input.shape[-1], call.input.dtype, weight_dtype, call.factor is not None),
-            *(gates_plainly(*call.gate), call.block_size, call.scale_format, call.granularity, call.scale_layout),
-            *(call.interleaved, call.weight_plus_one),
+            *(gates_plainly(*call.swiglu), call.block_size, call.scale_format, call.granularity, call.scale_layout),
+            *(call.interleaved, call.weight_plus_one, call.gate),
             device,
         )
 
@@ -234,6 +235,7 @@ class RowQuant(KernelPath[RowCall]):
         layout: str | None,
         interleaved: bool,
         weight_plus_one: bool,
+        gate: Gate,
     ) -> Any:
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` and the launch are inlined.
 
@@ -253,7 +255,7 @@ class RowQuant(KernelPath[RowCall]):
             # fmt: off
             launcher: Any = self.launchers.get((
                 width, dtype, weight_dtype, has_factor, is_plain,
-                block_size, scale_format, granularity, written_layout, interleaved, weight_plus_one, device,
+                block_size, scale_format, granularity, written_layout, interleaved, weight_plus_one, gate, device,
             ))
             # fmt: on
             if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
@@ -297,9 +299,9 @@ class RowQuant(KernelPath[RowCall]):
         except Exception:  # see CallPath.run
             result = None
         if result is None:
-            gate = alpha, beta, limit
+            swiglu = alpha, beta, limit
             formats = block_size, scale_format, granularity, layout, interleaved
-            given = input, residual, weight, factor, eps, *gate, *formats, weight_plus_one
+            given = input, residual, weight, factor, eps, *swiglu, *formats, weight_plus_one, gate
             result = self.run_checked(RowCall._make(given), out)
         if out is not None:
             mark_written((out,) if self.is_single else out)
@@ -337,7 +339,8 @@ class RowQuant(KernelPath[RowCall]):
         elif fmt is not None:
             _checks.check_fp8_scale(op, call.factor, fmt, "input", device)
             _checks.check_interleaved_codes(op, call.interleaved, fmt)
-        _checks.check_swiglu(op, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
+        _checks.check_swiglu(op, *call.swiglu)
+        _checks.check_gate(op, call.gate, *call.swiglu)
 
     def fill_without_work(self, call: RowCall, out: Outputs) -> bool:
         if call.input.numel():
@@ -366,9 +369,10 @@ class RowQuant(KernelPath[RowCall]):
             also_linear="scale_linear" in self.signature.outputs,
             has_factor=call.factor is not None,
             writes_norm=not self.quantises or "norm" in self.signature.outputs,
-            swiglu=not gates_plainly(*call.gate),
+            swiglu=not gates_plainly(*call.swiglu),
             interleaved=call.interleaved,
             weight_plus_one=call.weight_plus_one,
+            gate=call.gate,
             has_row_scale="row_scale" in self.signature.outputs,
         )
 
@@ -391,9 +395,9 @@ class RowQuant(KernelPath[RowCall]):
         if "global_scale" in self.signature.names:
             declared["global_scale"] = flag(lambda call: call.factor is not None)
         if self.source == "silu_mul":
-            declared["swiglu"] = flag(lambda call: None if gates_plainly(*call.gate) else True)
+            declared["swiglu"] = flag(lambda call: None if gates_plainly(*call.swiglu) else True)
         return declared | self.arguments_as_properties(
-            "block_size", "scale_format", "granularity", "scale_layout", "interleaved", "weight_plus_one"
+            "block_size", "scale_format", "granularity", "scale_layout", "interleaved", "weight_plus_one", "gate"
         )
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
@@ -414,8 +418,8 @@ class RowQuant(KernelPath[RowCall]):
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:
-    """Return True if the gate is plain ``silu(gate) · up``, without scaling, offset or clamp. This gate is compiled to
-    a separate kernel."""
+    """Return True if the gate is plain ``silu(gate) · up``, or another activation without scaling, offset or clamp.
+    This gate is compiled to a separate kernel."""
     return limit is None and alpha == 1.0 and beta == 0.0
 
 

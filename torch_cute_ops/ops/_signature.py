@@ -29,6 +29,8 @@ WeightScaleLayout = Literal["linear", "128x4"]
 FP8Granularity = Literal["tensor", "token", "block128"]
 FP8ScaleLayout = Literal["row", "column"]
 Scoring = Literal["softmax", "sigmoid"]
+Gate = Literal["silu", "gelu_tanh", "gelu"]
+"""Activation functions of a gate. Only SiLU takes the parameters of the general SwiGLU."""
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]
 """Static property: elements of the result that share a factor ``alpha``, in GEMMs without (``AlphaKind``) and with a

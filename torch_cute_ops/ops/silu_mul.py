@@ -4,6 +4,7 @@ from torch import Tensor
 
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.ops._signature import Gate
 
 
 @define(RowQuant("silu_mul"), "out")
@@ -12,6 +13,7 @@ def silu_mul(
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
+    gate: Gate = "silu",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -24,13 +26,16 @@ def silu_mul(
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
-    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN.
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. With
+    ``gate="gelu_tanh"`` or ``gate="gelu"``, ``h`` is ``gelu(gate) · up``.
 
     Args:
         input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if I is not a multiple of 16.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
+            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
         out: contiguous tensor to write the result into.
 
     Returns:
@@ -46,6 +51,8 @@ def silu_mul(
         >>> from torch_cute_ops import silu_mul
         >>> gate, up = torch.tensor([[32.0, 20.0, 0.0]]), torch.tensor([[3.0, 0.5, 7.0]])
         >>> silu_mul(torch.cat([gate, up], 1)).tolist()  # silu(g) rounds to g from g = 17 on
+        [[96.0, 10.0, 0.0]]
+        >>> silu_mul(torch.cat([gate, up], 1), gate="gelu").tolist()  # gelu(g) rounds to g from g = 6 on
         [[96.0, 10.0, 0.0]]
 
     References:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signature import FP4ScaleLayout
+from torch_cute_ops.ops._signature import FP4ScaleLayout, Gate
 
 
 @define(RowQuant("silu_mul", block_size=16), "y", "scale", "row_scale")
@@ -14,6 +14,7 @@ def silu_mul_fp4quant_per_token(
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
+    gate: Gate = "silu",
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,8 +27,9 @@ def silu_mul_fp4quant_per_token(
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
-    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. ``h`` is
-    quantised as in :func:`fp4_quantize_per_token`, without being rounded to the dtype of ``input`` first.
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. With
+    ``gate="gelu_tanh"`` or ``gate="gelu"``, ``h`` is ``gelu(gate) · up``. ``h`` is quantised as in
+    :func:`fp4_quantize_per_token`, without being rounded to the dtype of ``input`` first.
 
     Args:
         input: (..., 2I) bfloat16, float16 or float32; I is a multiple of 16. Rows may be strided; the kernel first
@@ -36,6 +38,8 @@ def silu_mul_fp4quant_per_token(
             them), ``"8x4"`` or ``"linear"`` (row-major).
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
+            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
         out: contiguous tensors to write ``(y, scale, row_scale)`` into.
 
     Returns:

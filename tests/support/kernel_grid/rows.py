@@ -61,6 +61,7 @@ class What:
     also: tuple[str, ...] = ()
     swiglu: bool = False
     weight_plus_one: bool = False
+    gate: str = "silu"
 
     @property
     def targets(self) -> Iterable[tuple[str, str]]:
@@ -93,7 +94,10 @@ PLUS_ONE = (
 )
 """Norms that multiply by 1 + weight. The grid does not contain them; see ``WITH_PLUS_ONE``."""
 
-WHAT = {what.name: what for what in (*WHATS, *PLUS_ONE)}
+GELUS = (What("gelu_tanh", "silu_mul", False, gate="gelu_tanh"), What("gelu", "silu_mul", False, gate="gelu"))
+"""Gates with GELU. The grid does not contain them; see ``WITH_GELU``."""
+
+WHAT = {what.name: what for what in (*WHATS, *PLUS_ONE, *GELUS)}
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class Case(KernelCase):
             interleaved=self.interleaved,
             has_row_scale=self.target in TOKEN_TARGETS,
             weight_plus_one=self.what.weight_plus_one,
+            gate=self.what.gate,
         )
         return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
 
@@ -233,7 +238,22 @@ WITH_PLUS_ONE = tuple(
 )
 """Cases of norms that multiply by 1 + weight."""
 
-MORE = (*INTERLEAVED, *ROW_SCALED, *WITH_PLUS_ONE)
+WITH_GELU = tuple(
+    Case(what, *rest)
+    for what, rest in itertools.product(
+        GELUS,
+        (
+            ((BF16, BF16), 7168, ("nvfp4", "128x4"), "sm_90a"),
+            ((BF16, BF16), 2880, ("mxfp4", "linear"), "sm_120a"),
+            ((FP16, FP16), 7168, ("block128", "column"), "sm_90a"),
+            ((FP32, FP32), 16_384, ("token", "row"), "sm_100a"),
+            ((BF16, BF16), 15_360, ROUNDED, "sm_90a"),
+        ),
+    )
+)
+"""Cases of gates with GELU."""
+
+MORE = (*INTERLEAVED, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU)
 """Cases that are not part of the grid."""
 
 

@@ -4,7 +4,7 @@
 
 - source of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and a row of the
   residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by the first
-  half (``silu(gate) * up``, or the general SwiGLU).
+  half: ``silu(gate) * up``, the general SwiGLU, or GELU instead of SiLU.
 - RMSNorm, or none. The norm multiplies by the weight or, as in Gemma, by 1 + weight.
 - format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
   the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it),

@@ -47,6 +47,7 @@ of 8."""
 
 Source = Literal["rows", "add", "silu_mul"]
 RowsOf = Literal["all", "experts"]
+Gate = Literal["silu", "gelu_tanh", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class RowQuantSpec:
         has_row_scale: True if each NVFP4 row has its own global scale, which the kernel computes from the row's amax.
             The inverse of this global scale, the row scale, is then an output.
         weight_plus_one: True if the norm multiplies by 1 + weight, which is added in fp32.
+        gate: activation function of the gate of ``"silu_mul"``. It is ``"silu"`` if ``swiglu`` is True.
     """
 
     source: Source
@@ -99,6 +101,7 @@ class RowQuantSpec:
     interleaved: bool = False
     has_row_scale: bool = False
     weight_plus_one: bool = False
+    gate: Gate = "silu"
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":

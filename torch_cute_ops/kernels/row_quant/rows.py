@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import silu_mul, swiglu
+from torch_cute_ops.kernels.common.core.epilogue import GATES, swiglu
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, add, load_words, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config
@@ -221,7 +221,7 @@ class Rows:
         pairs = zip(*(unpack(half, self.dtype) for half in words), strict=True)
         if spec.swiglu:
             return [swiglu(gate, up, *thread.gate) for gate, up in pairs], []
-        return [silu_mul(gate, up) for gate, up in pairs], []
+        return [GATES[spec.gate](gate, up) for gate, up in pairs], []
 
     @cute.jit
     def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, thread):

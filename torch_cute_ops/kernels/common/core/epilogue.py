@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import cutlass.cute as cute
 import torch
@@ -12,6 +12,17 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, unpack
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+GELU_TANH: Final = (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)
+"""Coefficients of x and x³ in the argument of the sigmoid that replaces tanh."""
+GELU_SLOPE: Final = 0.305
+GELU_POLYNOMIAL: Final = (
+    *(0.03663887828588486, -0.15274614095687866, 0.18531501293182373, -0.037620749324560165),
+    *(0.12084043025970459, 0.10347368568181992, 0.12245868146419525, 0.12164024263620377),
+)
+"""Coefficients of P in ``gelu_mul``, highest power first."""
+HALF_LOG2E: Final = (-0.7213475108146667, -0.7213475204444817 + 0.7213475108146667)
+"""-log2(e)/2 as the sum of an fp32 number and the rest."""
 
 Finish = Callable[..., Float32]
 """Function that applies the epilogue to an accumulator. Its second argument is the accumulator's column, counted from
@@ -183,6 +194,47 @@ def swiglu(gate: Float32, up: Float32, alpha: Float32, beta: Float32, limit: Flo
     clamped = ptx.min_nan(gate, limit)
     factor = ptx.max_nan(ptx.min_nan(up, limit), -limit) + beta
     return ptx.mul_rn(_gated(clamped, ptx.mul_rn(clamped, alpha)), factor)
+
+
+def gelu_tanh_mul(gate: Float32, up: Float32) -> Float32:
+    """Return ``gelu(gate) * up`` with GELU's approximation by tanh (Hendrycks and Gimpel 2016).
+
+    ``(1 + tanh(z)) / 2`` equals ``sigmoid(2 z)``, so that the result is ``gate * sigmoid(s) * up`` with ``s = gate *
+    (2 sqrt(2/pi) + 2 sqrt(2/pi) * 0.044715 * gate²)``. ``s`` is computed in the steps of the reference, with the same
+    roundings. For a given ``s``, the result is as accurate as ``silu_mul``.
+    """
+    factor = ptx.add_rn(ptx.mul_rn(ptx.mul_rn(gate, gate), Float32(GELU_TANH[1])), Float32(GELU_TANH[0]))
+    return ptx.mul_rn(_gated(gate, ptx.mul_rn(gate, factor)), up)
+
+
+def gelu_mul(gate: Float32, up: Float32) -> Float32:
+    """Return ``gate * Phi(gate) * up``, where Phi is the normal distribution function (GELU; Hendrycks and Gimpel
+    2016).
+
+    With ``t = 1 / (1 + 0.305 |x|)``, ``Phi(-|x|)`` is ``t * P(t) * exp(-x²/2)``. The polynomial ``P`` was fitted for
+    ``|x|`` up to 14.5, with a relative error of at most 2^-23.3; for larger ``|x|`` the exponential is 0. For negative
+    ``x`` the terms do not cancel, as they would in ``(1 + erf(x / sqrt(2))) / 2``. The relative error of the result
+    grows with the exponent, because ``x²`` is rounded; docs/numerics.md, "Gate", gives the measured errors.
+    """
+    size = ptx.max_abs_nan(Float32(0.0), gate)
+    t = ptx.rcp_approx(ptx.fma_rn(size, Float32(GELU_SLOPE), Float32(1.0)))
+    ratio = Float32(GELU_POLYNOMIAL[0])
+    for coefficient in GELU_POLYNOMIAL[1:]:
+        ratio = ptx.fma_rn(ratio, t, Float32(coefficient))
+    square = ptx.mul_rn(gate, gate)
+    # Multiply by the sum of two fp32 numbers: the error of one would add up to 2^-20 to the relative error.
+    exponent = ptx.fma_rn(square, Float32(HALF_LOG2E[0]), ptx.mul_rn(square, Float32(HALF_LOG2E[1])))
+    below = ptx.mul_rn(ptx.mul_rn(ratio, t), ptx.ex2_approx(exponent))
+    phi = ptx.select(gate < Float32(0.0), below, ptx.add_rn(Float32(1.0), -below))
+    return ptx.mul_rn(ptx.mul_rn(gate, phi), up)
+
+
+GATES: Final[dict[str, Callable[[Float32, Float32], Float32]]] = {
+    "silu": silu_mul,
+    "gelu_tanh": gelu_tanh_mul,
+    "gelu": gelu_mul,
+}
+"""Functions of gate and up, keyed by the name of the gate."""
 
 
 def _gated(value: Float32, gate: Float32) -> Float32:
