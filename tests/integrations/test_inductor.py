@@ -22,6 +22,7 @@ from torch._inductor.utils import run_and_get_code
 import torch_cute_ops as tco
 import torch_cute_ops.nn
 from torch_cute_ops.integrations import inductor
+from torch_cute_ops.integrations._inductor_graph import named_arguments
 
 
 class Marks(CustomGraphPass):
@@ -201,6 +202,32 @@ def test_llama_with_16_bit_activations():
     # The last norm precedes lm_head, which is not quantised.
     assert compiler.ours() == {"rmsnorm": 1, "add_rmsnorm": 3, "mm_fp4_weight_only": 8}
     assert_one_residual(compiler.graphs[0])
+    assert F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0) > 0.999
+
+
+def test_gemma():
+    """Check that the norms of Gemma 3, which multiply by 1 + weight, and its gates with GELU are fused."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=96, max_position_embeddings=64, pad_token_id=0, sliding_window=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(std=0.1)
+    ids = torch.randint(1, 96, (2, 7))
+    tco.nn.quantize_(model, "nvfp4", activations="fp4", calibrate=lambda model: model(ids))
+    tco.nn.merge_(model)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        got, compiler = compiled(lambda ids: model(ids, use_cache=False).logits, ids)
+    assert compiler.quantising() == LLAMA_NODES
+    fused = [node for node in compiler.graphs[0].graph.nodes if "quant" in str(node.target)]
+    named = [named_arguments(node) for node in fused if "silu" in str(node.target) or "rmsnorm" in str(node.target)]
+    assert len(named) == 6
+    assert all(each.get("gate") == "gelu_tanh" or each.get("weight_plus_one") for each in named)
     assert F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0) > 0.999
 
 

@@ -89,6 +89,38 @@ def test_norm_of_gemma(dtype, device):
     )
 
 
+@pytest.mark.parametrize(("approximate", "gate"), [("tanh", "gelu_tanh"), ("none", "gelu")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gelu(approximate, gate, dtype, device, monkeypatch):
+    """Check that a gate with GELU and the quantisation after it are fused, but not with a following GEMM, whose
+    prologue only computes SiLU."""
+    monkeypatch.setattr(inductor, "quantises_with_gemm", lambda *args, **named: True)
+    monkeypatch.setattr(inductor, "gates_with_gemm", lambda *args: True)
+    x = numbers(1, 2 * H, device=device, dtype=dtype)
+    weight, weight_scale = tco.fp4_quantize(numbers(H, H, device=device))
+
+    def layer(x):
+        first, up = x.chunk(2, -1)
+        gated = F.gelu(first, approximate=approximate) * up
+        codes, scale = tco.fp4_quantize(gated)
+        return *tco.fp8_quantize(gated), tco.mm_fp4(codes, weight.t(), scale, weight_scale)
+
+    got, compiler = compiled(layer, x)
+    codes, scale = tco.silu_mul_fp4quant(x, gate=gate)
+    want = *tco.silu_mul_fp8quant(x, gate=gate), tco.mm_fp4(codes, weight.t(), scale, weight_scale)
+    assert_equal(got, want)
+    assert compiler.ours() == {"silu_mul_fp4quant": 1, "silu_mul_fp8quant": 1, "mm_fp4": 1}
+    if dtype == torch.bfloat16:
+
+        def layer_of_16_bits(x):
+            first, up = x.chunk(2, -1)
+            gated = F.gelu(first, approximate=approximate) * up
+            return tco.mm_fp4_weight_only(gated, weight.t(), weight_scale)
+
+        _, compiler = compiled(layer_of_16_bits, x)
+        assert compiler.ours() == {"mm_fp4_weight_only": 1}
+
+
 def test_one_added_in_bfloat16():
     """Check that a sum 1 + weight that is rounded to bfloat16 stays as it is."""
     x, weight = numbers(4, H), numbers(H) * 0.01
@@ -279,9 +311,14 @@ def halves_of_the_rows(x, weight):
     return tco.fp8_quantize(F.silu(x[:2]) * x[2:])
 
 
-def gelu(x, weight):
+def gelu_of_up(x, weight):
     gate, up = x.chunk(2, -1)
-    return tco.fp8_quantize(F.gelu(gate) * up)
+    return tco.fp8_quantize(F.gelu(up) * gate)
+
+
+def squared_relu(x, weight):
+    gate, up = x.chunk(2, -1)
+    return tco.fp8_quantize(F.relu(gate).square() * up)
 
 
 def layer_norm(x, weight):
@@ -305,7 +342,8 @@ def without_eps(x, weight):
 
 
 LEFT = [
-    norm_read_by_another, scale_of_the_norm, up_first, unequal_parts, halves_of_two, halves_of_the_rows, gelu,
+    norm_read_by_another, scale_of_the_norm, up_first, unequal_parts, halves_of_two, halves_of_the_rows,
+    gelu_of_up, squared_relu,
     layer_norm, norm_of_columns, norm_by_another, without_eps,
 ]  # fmt: skip
 

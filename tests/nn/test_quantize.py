@@ -331,6 +331,22 @@ def test_warmup_calls_norms_of_gemma():
     assert sorted(calls.fused, key=str) == sorted(2 * pair, key=str)
 
 
+@pytest.mark.parametrize(
+    ("activation", "gate"), [(nn.GELU("tanh"), "gelu_tanh"), (nn.GELU(), "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")]
+)
+def test_warmup_calls_gates_with_gelu(activation, gate, monkeypatch):
+    """Check that the gates of a model's activation functions are called too."""
+    if isinstance(activation, str):
+        activation = pytest.importorskip("transformers.activations").ACT2FN[activation]
+    block = FusedBlock()
+    block.act_fn = activation
+    quantize_(block.bfloat16(), "fp8_channel")
+    seen = []
+    monkeypatch.setattr(torch.ops.cute, "silu_mul_fp8quant", lambda *args, gate, **named: seen.append(gate))
+    warmup(block, rows=(1,))
+    assert seen == sorted(["silu", gate])
+
+
 def test_warmup_calls_gates_with_gemms():
     """Check that `warmup` also calls GEMMs that gate in their prologue, for one row and 16-bit activations."""
     block = quantize_(FusedBlock().bfloat16())

@@ -1,5 +1,6 @@
-"""Find RMSNorms and SiLU gates in graphs of ATen ops, in the variants that models use."""
+"""Find RMSNorms and gates in graphs of ATen ops, in the variants that models use."""
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -79,19 +80,68 @@ def _eps_of_root(node: Any, x: Node) -> float | None:
     return float(eps) if is_same else None
 
 
-def match_silu_mul(node: Node) -> Node | None:
-    """Match ``silu(gate) * up`` and return the tensor whose two halves are gate and up, or None if there is no
-    match."""
+class Gate(NamedTuple):
+    """Matched product ``act(gate) * up``.
+
+    Attributes:
+        input: tensor whose two halves are gate and up.
+        gate: activation function, as the argument ``gate`` of the ops names it.
+    """
+
+    input: Node
+    gate: str
+
+
+def match_gate(node: Node) -> Gate | None:
+    """Match ``silu(gate) * up`` or ``gelu(gate) * up``, where gate and up are the two halves of one tensor."""
     for activated, up in _factors(_unconverted(node)):
         if not isinstance(activated, fx.Node) or not isinstance(up, fx.Node):
             continue
-        gate = _input_of_silu(_unconverted(activated))
-        if gate is None:
+        found = _input_of_activation(_unconverted(activated))
+        if found is None:
             continue
+        gate, name = found
         first, second = _half(_unwidened(gate)), _half(_unwidened(up))
         if first is not None and second is not None and first[0] is second[0] and (first[1], second[1]) == (0, 1):
-            return first[0] if value_of(first[0]).dtype in _FLOATS else None
+            return Gate(first[0], name) if value_of(first[0]).dtype in _FLOATS else None
     return None
+
+
+def _input_of_activation(node: Node) -> tuple[Node, str] | None:
+    """Match an activation function. Return its input and the function's name, or None if the node is something else."""
+    x = _input_of_silu(node)
+    return _input_of_gelu(node) if x is None else (x, "silu")
+
+
+def _input_of_gelu(node: Node) -> tuple[Node, str] | None:
+    """Match ``x / 2 * (1 + f)`` as Inductor decomposes GELU, with ``f = erf(x / sqrt(2))`` or ``f = tanh(sqrt(2 / pi) *
+    (x + 0.044715 * x³))``. Return x and the name of the gate, or None if the node is something else."""
+    for half, total in _factors(node):
+        x = _scaled(half, 0.5)
+        if x is None or not is_call(total, *_ADD) or total.kwargs or total.args[1] != 1:
+            continue
+        curve = total.args[0]
+        if is_call(curve, aten.erf.default) and _scaled(curve.args[0], math.sqrt(0.5)) is x:
+            return x, "gelu"
+        if is_call(curve, aten.tanh.default):
+            inner: Any = _scaled(curve.args[0], math.sqrt(2 / math.pi))
+            if is_call(inner, aten.add.Tensor) and not inner.kwargs and inner.args[0] is x:
+                cube = _scaled(inner.args[1], 0.044715)
+                if any(again is x and _is_square(square, x) for square, again in _factors(cube)):
+                    return x, "gelu_tanh"
+    return None
+
+
+def _scaled(node: Any, factor: float) -> Node | None:
+    """Match ``x * factor`` and return x, or None if the node is something else."""
+    for x, number in _factors(node):
+        if isinstance(number, float) and math.isclose(number, factor, rel_tol=1e-6):
+            return _as_node(x)
+    return None
+
+
+def _is_square(node: Any, x: Node) -> bool:
+    return any(a is x and b is x for a, b in _factors(node))
 
 
 def _input_of_silu(node: Node) -> Node | None:

@@ -37,7 +37,7 @@ from torch_cute_ops.integrations._inductor_graph import (
     value_of,
     without_reshape,
 )
-from torch_cute_ops.integrations._inductor_patterns import Norm, match_rms_norm, match_silu_mul
+from torch_cute_ops.integrations._inductor_patterns import Gate, Norm, match_gate, match_rms_norm
 from torch_cute_ops.ops import _row_quant, _with_gemm
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._define import as_tuple
@@ -98,8 +98,8 @@ class FuseQuantization(CustomGraphPass):
     Rewrites:
 
     - ``fp4_quantize``, ``fp4_quantize_per_token`` or ``fp8_quantize`` is fused with the operation that computes its
-      input: an RMSNorm, a residual addition with the RMSNorm after it, or a SiLU·mul. Several quantisations of one
-      tensor with equal arguments become one.
+      input: an RMSNorm, a residual addition with the RMSNorm after it, or a SiLU·mul or GELU·mul. Several quantisations
+      of one tensor with equal arguments become one.
     - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
       they end (programmatic dependent launch).
     - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that computes the gate in its
@@ -118,8 +118,8 @@ class FuseQuantization(CustomGraphPass):
       as an additional output (``…_with_norm``); FP8 ops cannot, so the norm is then not fused.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
       afterwards. The sum overwrites this tensor. An input of the graph is never overwritten.
-    - ``silu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns it
-      (:func:`torch_cute_ops.nn.merge_`).
+    - ``silu(gate) * up`` or ``gelu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns
+      it (:func:`torch_cute_ops.nn.merge_`).
 
     Args:
         before: pass or passes to run before this pass, such as the previous value of ``post_grad_custom_pre_pass``.
@@ -214,12 +214,12 @@ def _fuse(node: Node) -> bool:
     named.pop("input")
     suffix, outputs = _QUANTISE[node.target], len(node.target._schema.returns)
     is_alone = all(user.target in _QUANTISE for user in readers_of(value))
-    gated = match_silu_mul(value)
+    gated = match_gate(value)
     if gated is not None:
         if not is_alone:
             return False
         with node.graph.inserting_before(node):
-            new = call_op(node.graph, f"silu_mul_{suffix}", input=gated, **named)
+            new = call_op(node.graph, f"silu_mul_{suffix}", **gated._asdict(), **named)
         _take_over(node, [result_of(new, i) for i in range(outputs)])
         return True
     norm = match_rms_norm(value)
@@ -240,7 +240,7 @@ def _fuse_input(node: Node) -> bool:
     """Compute a norm before this GEMM with our op, or fuse a one-row gate before this GEMM into the GEMM. Return True
     on success."""
     value, _ = without_reshape(named_arguments(node)["a"])
-    gated = match_silu_mul(value)
+    gated = match_gate(value)
     if gated is not None:
         return _multiply_gated(node, value, gated)
     norm = match_rms_norm(value)
@@ -253,12 +253,13 @@ def _fuse_input(node: Node) -> bool:
     return True
 
 
-def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
-    """Fuse a gate of one row into the GEMM ``node``, if only this GEMM reads the gate's result ``value``. Return True
-    on success."""
+def _multiply_gated(node: Node, value: Node, matched: Gate) -> bool:
+    """Fuse a gate of one row into the GEMM ``node``, if it is SiLU and only this GEMM reads the gate's result
+    ``value``. Return True on success."""
     named = named_arguments(node)
     rows = value_of(named.pop("a")).shape[0]
-    is_alone = all(user is node for user in readers_of(value))
+    gated = matched.input
+    is_alone = matched.gate == "silu" and all(user is node for user in readers_of(value))
     is_same = value_of(gated).dtype == value_of(value).dtype and value_of(gated).is_contiguous()
     if not is_alone or not is_same or not isinstance(rows, int) or not gates_with_gemm(rows, value_of(value).device):
         return False

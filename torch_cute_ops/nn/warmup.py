@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from numbers import Integral
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compile_pool import compile_ahead
+
+_ACTIVATIONS: Final = {"GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
+"""Gates, keyed by the name of the class of activation functions in transformers."""
 
 
 @torch.no_grad()
@@ -224,6 +228,13 @@ def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]
         link(layer, before)
 
 
+def _gate_of(module: nn.Module) -> str:
+    """Return the gate that a module may compute as its activation function."""
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(type(module).__name__, "silu")
+
+
 def _adds_one(norm: type[nn.Module]) -> bool:
     """Return True if the source of a norm adds 1 to its weight, as Gemma's norm does. A wrong result costs the time to
     compile a kernel, at warm-up or at the first call."""
@@ -244,6 +255,7 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
 
     One row is enough, because the kernels do not depend on the number of rows.
     """
+    gates = {"silu", *map(_gate_of, model.modules())}
     norms: dict[int, set[tuple[torch.dtype, bool]]] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -266,4 +278,5 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **named)
             getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **named)
         if quantization is not None and width in gated:
-            getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments)
+            for gate in sorted(gates):
+                getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments, gate=gate)
