@@ -185,7 +185,7 @@ def test_an_installed_wheel_is_found(installed, tmp_path):
     kept, loaded, refused, other, error, end = ran(installed, tmp_path)
     assert (kept, other, end) == ("True", "False", "the program goes on")
     assert loaded.startswith("INFO from the package torch_cute_ops_kernels_sm90: KernelSpec(")
-    assert refused.startswith("TypeError Expects 15 parameters when calling")
+    assert refused.startswith("TypeError Expects 16 parameters when calling")
     assert error.startswith("RuntimeError a kernel cannot be compiled here")
 
 

@@ -90,7 +90,7 @@ def test_backends():
     for op, sample in calls():
         problem = OPS[op].path.problem(bound(op, sample)[1])
         names = set(select.candidates(problem))
-        assert names == {"reference", "wgmma", "tcgen05"}
+        assert names == {"reference", "wgmma", "recode", "tcgen05"}
         assert select.choose(problem, 9, CPU).backend.name == "reference"
         assert select.choose(problem, 9, HOPPER, "reference").backend.name == "reference"
     blocks = OPS["mm_fp8_fp4"].path.problem(bound("mm_fp8_fp4", mm_fp8_fp4.call(9, 24, device=ON_CPU))[1])

@@ -124,7 +124,8 @@ def norm_call(drawn, eps, weight_in_fp32):
         # Avoid tiny values: without eps, squares that underflow in fp32 would decide the result.
         value = torch.where(value.abs() < 1e-12, 1.0, value.double()).to(value.dtype)
     weight = torch.randn(value.shape[-1], generator=generator).to(torch.float32 if weight_in_fp32 else value.dtype)
-    return {"input": value, "weight": weight, **arguments, "eps": eps}
+    plus_one = bool(torch.rand((), generator=generator) < 0.5)
+    return {"input": value, "weight": weight, **arguments, "eps": eps, "weight_plus_one": plus_one}
 
 
 @settings(deadline=None, max_examples=200)
@@ -376,7 +377,7 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 
 def test_every_reference_takes_its_ops_arguments():
     """Check that references take the op's arguments by name, and all other arguments as ``**named``. Only ops define
-    defaults. A reference has a default only for scales of activations, because some ops that call it lack this
+    defaults. A reference has a default only for scales of activations or rows, because some ops that call it lack this
     argument."""
     for name, op in OPS.items():
         reference = getattr(importlib.import_module(f"torch_cute_ops.reference.{name}"), name)
@@ -384,7 +385,8 @@ def test_every_reference_takes_its_ops_arguments():
         named = {p.name for p in theirs if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD}
         ours = {p.name: p.default for p in op.signature.parameters}
         assert named <= ours.keys() and (len(named) < len(theirs) or len(named) == len(ours))
-        assert all(ours[p.name] is p.empty for p in theirs if p.default is not p.empty)
+        defaults = {p.name for p in theirs if p.default is not p.empty}
+        assert all(ours[each] is inspect.Parameter.empty or each == "row_scale" for each in defaults)
         assert reference.__doc__
 
 
