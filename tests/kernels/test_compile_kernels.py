@@ -30,6 +30,7 @@ from support.kernel_grid import (
     tcgen05_experts_cases,
     wgmma_cases,
 )
+from support.kernel_grid.rows import WIDTHS
 from test_fp4_experts_emulated import EXPERTS
 from test_fp4_gated_experts_emulated import GATED
 from test_fp4_gemm_emulated import MMAS, NATIVE_MMAS, ROW_SCALED_MMAS, ROW_SCALED_WGMMAS, WGMMAS
@@ -103,10 +104,11 @@ def test_compiles_without_spills(case: KernelCase, compiled):
 
 
 def test_covering_cases_cover():
-    """Check that every possible pair of choices occurs in some case of the selection."""
+    """Check that every possible pair of choices occurs in some case of the selection. Cases with widths that the grid
+    does not list are additional."""
 
     def pairs(cases):
-        return set().union(*(case.pairs for case in cases))
+        return set().union(*(case.pairs for case in cases if case.width in WIDTHS))
 
     missing = pairs(every_case()) - pairs(covering_cases())
     assert not missing, list(missing)[:5]
