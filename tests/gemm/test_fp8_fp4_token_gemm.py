@@ -114,7 +114,8 @@ def test_recoding_is_chosen_for_many_rows() -> None:
         one = mm_fp8_fp4.sample("", 9, 8192, 8192, MXFP4, "128x4", CPU, fast_accum=fast_accum)
         one = with_tokens(one, prepared=True, interleaved=True)
         problem = OPS["mm_fp8_fp4"].path.problem(OPS["mm_fp8_fp4"].bind(*one.args, **one.kwargs))
-        chosen = {m: min(estimates(problem, m, HOPPER), key=estimates(problem, m, HOPPER).get) for m in (64, 4096)}
+        every = {m: estimates(problem, m, HOPPER) for m in (64, 4096)}
+        chosen = {m: min(seconds, key=seconds.get) for m, seconds in every.items()}
         assert chosen[64].backend == "wgmma" and chosen[4096].backend == ("wgmma" if fast_accum else "recode")
         reason = backend_for("recode", problem).reason_unsupported(problem, HOPPER)
         assert (reason is None) is not fast_accum
