@@ -15,7 +15,7 @@ from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import has_tokens_and_fp4
-from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import PREPARE_SECONDS, prepared
+from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import prepared, preparing_seconds
 from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8Tcgen05Tactic
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import K_TILE
@@ -95,25 +95,20 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
         seconds = super().estimate(problem, m, tactic, target)
         if problem.a.is_interleaved:
             seconds += cost.memory_seconds(2 * m * problem.k, 1, target)
-        if not problem.b.is_prepared:
-            seconds += PREPARE_SECONDS + problem.experts * problem.n * problem.k / cost.bytes_per_second(target)
-        return seconds
+        return seconds + preparing_seconds(problem, target)
 
     def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
-        undecoded = is_undecoded(problem)
-        function, max_ctas, _ = self.compiled(problem, tactic, target)
+        launch = super().launcher(problem, tactic, target)
 
-        def launch(given: Operands, out: torch.Tensor) -> None:
-            a, b, a_scale, b_scale, alpha, bias, offsets, counts, *_ = given
+        def launch_arranged(given: Operands, out: torch.Tensor) -> None:
             if problem.a.is_interleaved:
-                a = deinterleave_k(a, problem.k)
+                given = given._replace(a=deinterleave_k(given.a, problem.k))
             if not problem.b.is_prepared:
-                b, b_scale = prepared(problem, b, b_scale)
-            if undecoded:
-                b = aligned_codes(b)
-            function(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, None, max_ctas)
+                b, b_scale = prepared(problem, given.b, given.b_scale)
+                given = given._replace(b=b, b_scale=b_scale)
+            launch(given, out)
 
-        return launch
+        return launch_arranged
 
     def checks_operands(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic) -> bool:
         return super().checks_operands(problem, tactic) and problem.b.is_prepared and not problem.a.is_interleaved

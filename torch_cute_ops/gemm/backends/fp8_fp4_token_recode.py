@@ -15,19 +15,20 @@ from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Tactic
 from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import (
-    INTERLEAVE_SECONDS,
-    PREPARE_SECONDS,
     FP8FP4TokenWgmma,
     interleaved_rows,
+    interleaving_kernels,
+    interleaving_seconds,
     prepared,
+    preparing_seconds,
 )
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
 from torch_cute_ops.gemm.cost import bytes_per_second
 from torch_cute_ops.gemm.decode import fp4_format
-from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile
+from torch_cute_ops.gemm.fp8_tiles import K_TILE
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
-from torch_cute_ops.kernels import fp8_fp4_token_recode, fp8_token_wgmma, interleave_k
+from torch_cute_ops.kernels import fp8_fp4_token_recode, fp8_token_wgmma
 from torch_cute_ops.kernels.fp8_token_wgmma import MANY
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
@@ -56,28 +57,22 @@ class FP8FP4TokenRecode(FP8FP4TokenWgmma):
         given, rate = recoded(problem), bytes_per_second(target)
         seconds = FP8TokenWgmma().estimate(given, m, tactic, target) + RECODE_SECONDS
         seconds += problem.experts * problem.n * (problem.b.row_bytes(problem.k) + given.k) / (RECODE_RATE * rate)
-        if not problem.a.is_interleaved:
-            seconds += INTERLEAVE_SECONDS + 2 * m * problem.k / rate
-        if not problem.b.is_prepared:
-            seconds += PREPARE_SECONDS + problem.experts * problem.n * problem.k / rate
-        return seconds
+        return seconds + interleaving_seconds(problem, m, target) + preparing_seconds(problem, target)
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        is_plain = problem.grouping.rows.is_plain
-        recode = fp8_fp4_token_recode.Config(fp4_format(problem), is_plain, settings.PDL)
-        kernels = (
+        recode = fp8_fp4_token_recode.Config(fp4_format(problem), problem.grouping.rows.is_plain, settings.PDL)
+        return (
+            *interleaving_kernels(problem),
             KernelSpec(fp8_fp4_token_recode.KERNEL, recode),
             *FP8TokenWgmma().kernels(recoded(problem), tactic, arch),
         )
-        if problem.a.is_interleaved:
-            return kernels
-        return KernelSpec(interleave_k.KERNEL, interleave_k.Config(settings.PDL)), *kernels
 
     def launcher(self, problem: GemmProblem, tactic: FP8Tactic, target: Target) -> Launch:
         assert target.arch is not None
-        *first, recode_kernel, _ = self.kernels(problem, tactic, target.arch)
-        recode = compile_kernel(recode_kernel, target.arch)
-        interleave = compile_kernel(first[0], target.arch) if first else None
+        *first, recode, _ = (
+            compile_kernel(kernel, target.arch) for kernel in self.kernels(problem, tactic, target.arch)
+        )
+        interleave = first[0] if first else None
         given_fp8, device = recoded(problem), target.device
         multiply = FP8TokenWgmma().launcher(given_fp8, tactic, target)
         experts, n, is_plain = problem.experts, problem.n, problem.grouping.rows.is_plain
@@ -102,9 +97,6 @@ class FP8FP4TokenRecode(FP8FP4TokenWgmma):
 
     def checks_operands(self, problem: GemmProblem, tactic: FP8Tactic) -> bool:
         return False
-
-    def tile(self, tactic: FP8Tactic) -> Tile:
-        return Tile(*tactic)
 
 
 def recoded(problem: GemmProblem) -> GemmProblem:

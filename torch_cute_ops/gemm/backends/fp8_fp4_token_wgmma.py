@@ -79,11 +79,7 @@ class FP8FP4TokenWgmma(FP8Backend):
         clocks = TWO_K_GROUPS if (size, split_k, problem.fast_accum) == (WGMMA_M, 1, True) else K_TILE_CLOCKS[size]
         clocks += TILE_CLOCKS[size] * K_TILE * split_k / max(problem.k, K_TILE)
         seconds = tile.seconds(problem, m, target, clocks, 0.0, problem.b.row_bytes(K_TILE), SHARE_CLOCKS[size])
-        if not problem.a.is_interleaved:
-            seconds += INTERLEAVE_SECONDS + 2 * m * problem.k / bytes_per_second(target)
-        if not problem.b.is_prepared:
-            seconds += PREPARE_SECONDS + problem.experts * problem.n * problem.k / bytes_per_second(target)
-        return seconds
+        return seconds + interleaving_seconds(problem, m, target) + preparing_seconds(problem, target)
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         if not problem.a.is_interleaved:
@@ -94,10 +90,7 @@ class FP8FP4TokenWgmma(FP8Backend):
             problem = replace(problem, static_weight=False)  # the launches right before the GEMM write the weight
         given = plan_of_tile(problem, self.tile(tactic), arch)
         config = fp8_fp4_token_wgmma.plan(**given, fmt=fp4_format(problem), fast_accum=problem.fast_accum)
-        multiply = KernelSpec(fp8_fp4_token_wgmma.KERNEL, config)
-        if problem.a.is_interleaved:
-            return (multiply,)
-        return KernelSpec(interleave_k.KERNEL, interleave_k.Config(settings.PDL)), multiply
+        return *interleaving_kernels(problem), KernelSpec(fp8_fp4_token_wgmma.KERNEL, config)
 
     def launcher(self, problem: GemmProblem, tactic: FP8Tactic, target: Target) -> Launch:
         assert target.arch is not None
@@ -121,6 +114,23 @@ class FP8FP4TokenWgmma(FP8Backend):
 
     def tile(self, tactic: FP8Tactic) -> Tile:
         return Tile(*tactic)
+
+
+def interleaving_seconds(problem: GemmProblem, m: int, target: Target) -> float:
+    """Estimate the time to interleave k of the activations during a call: 0 if it is interleaved."""
+    return 0.0 if problem.a.is_interleaved else INTERLEAVE_SECONDS + 2 * m * problem.k / bytes_per_second(target)
+
+
+def preparing_seconds(problem: GemmProblem, target: Target) -> float:
+    """Estimate the time to prepare the weight's scales during a call: 0 if they are prepared."""
+    if problem.b.is_prepared:
+        return 0.0
+    return PREPARE_SECONDS + problem.experts * problem.n * problem.k / bytes_per_second(target)
+
+
+def interleaving_kernels(problem: GemmProblem) -> tuple[KernelSpec, ...]:
+    """Return the kernel that interleaves k of the activations, or no kernel if k is interleaved."""
+    return () if problem.a.is_interleaved else (KernelSpec(interleave_k.KERNEL, interleave_k.Config(settings.PDL)),)
 
 
 def interleaved_rows(interleave: Callable[..., None] | None, a: torch.Tensor, k: int) -> torch.Tensor:
