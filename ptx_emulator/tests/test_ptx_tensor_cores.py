@@ -243,8 +243,8 @@ def fp8_operands(kind: Kind, random: np.random.Generator) -> Operands:
 
 
 def mx_operands(kind: Kind, random: np.random.Generator) -> Operands:
-    """Return operands of ``kind::mxf8f6f4``: rows of 32 codes, with four scales per row, of which the MMA uses one. The
-    bytes after 8 bytes of FP4 codes hold NaN of e4m3."""
+    """Return operands of ``kind::mxf8f6f4``: rows of 32 codes, and four scales per row. The MMA uses one of the
+    four. The bytes after 8 bytes of FP4 codes hold NaN of e4m3."""
     assert kind.formats is not None
     rows, data, factors = (128 * kind.group, N), [], []
     for fmt, size, number in zip(kind.formats, rows, kind.ids, strict=True):

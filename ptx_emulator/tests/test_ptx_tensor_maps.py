@@ -240,7 +240,7 @@ def test_faults_of_stores_are_found() -> None:
 
 
 SPREAD = Map(4, (256, 9), (128,), (128, 8), 3, True)
-"""Rows of 4-bit elements, of which 16 take 16 bytes of shared memory."""
+"""Rows of 4-bit elements. A copy spreads 16 elements to 16 bytes of shared memory."""
 
 
 def spread(map: Map, at: tuple[int, int], moved: int = 16, counted: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -266,7 +266,7 @@ def spread(map: Map, at: tuple[int, int], moved: int = 16, counted: int = 0) -> 
 @pytest.mark.parametrize("at", [(0, 0), (128, 1), (128, 4), (0, -3)])
 @pytest.mark.parametrize("swizzle", [0, 3])
 def test_elements_of_4_bits_are_spread(at: tuple[int, int], swizzle: int) -> None:
-    """Check that 16 elements take 16 bytes of shared memory, of which the mbarrier counts the 8 bytes of codes."""
+    """Check that 16 elements take 16 bytes of shared memory, and that the mbarrier counts their 8 bytes of codes."""
     got, want = spread(SPREAD._replace(swizzle=swizzle), at)
     assert np.array_equal(got, want)
 

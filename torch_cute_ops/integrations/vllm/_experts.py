@@ -20,7 +20,7 @@ from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.experts import SwiGLU
 from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows information of its own loggers only
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows INFO only of loggers named vllm.*
 
 _GPT_OSS: Final = "gpt-oss"
 _GPT_OSS_SHARD: Final = "gpt_oss_"

@@ -98,7 +98,7 @@ class Smem:
         copies: pipeline from the producer and the scale loaders to the decoders. Without decoders, it ends at the
             consumers.
         stages: pipeline of the stages that the consumers multiply. It has the same empty barriers as ``copies``.
-        slots: pipeline of the k tiles of ``a``, if ``a`` has a pipeline of its own.
+        slots: pipeline of the k tiles of ``a``, if the stages of ``stages`` do not hold ``a``.
         partial_sums: barriers of ``received``: full when the other CTAs' partial sums have arrived, empty when all CTAs
             have read the partial sums that they received.
         k_groups: barriers for the accumulators that the second K group passes to the first K group.
