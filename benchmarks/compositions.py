@@ -161,7 +161,10 @@ def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def nvfp4_quantize_per_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantise (M, K) fp32 to NVFP4 with 128x4 scales and a scale per row, (M,). Rows of extreme magnitude are not
     handled."""
-    row_scale = y.abs().amax(-1) / 2688
+    amax = y.abs().amax(-1)
+    # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
+    # reciprocal.
+    row_scale = amax / torch.full_like(amax, 2688)
     factor = torch.where(row_scale > 0, 1 / row_scale, row_scale)
     codes, scale = nvfp4_quantize(y, factor.unsqueeze(-1))
     return codes, to_128x4(scale), row_scale
