@@ -261,6 +261,8 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         super().__init__(problem, *how, **named)
         assert isinstance(problem.b.format, FP4Format)
         self.fmt = problem.b.format
+        k_bytes = problem.k // 2
+        self.b_strides = problem.weight_rows // problem.experts * k_bytes, 1, k_bytes
 
     def run(self, call: GatedCall, out: Any) -> Any:
         if not self.is_direct:
@@ -271,7 +273,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
             return None
         # Check that the operands have no gaps between rows. Otherwise the compiled function would request a launch with
         # no CTAs, and the resulting CUDA error would end a graph capture.
-        if not b.mT.is_contiguous() or not b_scale.is_contiguous():
+        if b.stride() != self.b_strides or not b_scale.is_contiguous():
             return None
         if a_scale is not None and not a_scale.is_contiguous():
             return None

@@ -33,6 +33,9 @@ _INFINITY: Final = math.inf
 _BYTE: Final = torch.uint8
 _BLOCK: Final = FP8_BLOCK128.granularity
 
+MOST_SIZES: Final = 4096
+"""Maximum number of row counts for which a launcher stores the shapes of its outputs."""
+
 
 class RowCall(NamedTuple):
     """Arguments of any op that quantises, normalises or gates rows. ``factor`` is the global scale of FP4, or the
@@ -101,17 +104,27 @@ class RowLauncher(KernelLauncher[RowCall]):
             self.scale_tail = self.layout.shape((1,), self.blocks)[1:]
         self.scale_strides = contiguous_strides((1, *self.scale_tail))
         self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
+        self.sizes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def size_outputs(self, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the codes and of row-major or tiled scales, and store them in ``sizes``, because
+        computing them takes as long as half an allocation."""
+        if len(self.sizes) >= MOST_SIZES:
+            self.sizes.clear()
+        sizes = (rows, *self.y_tail), (-(-rows // self.tile_rows), *self.scale_tail)
+        self.sizes[rows] = sizes
+        return sizes
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
         """Allocate the outputs of a call whose input has ``rows`` rows and this dtype: one tensor, or a tuple of
         several."""
         new = allocator(self.device)
-        y = new((rows, *self.y_tail), self.y_strides, self.y_dtype)
+        y_size, scale_size = self.sizes.get(rows) or self.size_outputs(rows)
+        y = new(y_size, self.y_strides, self.y_dtype)
         if not self.has_scale:
             return y
         if self.has_scale_rows:
-            tile = self.tile_rows
-            scale = new(((rows + tile - 1) // tile, *self.scale_tail), self.scale_strides, self.scale_dtype)
+            scale = new(scale_size, self.scale_strides, self.scale_dtype)
         elif self.is_column:
             scale = new((rows, self.scale_width), (1, rows), torch.float32)
         else:

@@ -1,6 +1,7 @@
 """FP4 GEMMs with a gate in which each expert owns columns of the result, and only routed (token, expert) pairs are
 computed, by ``kernels/fp4_gated_experts``."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -152,7 +153,8 @@ class RoutedGated(RoutedBackend):
     def launcher(self, problem: GemmProblem, tactic: GatedTactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
         device, experts, num_ctas = target.device, problem.experts, target.sms
-        workspace_bytes = config.workspace_bytes
+        # Computing the size takes up to 2 µs on the host.
+        workspace_bytes = functools.lru_cache(1024)(config.workspace_bytes)
 
         def launch(given: GatedOperands, out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
             workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
