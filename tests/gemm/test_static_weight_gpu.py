@@ -70,8 +70,8 @@ def check(one: Round, want: torch.Tensor) -> None:
 
 
 def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, torch.Tensor]:
-    """Return a chain of launches that quantise the weight and the activations and multiply them, and its expected
-    results.
+    """Return a chain of launches, and the results that are expected of it. The launches quantise the weight and the
+    activations, then multiply them.
 
     If the weight is static, the launch right before the GEMM quantises the activations, even if a 16-bit GEMM does not
     read the result. Otherwise the launch right before the GEMM writes the weight.

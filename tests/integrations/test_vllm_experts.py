@@ -262,7 +262,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("fmt", "style", "stored_for", "hidden", "width"), FORMS)
 def test_values(fmt, style, stored_for, hidden, width, vllm, device):
-    """Each expert keeps its own scales; other widths are filled up with zeros."""
+    """Check values: each expert keeps its own scales, and widths that kernels do not support are padded with zeros."""
     stored, layer = Stored(LayerScheme(fmt, style, stored_for), hidden, width), layer_of(hidden, width)
     method = loaded(vllm, stored, layer, device=device)
     has_few = fmt in ("nvfp4", "mxfp4")

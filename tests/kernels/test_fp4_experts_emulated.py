@@ -178,7 +178,7 @@ def test_gemm_over_experts(one: Experts) -> None:
 
 
 # First a kernel whose CTAs copy weights before the lists are complete, and share n tiles; then a kernel whose CTAs do
-# neither; then a GEMM by wgmma that copies weights before its factors are ready; then other sizes.
+# neither; then a wgmma kernel that copies weights before its factors are ready. The other kernels differ in size.
 AWAITED = [EXPERTS[10], EXPERTS[7], EXPERTS[-4]]
 MORE_AWAITED = [EXPERTS[i] for i in (0, 1, 3, 19, 21, -3, -2)]
 

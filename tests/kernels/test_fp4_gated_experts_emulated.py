@@ -358,10 +358,10 @@ def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
 
 
 # Each of two pipelines gets one k tile of a work tile per stage. A producer signals the activations of a k tile when it
-# starts the next k tile, or when no stage is empty. The kernel waits for an empty stage (the first of these waits only
-# tests), for a full stage, and for the previous warp's accumulator. A warp synchronises after finding m tiles, after
-# copying activations (in three places), after reading a k tile, after reading the last k tile (which the end of its
-# MMAs orders, too), and after adding its accumulator.
+# starts the next k tile, or when no stage is empty. The kernel tests if a stage is empty, and waits for a full stage
+# and for the previous warp's accumulator. A warp synchronises after finding m tiles, after copying activations (in
+# three places), after reading a k tile, after reading the last k tile (which the end of its MMAs orders, too), and
+# after adding its accumulator.
 ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),

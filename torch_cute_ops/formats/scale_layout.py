@@ -273,8 +273,8 @@ def convert_scales(
     Args:
         scale: scales of a matrix (rows, k) in the layout ``source``: float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu
             (MXFP4). Linear scales: (…, k / B), with any leading dimensions for the rows. Tiled scales: the shape that
-            :func:`as_tiles` returns. Another library's flat or padded matrix is accepted too, unless linear scales
-            could have its shape.
+            :func:`as_tiles` returns. Another library's flat or padded matrix is accepted too, except in a
+            shape that linear scales could also have.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         source: ``"linear"``, ``"128x4"`` or ``"8x4"``.

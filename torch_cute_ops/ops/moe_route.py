@@ -135,7 +135,8 @@ def moe_route(
             and many experts: the GEMM chooses its tactic by R, which includes padding.
         max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
             rows that each expert needs.
-        finite: flag to read NaN and -inf among the logits as the smallest finite float32, and inf as the largest.
+        finite: flag to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
+            largest.
         out: contiguous tensors to write ``(weights, ids, expanded_to_permuted, permuted_to_expanded, offsets, counts)``
             into.
 

@@ -109,7 +109,8 @@ def moe_route_dense(
         scaling_factor: factor of all weights.
         expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global
             scales; ``None`` means 1.
-        finite: flag to read NaN and -inf among the logits as the smallest finite float32, and inf as the largest.
+        finite: flag to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
+            largest.
         out: contiguous tensor to write the result into.
 
     Returns:

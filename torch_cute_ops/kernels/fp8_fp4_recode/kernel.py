@@ -77,7 +77,7 @@ class RecodedWeight:
         return fp8_argument(n, k, experts), TensorArg("Int32", (Dim("note_words", bits=64),), (1,), align=16)
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
-        """Return the weight (N, K, E), and the notes unchanged."""
+        """Return the weight viewed as (N, K, E), and the notes (see ``Notes``) unchanged."""
         return by_expert(b, is_transposed=True), b_scale
 
     def layout(self, stages: int):
