@@ -452,10 +452,42 @@ def test_few_tokens_in_fp4(scheme, form, device):
     assert torch.equal(experts.route_few_("fp4", **scales_for(scheme, device))(x, ids, factors), got)
 
 
+@pytest.mark.parametrize("form", [Experts, GptOssExperts])
+@torch.no_grad()
+def test_few_tokens_with_token_scales(form, device):
+    """Check that tokens with a global scale of their own need no calibration: a token that is multiplied by a large
+    power of two gives its results with the same relative error."""
+    if not routes(device):
+        return
+    experts = block_of(form(), "nvfp4", device).mlp.experts
+    scales = scales_for("nvfp4", device)
+    experts.route_few_("fp4_token", hidden_global_scale=scales["hidden_global_scale"])
+    x, ids, factors = routed(FEW, device)
+    assert support.ops_of(experts, x, ids, factors) == {"fp4_quantize_per_token", "moe_fc1_fp4", "moe_fc2_fp4"}
+    biases, swiglu = None, (1.0, 0.0, None)
+    if form is GptOssExperts:
+        swiglu = GPT_OSS
+        layers = experts.gate_up_proj, experts.down_proj
+        biases = tuple(layer.bias.double().cpu().view(E, -1).numpy() for layer in layers)
+    exact = support.computed(x, ids, factors, *support.decoded(experts), biases, swiglu, in_16_bits=True)
+    assert np.linalg.norm(experts(x, ids, factors).double().cpu().numpy() - exact) < 0.26 * np.linalg.norm(exact)
+    # Small tokens, which a common global scale would round to zero
+    small = x.clone()
+    small[::2] *= 2.0**-16
+    exact = support.computed(small, ids, factors, *support.decoded(experts), biases, swiglu, in_16_bits=True)[::2]
+    got, norms = experts(small, ids, factors)[::2].double().cpu().numpy(), np.linalg.norm(exact, axis=1)
+    if form is GptOssExperts:  # The first layer's bias dominates.
+        assert (np.linalg.norm(got - exact, axis=1) < 0.3 * norms).all()
+        return
+    hidden = experts.route_few_("fp4_token", hidden_global_scale=scales["hidden_global_scale"] * 2.0**20)
+    got = hidden(small[::2], ids[::2], factors[::2]).double().cpu().numpy()
+    assert norms.min() > 0 and (np.linalg.norm(got - exact, axis=1) < 0.5 * norms).all()
+
+
 def test_errors_of_few_tokens():
     experts, wide = (block_of(Experts(), scheme).mlp.experts for scheme in ("nvfp4", "mxfp4"))
     one = torch.ones(1)
-    with pytest.raises(ValueError, match="activations is 'fp8'; expected '16bit' or 'fp4'"):
+    with pytest.raises(ValueError, match=r"activations is 'fp8'; expected one of \('16bit', 'fp4', 'fp4_token'\)"):
         experts.route_few_("fp8")
     with pytest.raises(ValueError, match="activations in NVFP4 need input_global_scale, 1 float32, from a calibration"):
         experts.route_few_("fp4")
@@ -464,8 +496,14 @@ def test_errors_of_few_tokens():
     with pytest.raises(ValueError, match="hidden_global_scale has 3 elements; expected 1 or 4"):
         experts.route_few_("fp4", input_global_scale=one, hidden_global_scale=torch.ones(3))
     for each, activations in ((experts, "16bit"), (wide, "fp4")):
-        with pytest.raises(ValueError, match="take no global scales; got input_global_scale"):
+        with pytest.raises(ValueError, match="take no input_global_scale"):
             each.route_few_(activations, input_global_scale=one)
+    with pytest.raises(ValueError, match="activations='fp4_token' with weights in nvfp4 take no input_global_scale"):
+        experts.route_few_("fp4_token", input_global_scale=one, hidden_global_scale=one)
+    with pytest.raises(ValueError, match="need hidden_global_scale, 1 or 4 float32"):
+        experts.route_few_("fp4_token")
+    with pytest.raises(ValueError, match=r"activations is 'fp4_token'; expected one of .* for weights in mxfp4"):
+        wide.route_few_("fp4_token")
     assert "Hopper" in reason_unrouted("nvfp4", 256, 7168, 256, "sm_120a", "fp4")
     assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a", "fp4") is None
     x = routed(2, "cpu")[0]

@@ -18,6 +18,7 @@ from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear
 from torch_cute_ops.ops._checks import index_out_of_range
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
@@ -47,7 +48,7 @@ _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 MOST_FEW: Final = 512
 """Largest number of tokens for which only routed pairs are computed: one token block of the kernel that lists each
 expert's tokens. Each additional token block would read the weights again."""
-FewActivations = Literal["16bit", "fp4"]
+FewActivations = Literal["16bit", "fp4", "fp4_token"]
 """Formats of the activations for ``QuantExperts.route_few_``."""
 _SMALLEST_FACTOR: Final = 2.0**-100
 """Smallest factor of an expert with a bias. The bias is divided by the factor, and dividing by less could overflow."""
@@ -188,7 +189,8 @@ class QuantExperts(nn.Module):
         """Let calls with few tokens compute only the routed (token, expert) pairs, without permuting rows.
 
         With 16-bit activations the ops are ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``. With
-        activations in the weights' format they are ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
+        activations in the weights' format they are ``fp4_quantize``, or ``fp4_quantize_per_token`` for
+        ``"fp4_token"``, then ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
 
         A call has few tokens if it has at most ``tokens_of_expert`` tokens per expert on average, and at most 512 in
         all. For 256 experts with I = 256, and 8 experts per token, the limit is 512 tokens. For large experts the limit
@@ -206,12 +208,14 @@ class QuantExperts(nn.Module):
         again.
 
         Args:
-            activations: ``"16bit"``, for bfloat16 or float16 calls (float32 calls use the permuted path), or ``"fp4"``.
+            activations: ``"16bit"``, for bfloat16 or float16 calls (float32 calls use the permuted path); ``"fp4"``;
+                or, for NVFP4 weights, ``"fp4_token"``: each token has its own global scale, which the op computes.
             input_global_scale: float32, one element, global scale that multiplies the tokens before they are encoded:
                 :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration. Larger values
                 saturate. NVFP4 weights with ``"fp4"`` need it; other settings refuse it.
             hidden_global_scale: float32, (E,) or one element for all experts, global scale of an expert's activations
-                between its two layers. Needed and refused in the same cases as ``input_global_scale``.
+                between its two layers. NVFP4 weights with ``"fp4"`` or ``"fp4_token"`` need it; other settings refuse
+                it.
             tokens_of_expert: largest average number of tokens per expert for which only routed pairs are computed;
                 ``None`` for the measured limit ``nn.experts.few_tokens``.
 
@@ -222,8 +226,12 @@ class QuantExperts(nn.Module):
             ValueError: for FP8 weights; on a GPU without a kernel for these sizes; for other activations; for global
                 scales that are missing, unsupported, or of a wrong shape.
         """
-        if activations not in ("16bit", "fp4"):
-            raise ValueError(f"QuantExperts.route_few_: activations is {activations!r}; expected '16bit' or 'fp4'")
+        choices = ("16bit", "fp4", "fp4_token") if self.scheme == "nvfp4" else ("16bit", "fp4")
+        if activations not in choices:
+            raise ValueError(
+                f"QuantExperts.route_few_: activations is {activations!r}; expected one of {choices} for weights in "
+                f"{self.scheme}"
+            )
         device = self.down_proj.weight.device
         sizes = self.scheme, self.experts, self.hidden_size, self.intermediate_size
         reason = reason_unrouted(*sizes, device if device.type == "cuda" else None, activations)
@@ -248,24 +256,27 @@ class QuantExperts(nn.Module):
         self, activations: str, input_scale: Tensor | None, hidden_scale: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Check the global scales of the activations and return them with the shapes (1,) and (E,)."""
-        given = {"input_global_scale": input_scale, "hidden_global_scale": hidden_scale}
-        if activations != "fp4" or self.scheme != "nvfp4":
-            for name, scale in given.items():
-                if scale is not None:
-                    case = f"activations={activations!r} with weights in {self.scheme}"
-                    raise ValueError(f"QuantExperts.route_few_: {case} take no global scales; got {name}")
-            return None, None
-        device, found = self.down_proj.weight.device, []
-        for (name, scale), sizes in zip(given.items(), ((1,), (1, self.experts)), strict=True):
+        given = {"input_global_scale": (input_scale, (1,)), "hidden_global_scale": (hidden_scale, (1, self.experts))}
+        needed = {"fp4": tuple(given), "fp4_token": ("hidden_global_scale",)}.get(activations, ())
+        if self.scheme != "nvfp4":
+            needed = ()
+        found: dict[str, Tensor] = {}
+        for name, (scale, sizes) in given.items():
             expected = " or ".join(map(str, sizes))
-            if scale is None:
+            if scale is None and name in needed:
                 raise ValueError(
                     f"QuantExperts.route_few_: activations in NVFP4 need {name}, {expected} float32, from a calibration"
                 )
+            if scale is None:
+                continue
+            if name not in needed:
+                case = f"activations={activations!r} with weights in {self.scheme}"
+                raise ValueError(f"QuantExperts.route_few_: {case} take no {name}")
             if scale.numel() not in sizes:
                 raise ValueError(f"QuantExperts.route_few_: {name} has {scale.numel()} elements; expected {expected}")
-            found.append(scale.detach().to(device, torch.float32, copy=True))
-        return found[0].reshape(1), found[1].reshape(-1).expand(self.experts).contiguous()
+            found[name] = scale.detach().to(self.down_proj.weight.device, torch.float32, copy=True).reshape(-1)
+        hidden = found.get("hidden_global_scale")
+        return found.get("input_global_scale"), None if hidden is None else hidden.expand(self.experts).contiguous()
 
     @property
     def scheme(self) -> str:
@@ -322,7 +333,7 @@ class QuantExperts(nn.Module):
         """Compute the weighted sum of each token's experts from routed pairs only, for any M; needs :meth:`route_few_`.
 
         Args:
-            hidden_states: (M, H), bfloat16 or float16; after ``route_few_("fp4")`` also float32.
+            hidden_states: (M, H), bfloat16 or float16; after ``route_few_`` with FP4 activations also float32.
             routing: (M, E) float32, each token's weight of each expert, as ``moe_route_dense`` returns it. Zeros are
                 skipped, and an expert whose column is all zeros is not read.
             has_factors: True if ``routing`` is already multiplied by ``expert_factor``, as ``moe_route_dense`` can do.
@@ -415,7 +426,10 @@ class QuantExperts(nn.Module):
         if few.activations == "16bit":
             h = moe_fc1_fp4_weight_only(hidden_states, weight, w_scale, routing, **first)
             return moe_fc2_fp4_weight_only(h, down, down_scale, routing, few.bias, out_dtype, **options)
-        a, a_scale = fp4_quantize(hidden_states, few.input_global_scale, gate_up.format.block_size)
+        if few.activations == "fp4_token":
+            a, a_scale, first["row_scale"] = fp4_quantize_per_token(hidden_states)
+        else:
+            a, a_scale = fp4_quantize(hidden_states, few.input_global_scale, gate_up.format.block_size)
         h, h_scale = moe_fc1_fp4(a, weight, a_scale, w_scale, routing, global_scale=few.hidden_global_scale, **first)
         return moe_fc2_fp4(h, down, h_scale, down_scale, routing, few.bias, out_dtype, **options)
 
@@ -497,7 +511,7 @@ def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int, interle
 
 
 class _PreparedScales(nn.Module):
-    """Prepared scales of both layers of a :class:`QuantExperts`, for per-token scales of the activations.
+    """Prepared weight scales of both layers of a :class:`QuantExperts`, used if activations are scaled per token.
 
     The buffers ``gate_up_scale`` and ``down_scale``, uint8 (E, slabs, N, 256/block size), are in no state dict.
     """
@@ -541,7 +555,8 @@ class _SideBySide(nn.Module):
 
     - ``weight``, uint8 (H, E · I/2): the codes of all down layers, side by side.
     - ``weight_scale``: the 128x4 block scales of this matrix (H, E · I).
-    - ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,) float32, for NVFP4 activations, or ``None``.
+    - ``input_global_scale`` (1,), unless tokens have their own, and ``hidden_global_scale`` (E,) float32, for NVFP4
+      activations, or ``None``.
     - ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, which undo global scales of weights and activations, or
       ``None``.
     - ``gate_up_bias`` (E, 2I) and ``bias`` (E, H) float32, or ``None``. ``bias`` is divided by ``alpha``, because the
@@ -596,8 +611,10 @@ class _SideBySide(nn.Module):
         alpha, gate_up_alpha = tensors.get("weight_scale_2"), None
         if alpha is not None:
             gate_up_alpha = given.gate_up_proj.tensors()["weight_scale_2"].view(count, 2).clone()
-            if self.input_global_scale is not None and self.hidden_global_scale is not None:
-                gate_up_alpha, alpha = gate_up_alpha / self.input_global_scale, alpha / self.hidden_global_scale
+            if self.input_global_scale is not None:
+                gate_up_alpha = gate_up_alpha / self.input_global_scale
+            if self.hidden_global_scale is not None:
+                alpha = alpha / self.hidden_global_scale
             # An expert with an all-zero weight has the factor 0. Set its codes to 0 and its factor to 1: with a factor
             # of 0, no pair would be routed to the expert, and its bias would be lost.
             is_zero = alpha.abs() <= (0.0 if bias is None else _SMALLEST_FACTOR)
@@ -701,8 +718,11 @@ def reason_unrouted(
     where: dict[str, Any] = {"arch" if isinstance(target, str) else "device": target}
     sizes = {"moe_fc1_fp4": (experts * width, hidden), "moe_fc2_fp4": (hidden, experts * width)}
     for op, (n, k) in sizes.items():
-        name_of_op = op if activations == "fp4" else f"{op}_weight_only"
-        reasons = backends(name_of_op, n=n, k=k, **given, **where)
+        if activations == "16bit":
+            reasons = backends(f"{op}_weight_only", n=n, k=k, **given, **where)
+        else:
+            scaled = {**given, "row_scale": activations == "fp4_token"} if op == "moe_fc1_fp4" else given
+            reasons = backends(op, n=n, k=k, **scaled, **where)
         if all(reason is not None for name, reason in reasons.items() if name != "reference"):
             return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
     return None
