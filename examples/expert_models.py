@@ -124,7 +124,7 @@ def cosine_of_experts(model: torch.nn.Module, device: torch.device) -> float:
     x = torch.randn(16, experts.hidden_size, device=device, dtype=torch.bfloat16)
     factors, ids = torch.rand(16, experts.experts, device=device).topk(experts.topk)
     gate_up, down = experts.dequantize(torch.float32)
-    alpha, beta, limit = experts.swiglu
+    alpha, beta, limit, _ = experts.swiglu
     want = torch.zeros(x.shape, device=device)
     for token, row in enumerate(x.float()):
         for expert, factor in zip(ids[token].tolist(), factors[token].tolist(), strict=True):

@@ -48,7 +48,7 @@ def by_pairs(model, experts, x, logits):
         torch.zeros(()).expand(8, n) if linear.bias is None else linear.bias.view(8, n)
         for linear, n in ((experts.gate_up_proj, 2 * width), (experts.down_proj, model.hidden))
     ]
-    alpha, beta, limit = model.swiglu
+    alpha, beta, limit, _ = model.swiglu
     limit = math.inf if limit is None else limit
     total = torch.zeros(x.shape, dtype=torch.float64)
     for m, (token, row) in enumerate(zip(x.double(), logits.tolist(), strict=True)):

@@ -9,7 +9,7 @@ from torch_cute_ops.testing import GATE_ERROR
 
 _ARGUMENTS = (
     "Tensor input, Tensor? offsets=None, Tensor? counts=None, "
-    "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None"
+    "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, str gate='silu'"
 )
 SCHEMA = f"cute::moe_swiglu_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::moe_swiglu_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"

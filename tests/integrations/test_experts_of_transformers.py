@@ -54,7 +54,7 @@ EXPERTS = {
     "deepseek_v3.DeepseekV3Experts": SILU,
     "deepseek_v32.DeepseekV32Experts": SILU,
     "deepseek_v4.DeepseekV4Experts": SwiGLU(limit=10.0),
-    "diffusion_gemma.DiffusionGemmaTextExperts": OTHER,  # gate with GELU
+    "diffusion_gemma.DiffusionGemmaTextExperts": SwiGLU(gate="gelu_tanh"),
     "dots1.Dots1Experts": SILU,
     "dots3_note.Dots3NoteExperts": SILU,
     "ernie4_5_moe.Ernie4_5_MoeExperts": SILU,
@@ -62,7 +62,7 @@ EXPERTS = {
     "exaone_moe.ExaoneMoeExperts": SILU,
     "flex_olmo.FlexOlmoExperts": SILU,
     "flint.FlintExperts": SILU,
-    "gemma4.Gemma4TextExperts": OTHER,  # gate with GELU
+    "gemma4.Gemma4TextExperts": SwiGLU(gate="gelu_tanh"),
     "glm4_moe.Glm4MoeExperts": SILU,
     "glm4_moe_lite.Glm4MoeLiteExperts": SILU,
     "glm4v_moe.Glm4vMoeTextExperts": SILU,

@@ -87,7 +87,7 @@ def test_only_checkpoints_of_gpt_oss_itself(vllm):
 
 
 LEFT = [
-    ("nvfp4", {"activation": SimpleNamespace(value="gelu")}, "activation function is gelu"),
+    ("nvfp4", {"activation": SimpleNamespace(value="relu2")}, "activation function is relu2"),
     ("nvfp4", {"activation": SWIGLUOAI}, "activation function is swigluoai"),
     ("nvfp4", {"is_lora_enabled": True}, "LoRA"),
     ("nvfp4", {"enable_eplb": True}, "move between ranks"),
@@ -182,6 +182,8 @@ class Stored:
         """Compute an expert's activations between its two layers, (I,)."""
         gate_bias, up_bias = np.split(self.gate_up_bias[expert], 2)
         gate, up = self.gate[expert] @ row + gate_bias, self.up[expert] @ row + up_bias
+        if swiglu.gate == "gelu_tanh":
+            return gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
         if swiglu.limit is not None:
             gate, up = np.minimum(gate, swiglu.limit), np.clip(up, -swiglu.limit, swiglu.limit)
         return gate * (1 + np.tanh(swiglu.alpha * gate / 2)) / 2 * (up + swiglu.beta)
@@ -331,6 +333,15 @@ def test_fp4_activations_of_few_tokens(fmt, vllm, device):
             for tensors, _ in expert.values():
                 tensors["input_scale"].zero_()
         assert loaded(vllm, stored, layer_of(), "fp4", device).form.few == "16bit"
+
+
+def test_gate_with_gelu(vllm):
+    stored = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64)
+    layer = layer_of(128, 64, activation=SimpleNamespace(value="gelu_tanh"))
+    method = loaded(vllm, stored, layer)
+    for tokens, bound in ((FEW, BOUNDS["16bit"]), (MANY, BOUNDS["fp8"])):
+        given = routed(tokens, 128)
+        check(stored, *given, applied(method, layer, *given), SwiGLU(gate="gelu_tanh"), bound)
 
 
 @pytest.mark.parametrize(("scheme", "width"), [(LayerScheme("nvfp4", "modelopt", "16bit"), 96), (GPT_OSS, 96)])

@@ -128,7 +128,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         y_scale = torch.full_like(padded, POISON).view(epilogue.out.scale_dtype)
     else:
         y = poisoned(one.m, width, dtype=epilogue.out)
-    gate = one.gate if epilogue.swiglu else (None,) * 3
+    gate = one.gate if epilogue.has_gate_parameters else (None,) * 3
     b_scale = given.b_scale.view(case.format.scale_dtype)
     arguments = fp4_gated_experts.Arguments(
         a=given.a,
@@ -176,7 +176,8 @@ def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | 
         sums = sums * given.alpha.view(experts, -1).expand(experts, 2).repeat_interleave(columns, 1)
     if given.bias is not None:
         sums = sums + given.bias.float()
-    value = silu_mul_rows(sums, *one.gate) if epilogue.swiglu else silu_mul_rows(sums)
+    gate = one.gate if epilogue.has_gate_parameters else (1.0, 0.0, None, epilogue.gate)
+    value = silu_mul_rows(sums, *gate)
     is_routed = (given.routing != 0)[:, :, None]
     if not isinstance(epilogue.out, FP4Format):
         return torch.where(is_routed, value.to(epilogue.out), poisoned(1, dtype=epilogue.out)).flatten(1), None
@@ -213,92 +214,100 @@ GATED = [
     # Launches with more experts than a warp has lanes, with an expert whose columns end inside a scale tile, and with
     # partial k tiles
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", True)),
+        gated(
+            FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", "swiglu")
+        ),
         *(5, 1120, 3, 64, "few", 3),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, epilogue=(NVFP4, SMALL, "expert", None, "expert", True)),
+        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, epilogue=(NVFP4, SMALL, "expert", None, "expert", "swiglu")),
         *(1, 2080, 35, 64, "few", 5, 1),
     ),
     Gated(
-        gated(BF16, NVFP4, "128x4", None, 64, 8, 16, epilogue=(BF16, None, None, None, None, False), max_experts=1024),
+        gated(BF16, NVFP4, "128x4", None, 64, 8, 16, epilogue=(BF16, None, None, None, None, "silu"), max_experts=1024),
         *(2, 64, 520, 64, "few", 3, 1),
     ),
     Gated(
-        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, "expert", BF16, None, True)),
+        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, "expert", BF16, None, "swiglu")),
         *(18, 800, 2, 128, "dense", 2, 2),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", "128x4", 128, 24, 64, epilogue=(MXFP4, TILED, "expert_half", FP32, None, True)),
+        gated(BF16, MXFP4, "128x4", "128x4", 128, 24, 64, epilogue=(MXFP4, TILED, "expert_half", FP32, None, "swiglu")),
         *(33, 576, 3, 64, "hot", 2, 3),
     ),
     Gated(
-        gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", True)),
+        gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", "swiglu")),
         *(27, 1280, 2, 128, "one", 2, 4),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", None, 64, 8, 128, epilogue=(BF16, None, None, None, None, True), a_dtype=FP16),
+        gated(BF16, MXFP4, "128x4", None, 64, 8, 128, epilogue=(BF16, None, None, None, None, "swiglu"), a_dtype=FP16),
         *(12, 256, 4, 64, "few", 4, None),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 128, 32, 512, epilogue=(NVFP4, TILED, None, None, None, True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 128, 32, 512, epilogue=(NVFP4, TILED, None, None, None, "swiglu")),
         *(40, 288, 2, 64, "one", 1, 5),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, epilogue=(NVFP4, TILED, None, None, None, "swiglu")),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
     # Launches in which all warps multiply the same k tiles
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, "expert", None, "one", "swiglu")),
         *(10, 1568, 3, 128, "few", 2, 7),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", None, 256, 24, 32, epilogue=(BF16, None, None, FP32, None, True)),
+        gated(BF16, MXFP4, "128x4", None, 256, 24, 32, epilogue=(BF16, None, None, FP32, None, "gelu_tanh")),
         *(26, 1312, 2, 256, "one", 1, 8),
     ),
     # Split-K: two CTAs share a work tile, in some cases next to work tiles that write to the same scale tiles. One
     # launch has more CTAs than ranges of K.
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None, True), split_k=2),
+        gated(
+            FP16, NVFP4, "128x4", "128x4", 64, 8, 16, epilogue=(NVFP4, TILED, "expert", None, None, "swiglu"), split_k=2
+        ),
         *(2, 1056, 2, 64, "one", 6, 9),
     ),
     Gated(
-        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, None, FP32, None, True), split_k=4),
+        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, epilogue=(BF16, None, None, FP32, None, "swiglu"), split_k=4),
         *(17, 1056, 2, 128, "few", 4, 10),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 128, 8, 32, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
+        gated(
+            FP16, NVFP4, "128x4", "128x4", 128, 8, 32, epilogue=(NVFP4, TILED, None, None, None, "swiglu"), split_k=4
+        ),
         *(12, 1056, 3, 64, "dense", 5, 11),
     ),
     Gated(
-        gated(FP16, NVFP4, "linear", None, 256, 8, 64, epilogue=(FP16, None, None, None, None, True), split_k=4),
+        gated(FP16, NVFP4, "linear", None, 256, 8, 64, epilogue=(FP16, None, None, None, None, "gelu"), split_k=4),
         *(9, 1024, 3, 128, "dense", 3, 12),
     ),
     # Launches whose epilogue multiplies each row by a scale
     Gated(
         gated(
             *(FP16, NVFP4, "128x4", "128x4", 64, 8, 16),
-            epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", True, True),
+            epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", "swiglu", True),
         ),
         *(5, 1120, 3, 64, "few", 3),
     ),
     Gated(
-        gated(BF16, MXFP4, "128x4", "8x4", 128, 24, 64, epilogue=(MXFP4, SMALL, None, None, None, True, True)),
+        gated(BF16, MXFP4, "128x4", "8x4", 128, 24, 64, epilogue=(MXFP4, SMALL, None, None, None, "swiglu", True)),
         *(33, 576, 3, 64, "hot", 2, 3),
     ),
     Gated(
-        gated(FP16, NVFP4, "linear", "linear", 64, 32, 32, epilogue=(NVFP4, LINEAR, "expert", None, None, True, True)),
+        gated(
+            FP16, NVFP4, "linear", "linear", 64, 32, 32, epilogue=(NVFP4, LINEAR, "expert", None, None, "swiglu", True)
+        ),
         *(27, 1280, 2, 128, "dense", 2, 4),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, None, None, "one", True, True)),
+        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, epilogue=(NVFP4, TILED, None, None, "one", "swiglu", True)),
         *(10, 1568, 3, 128, "few", 2, 7),
     ),
     Gated(
         gated(
             *(FP16, NVFP4, "128x4", "128x4", 128, 16, 32),
-            epilogue=(NVFP4, TILED, "expert", FP32, None, True, True),
+            epilogue=(NVFP4, TILED, "expert", FP32, None, "swiglu", True),
             split_k=4,
         ),
         *(12, 1056, 3, 64, "dense", 5, 11),
@@ -363,12 +372,12 @@ def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
 # three places), after reading a k tile, after reading the last k tile (which the end of its MMAs orders, too), and
 # after adding its accumulator.
 ORDERED = Gated(
-    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True)),
+    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, "swiglu")),
     *(9, 1344, 2, 64, "dense", 1),
 )
 # A launch in which two CTAs share a work tile
 SHARED = Gated(
-    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, True), split_k=4),
+    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, epilogue=(NVFP4, TILED, None, None, None, "swiglu"), split_k=4),
     *(3, 1056, 1, 64, "dense", 2),
 )
 # A launch with four pipelines of two stages each
@@ -416,7 +425,7 @@ def test_synchronisation_of_a_gated_gemm_is_enough() -> None:
 def test_nothing_is_launched_for_experts_apart(name: str) -> None:
     """Check that the host function launches nothing if there are gaps between experts, because the kernel reads all
     experts as one matrix."""
-    kernel = gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", True))
+    kernel = gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, epilogue=(NVFP4, LINEAR, None, FP32, "one", "swiglu"))
     kernel = kernel.kernel_for(512)
     sizes = {"m": 24, "experts": 2, "rows": 128, "k_bytes": 256, "blocks": 32, "a_bytes": 256, "a_scale_rows": 24}
     sizes |= {"a_blocks": 32, "b_stride": 128 * 256, "b_scale_stride": 128 * 32, "alpha_stride": 2}

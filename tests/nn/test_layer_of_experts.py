@@ -125,7 +125,7 @@ def wanted(layer: ExpertLayer, x: torch.Tensor) -> np.ndarray:
         pair = experts.gate_up_proj.bias, experts.down_proj.bias
         biases = tuple(each.double().cpu().view(E, -1).numpy() for each in pair)
     decoded = support.decoded(experts)
-    want = support.computed(x, ids, weights, *decoded, biases, tuple(experts.swiglu), in_16_bits=True)
+    want = support.computed(x, ids, weights, *decoded, biases, experts.swiglu[:3], in_16_bits=True)
     if layer.shared is not None:
         gate_up, down = (
             each.dequantize().double().cpu() for each in (layer.shared.gate_up_proj, layer.shared.down_proj)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_split():
 
 def test_experts_that_stay():
     with pytest.warns(UserWarning, match=r"mlp.experts: Experts computes something else than experts with SwiGLU"):
-        block = block_of(Experts(act_fn=nn.GELU()), "nvfp4")
+        block = block_of(Experts(act_fn=nn.ReLU()), "nvfp4")
     assert isinstance(block.mlp.experts, Experts) and isinstance(block.o_proj, NVFP4Linear)
     with pytest.warns(UserWarning, match=r"experts are 256 and 64 wide; expected multiples of 128"):
         block_of(Experts(width=64), "fp8_block")
@@ -412,6 +413,33 @@ def test_the_routed_path_is_used_if_it_is_faster(tokens, is_few, times):
         assert taken <= slower * other
 
 
+# Gates with GELU
+
+
+@pytest.mark.parametrize(("approximate", "gate"), [("none", "gelu"), ("tanh", "gelu_tanh")])
+@torch.no_grad()
+def test_gates_with_gelu(approximate, gate, device):
+    """Check that experts with GELU compute GELU in float64 with their decoded weights, on both paths and in FP8."""
+    experts = block_of(Experts(act_fn=nn.GELU(approximate)), "nvfp4", device).mlp.experts
+    assert experts.swiglu == SwiGLU(gate=gate)
+    x, ids, factors = routed(FEW, device)
+    gate_up, down = (torch.from_numpy(weight) for weight in support.decoded(experts))
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double().cpu()):
+        for expert, factor in zip(ids[token].tolist(), factors[token].double().tolist(), strict=True):
+            first, up = (gate_up[expert].double() @ row).chunk(2)
+            if approximate == "tanh":
+                curve = 1 + (math.sqrt(2 / math.pi) * (first + 0.044715 * first**3)).tanh()
+            else:
+                curve = 1 + (first / math.sqrt(2)).erf()
+            want[token] += factor * (down[expert].double() @ (first * curve / 2 * up))
+    for bound, few in ((0.06, False), (0.01, True)):
+        if few and not routes(device):
+            continue
+        got = (experts.route_few_() if few else experts)(x, ids, factors).double().cpu()
+        assert (got - want).norm() < bound * want.norm()
+
+
 # Few tokens in FP4
 
 
@@ -613,7 +641,7 @@ def test_scales_of_tokens(scheme, form, device):
     given = routed(9, device)
     biases = [layer.bias for layer in (experts.gate_up_proj, experts.down_proj) if layer.bias is not None]
     stacked = [bias.double().cpu().numpy().reshape(E, -1) for bias in biases] or None
-    assert_close(experts(*given), computed(experts, *given, stacked, experts.swiglu))
+    assert_close(experts(*given), computed(experts, *given, stacked, experts.swiglu[:3]))
     torch.manual_seed(2)
     other = block_of(form(), scheme).mlp.experts.to(device)
     place = experts.prepared.down_scale.data_ptr()

@@ -542,7 +542,7 @@ OTHER = "computes something else than experts with SwiGLU"
         (OneMore, OTHER),
         (Interleaved, OTHER),
         (lambda: Buffered(2.0), OTHER),
-        (lambda: Experts(act_fn=nn.GELU()), OTHER),
+        (lambda: Experts(act_fn=nn.ReLU()), OTHER),
         (lambda: Capacity(1.25), OTHER),
         (lambda: Capacity(1.25, 48), rf"{OTHER} for 256 tokens of the same experts in float32: "),
         (
@@ -646,6 +646,8 @@ def test_each_trial_depends_on_the_whole_module(monkeypatch):
     assert float_experts(experts).verified() == SwiGLU(1.702, 1.0, 9.0)
     assert float_experts(other).verified() == SwiGLU()
     other.act_fn = nn.GELU()
+    assert float_experts(other).verified() == SwiGLU(gate="gelu")
+    other.act_fn = nn.ReLU()
     assert OTHER in float_experts(other).verified()
     assert float_experts(Buffered(1.0)).verified() == SwiGLU() and OTHER in float_experts(Buffered(2.0)).verified()
     assert float_experts(Experts()).verified() == SwiGLU()
@@ -739,7 +741,7 @@ def test_load_refuses_what_it_would_drop(tmp_path):
             "a forward hook is registered on it",
             lambda block: block.mlp.experts.register_forward_hook(nothing),
         ),
-        ("mlp.experts", OTHER, lambda block: setattr(block.mlp.experts, "act_fn", nn.GELU())),
+        ("mlp.experts", OTHER, lambda block: setattr(block.mlp.experts, "act_fn", nn.ReLU())),
     ]
     for name, reason, change in changes:
         block = blank()

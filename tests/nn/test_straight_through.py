@@ -169,7 +169,7 @@ def expert_weights(experts: QuantExperts):
     biases = None
     if layers[0].bias is not None:
         biases = [layer.bias.detach().double().cpu().view(experts.experts, -1) for layer in layers]
-    return gate_up, down, biases, tuple(experts.swiglu)
+    return gate_up, down, biases, experts.swiglu[:3]
 
 
 def tokens_off_the_clamp(experts: QuantExperts, count: int) -> tuple[torch.Tensor, torch.Tensor]:

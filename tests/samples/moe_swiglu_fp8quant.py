@@ -18,7 +18,7 @@ from samples._moe import (
 )
 from samples._row_errors import input_errors
 from samples._rows import DTYPES, random_rows, short, special_rows, views
-from samples._silu_mul import GATES, GPT_OSS, swiglu_errors
+from samples._silu_mul import GATES, GELUS, GPT_OSS, gate_errors, swiglu_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
@@ -70,6 +70,9 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     for i, (name, gate) in enumerate(GATES):
         one = sample(f"swiglu-{name}", (640, 2880)[i % 2], DTYPES[i % 3], **small)
         yield replace(one, kwargs={**one.kwargs, **gate})
+    for i, gate in enumerate(GELUS):
+        one = sample(gate, (640, 2880)[i % 2], DTYPES[i], **small)
+        yield replace(one, kwargs={**one.kwargs, "gate": gate})
     for width in (64, 192, 2880):
         yield sample(f"half-a-block-{width}", width, torch.bfloat16, **small)
         yield sample(f"masked-half-a-block-{width}", width, torch.float16, max_rows=16, **small)
@@ -131,6 +134,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         yield bad(f"counts-{count}", text, *good[:2], many[:count])
         yield bad(f"counts-{count}-masked", text, masked, counts=many[:count])
     yield from swiglu_errors(good)
+    yield from gate_errors(good)
     yield from output_errors(good, {}, 8, 256, device)
 
 

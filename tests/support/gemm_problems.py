@@ -132,7 +132,7 @@ def gated_problems():
     for fmt in (NVFP4, MXFP4):
         for i, layout in enumerate(("linear", "128x4", "8x4")):
             alpha, scale = (None, "expert", "expert_half")[i], (None, "one", "expert")[i] if fmt == NVFP4 else None
-            given = {"alpha": alpha, "bias_dtype": (FP32, None, BF16)[i], "gate": ("swiglu", "silu", "swiglu")[i]}
+            given = {"alpha": alpha, "bias_dtype": (FP32, None, BF16)[i], "gate": ("swiglu", "silu", "gelu_tanh")[i]}
             yield gated_problem(fmt=fmt, layout=layout, global_scale=scale, **given)
             if layout != "8x4":
                 yield gated_problem(fmt=fmt, layout=layout, a_dtype=(BF16, FP16)[i], **given)

@@ -301,7 +301,8 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
     # The real kernel ignores the strides between experts, and so does the model.
     weight = as_if_contiguous(call.b.mT), as_if_contiguous(call.b_scale)
     given = call.a, call.a_scale, *weight, call.routing, call.alpha, call.bias
-    gate = gate if config.epilogue.swiglu else (1.0, 0.0, None)
+    kind = config.epilogue.gate
+    gate = (*gate, "silu") if kind == "swiglu" else (1.0, 0.0, None, kind)
     value = gated_experts(*given, gate, fmt, *layouts, call.row_scale)
     routed = call.routing != 0
     if call.scale is None:

@@ -21,7 +21,9 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 EPS = 2.0**-24
 """Relative error of one rounding in fp32."""
 GATE_EPS = 2.0**-17
-"""Relative error of SwiGLU, whose exponential is computed in fp32."""
+"""Relative error of a gate, whose exponential is computed in fp32."""
+MOST_SLOPE = 1.13
+"""Upper bound of the slopes of SiLU and GELU."""
 MAX_DECODED = 2**24
 """Largest number of elements of an operand that are decoded at once. They take 0.4 GB."""
 
@@ -97,7 +99,7 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
     that are not routed are zero.
 
     The error covers one rounding per term of a sum, and the error of the exponential. The gate, whose slope is at most
-    1.1, propagates both.
+    ``MOST_SLOPE``, propagates both.
     """
     a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing
     m = a.shape[0]
@@ -107,9 +109,11 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
         a = a.to(fmt.operand_dtype(problem.a.format))
     scales = to_linear(operands.b_scale, problem.b.scale_layout, experts * lines, k // fmt.block_size)
     scales = scales.view(experts, lines, -1)
-    gate: tuple[float, float, float | None] = (1.0, 0.0, None)
+    alpha_of_gate, beta, limit = 1.0, 0.0, None
     if operands.swiglu_alpha is not None and operands.swiglu_beta is not None:
-        gate = operands.swiglu_alpha, operands.swiglu_beta, operands.swiglu_limit
+        alpha_of_gate, beta, limit = operands.swiglu_alpha, operands.swiglu_beta, operands.swiglu_limit
+    assert problem.gate is not None
+    activation = "silu" if problem.gate == "swiglu" else problem.gate
     want, allowed = (torch.zeros(m, experts, lines // 2, dtype=torch.float32, device=a.device) for _ in range(2))
     every = _decoded(problem.a, a, operands.a_scale, slice(0, m), m, k)
     for expert in range(experts):
@@ -126,10 +130,10 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
         if bias is not None:
             total = total + bias[expert].double()
             lost = lost + total.abs() * EPS
-        want[rows, expert] = silu_mul_rows(total.float(), *gate)
+        want[rows, expert] = silu_mul_rows(total.float(), alpha_of_gate, beta, limit, activation)
         (gates, ups), (lost_gates, lost_ups) = (each.chunk(2, 1) for each in (total.abs(), lost))
-        ups = ups + lost_ups + abs(gate[1])
-        off = 1.1 * lost_gates * ups + gates * lost_ups + gates * ups * GATE_EPS
+        ups = ups + lost_ups + abs(beta)
+        off = MOST_SLOPE * lost_gates * ups + gates * lost_ups + gates * ups * GATE_EPS
         allowed[rows, expert] = off.float()
     return want.flatten(1), allowed.flatten(1)
 

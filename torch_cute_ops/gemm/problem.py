@@ -99,9 +99,9 @@ class GemmProblem:
     they are NaN. Each expert has its own bias, ``factor[m, e] · (Σ … + bias[e, n])``, with a rounding to fp32 after
     each step.
 
-    With experts over N and a gate, ``out[m, e · I + i] = swiglu(gate, up)`` in fp32 for I = n / E, with ``gate = alpha
-    · Σ_k a[m, k] · b[e, i, k] + bias`` and ``up`` from ``b[e, I + i, k]``. If the routing of (m, e) is zero, nothing is
-    computed and nothing is written.
+    With experts over N and a gate, ``out[m, e · I + i] = swiglu(gate, up)``, or GELU, in fp32 for I = n / E, with
+    ``gate = alpha · Σ_k a[m, k] · b[e, i, k] + bias`` and ``up`` from ``b[e, I + i, k]``. If the routing of (m, e) is
+    zero, nothing is computed and nothing is written.
 
     Attributes:
         a, b: storage of the activations, and storage of the weight.
@@ -109,8 +109,9 @@ class GemmProblem:
             counts all experts together.
         grouping: division among experts.
         epilogue: operations that are applied to an accumulator before it is stored.
-        gate: ``"silu"``, or ``"swiglu"`` with parameters that calls pass, or None without a gate. With a gate, the
-            result is SwiGLU of the two halves of each expert's weight rows, and the weight has ``2 · n`` rows.
+        gate: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, ``"swiglu"`` with parameters that calls pass, or None without a
+            gate. With a gate, the result is the gate of the two halves of each expert's weight rows, and the weight has
+            ``2 · n`` rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
         global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
             None without an encode scale.
@@ -132,7 +133,7 @@ class GemmProblem:
     k: int
     epilogue: Epilogue
     grouping: Grouping = Grouping()
-    gate: Literal["silu", "swiglu"] | None = None
+    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu"] | None = None
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
     prologue_gate: bool = False

@@ -70,17 +70,19 @@ def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
 
 
 def candidates(module: Any) -> list[SwiGLU]:
-    """Return the gates to try: plain SwiGLU first, then gates with parameters that the module's attributes give."""
+    """Return the gates to try: plain SwiGLU first, then SwiGLU with parameters that the module's attributes give, then
+    GELU."""
     limits, alphas = (
         [value for name in names if isinstance(value := getattr(module, name, None), (int, float)) and value > 0]
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))
     )
-    return [
+    gates = [
         SwiGLU(alpha, beta, limit)
         for limit in (None, *dict.fromkeys(limit for limit in limits if limit < GREATEST_LIMIT))
         for alpha in dict.fromkeys((1.0, *alphas))
         for beta in (0.0, 1.0)
     ]
+    return [*gates, SwiGLU(gate="gelu_tanh"), SwiGLU(gate="gelu")]
 
 
 @torch.no_grad()

@@ -78,8 +78,7 @@ class GatedMLP(nn.Module):
         if quantization is None:
             return self.down_proj(self._gated(both))
         quantise = _GATES[quantization.to]
-        swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
-        operands = quantise(rows, **quantization.arguments, **swiglu)
+        operands = quantise(rows, **quantization.arguments, **self.swiglu.arguments())
         return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))
 
     def _gated(self, both: Tensor) -> Tensor:

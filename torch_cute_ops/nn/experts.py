@@ -17,6 +17,7 @@ from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear
 from torch_cute_ops.ops._checks import index_out_of_range
+from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -70,14 +71,33 @@ def few_tokens(width: int) -> int:
 
 
 class SwiGLU(NamedTuple):
-    """``g · σ(alpha · g) · (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, ±limit)``."""
+    """Gate of an expert: ``g · σ(alpha · g) · (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, ±limit)``,
+    or ``gelu(gate) · up``.
+
+    Attributes:
+        alpha, beta, limit: parameters of SwiGLU. Gates with GELU need the defaults.
+        gate: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, as of :func:`torch_cute_ops.silu_mul`.
+    """
 
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
+    gate: Gate = "silu"
+
+    @property
+    def is_general(self) -> bool:
+        """True if SwiGLU has other parameters than its defaults."""
+        return (self.alpha, self.beta, self.limit) != (1.0, 0.0, None)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments, by name, of ops that compute the gate."""
+        named = self._asdict()
+        return {"gate": named.pop("gate")} | {f"swiglu_{name}": value for name, value in named.items()}
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute the formula elementwise, in the dtype of the tensors."""
+        if self.gate != "silu":
+            return nn.functional.gelu(gate, approximate="tanh" if self.gate == "gelu_tanh" else "none") * up
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
@@ -421,8 +441,8 @@ class QuantExperts(nn.Module):
         weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)).mT, gate_up.weight_scale
         down, down_scale = few.weight.mT, few.weight_scale
         options: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
-        swiglu = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
-        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **swiglu, **options}
+        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **options}
+        first |= self.swiglu.arguments()
         if few.activations == "16bit":
             h = moe_fc1_fp4_weight_only(hidden_states, weight, w_scale, routing, **first)
             return moe_fc2_fp4_weight_only(h, down, down_scale, routing, few.bias, out_dtype, **options)
@@ -450,9 +470,9 @@ class QuantExperts(nn.Module):
             a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, hidden_states.dtype)
         if self.has_token_scales:
-            a, a_scale = silu_mul_fp8quant(h, None, "token", None, *self.swiglu, interleaved)
+            a, a_scale = silu_mul_fp8quant(h, interleaved=interleaved, **self.swiglu.arguments())
         else:
-            a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
+            a, a_scale = moe_swiglu_fp8quant(h, offsets, **self.swiglu.arguments())
         h = self._multiply(self.down_proj, a, a_scale, offsets, out_dtype)
         return moe_finalize(h, expanded, weights, shared)
 

@@ -26,7 +26,7 @@ from torch_cute_ops.ops._backend_path import (
 from torch_cute_ops.ops._operands import aligned
 from torch_cute_ops.ops._properties import Property, choice, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
-from torch_cute_ops.ops._signature import GatedAlphaKind, GlobalScaleKind
+from torch_cute_ops.ops._signature import Gate, GatedAlphaKind, GlobalScaleKind
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 
@@ -56,10 +56,11 @@ class GatedCall(NamedTuple):
     scale_layout: str | None = None
     backend: str = AUTO
     static_weight: bool = False
+    gate: Gate = "silu"
 
     @property
-    def gate(self) -> tuple[float, float, float | None]:
-        """Parameters of the gate: alpha, beta and limit."""
+    def swiglu(self) -> tuple[float, float, float | None]:
+        """Parameters of SwiGLU: alpha, beta and limit."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
     @property
@@ -100,7 +101,8 @@ class GatedGemm(BackendPath[GatedCall]):
             None if bias is None else bias.dtype,
             None if global_scale is None else global_scale.numel(),
             row_scale is not None,
-            gates_plainly(*call.gate),
+            gates_plainly(*call.swiglu),
+            call.gate,
             call.block_size,
             call.scale_format,
             call.scale_layout,
@@ -150,7 +152,8 @@ class GatedGemm(BackendPath[GatedCall]):
                 _checks.check_device(op, name, tensor, "a", device)
         check_bias(op, call.bias, call.bias_dtype, (experts, columns), device, "a column of w")
         check_row_scale(op, call.row_scale, a)
-        _checks.check_swiglu(op, *call.gate)
+        _checks.check_swiglu(op, *call.swiglu)
+        _checks.check_gate(op, call.gate, *call.swiglu)
         self.check_backend(call)
 
     def _check_global_scale(self, global_scale: Tensor | None, experts: int, fmt: FP4Format) -> None:
@@ -181,7 +184,7 @@ class GatedGemm(BackendPath[GatedCall]):
             2 * held,
             p.Epilogue(call.bias_dtype, _alpha_kind(call), bias_dtype, call.row_scale is not None),
             p.Grouping("n", experts),
-            gate="silu" if gates_plainly(*call.gate) else "swiglu",
+            gate=call.gate if gates_plainly(*call.swiglu) else "swiglu",
             quantised=p.Operand(fmt, layout) if is_fp4 else None,
             global_scale=_global_scale_kind(call),
             static_weight=call.static_weight,
@@ -209,9 +212,9 @@ class GatedGemm(BackendPath[GatedCall]):
         }
         if self.a == "fp4":
             declared["global_scales"] = choice(GlobalScaleKind, _global_scale_kind)
-        declared["swiglu"] = flag(lambda call: not gates_plainly(*call.gate))
+        declared["swiglu"] = flag(lambda call: not gates_plainly(*call.swiglu))
         declared |= self.arguments_as_properties("block_size", "scale_format") | self.declare_layout()
-        declared |= self.arguments_as_properties("backend", "static_weight")
+        declared |= self.arguments_as_properties("backend", "static_weight", "gate")
         if self.a == "fp4":
             declared["row_scale"] = flag(lambda call: call.row_scale is not None)
         return declared
@@ -298,7 +301,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         results = (out, None) if self.y_scales is None else out
         if global_scale is not None and global_scale.dim() != 1:
             global_scale = global_scale.reshape(1)
-        gate = gate_arguments(*call.gate)
+        gate = gate_arguments(*call.swiglu)
         fields = a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, row_scale
         self.compute(tuple.__new__(GatedOperands, fields), results)
         return out
@@ -313,7 +316,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
         if global_scale is not None:
             global_scale = aligned(global_scale.reshape(-1))
         results = (out, None) if self.y_scales is None else out
-        gate = gate_arguments(*call.gate)
+        gate = gate_arguments(*call.swiglu)
         self.compute(
             GatedOperands(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, row_scale), results
         )

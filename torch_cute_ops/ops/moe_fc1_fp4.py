@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._gated_gemm import GatedGemm
-from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
+from torch_cute_ops.ops._signature import FP4ScaleLayout, Gate, ScaleFormat
 
 
 @define(GatedGemm("fp4"), "y", "scale")
@@ -26,6 +26,7 @@ def moe_fc1_fp4(
     backend: str = "auto",
     static_weight: bool = False,
     row_scale: Tensor | None = None,
+    gate: Gate = "silu",
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -79,6 +80,8 @@ def moe_fc1_fp4(
             have not changed since. The kernel may then read the weight before the previous launch ends.
         row_scale: (M,) float32: factors of the rows of ``a``, as :func:`fp4_quantize_per_token` returns them. Gate and
             up are multiplied by them before ``alpha``. ``None`` means 1.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
+            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._gated_gemm import GatedGemm
-from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
+from torch_cute_ops.ops._signature import Gate, ScaleFormat, WeightScaleLayout
 
 
 @define(GatedGemm("16-bit"), "out")
@@ -23,6 +23,7 @@ def moe_fc1_fp4_weight_only(
     swiglu_limit: float | None = None,
     backend: str = "auto",
     static_weight: bool = False,
+    gate: Gate = "silu",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -70,6 +71,8 @@ def moe_fc1_fp4_weight_only(
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
+            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
         out: contiguous (M, E·I) tensor to write the result into.
 
     Returns:

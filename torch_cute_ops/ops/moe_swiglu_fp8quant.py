@@ -14,6 +14,7 @@ from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows, writable_columns
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
+from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -27,16 +28,17 @@ class _Call(NamedTuple):
     swiglu_alpha: float
     swiglu_beta: float
     swiglu_limit: float | None
+    gate: Gate
 
     @property
-    def gate(self) -> tuple[float, float, float | None]:
-        """Parameters of the gate: alpha, beta and limit."""
+    def swiglu(self) -> tuple[float, float, float | None]:
+        """Parameters of SwiGLU: alpha, beta and limit."""
         return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
 
 
 class _Launcher(KernelLauncher[_Call]):
     def run(self, call: _Call, out: Any) -> Any:
-        input, offsets, counts, gate = call.input, call.offsets, call.counts, call.gate
+        input, offsets, counts, swiglu = call.input, call.offsets, call.counts, call.swiglu
         shape = input.shape
         if not (_has_as_many(shape, offsets, counts) and are_int32(offsets, counts)) or not input.numel():
             return None
@@ -47,7 +49,7 @@ class _Launcher(KernelLauncher[_Call]):
                 new = allocator(self.device)
                 y = new((shape[0], width), (width, 1), torch.float8_e4m3fn)
                 out = (y, new((shape[0], blocks), (1, shape[0]), torch.float32))
-            self._call(input, out[0], out[1], offsets, counts, gate)
+            self._call(input, out[0], out[1], offsets, counts, swiglu)
             return out
         lead, rows = shape[:2], shape[0] * shape[1]
         if out is None:
@@ -57,7 +59,7 @@ class _Launcher(KernelLauncher[_Call]):
         elif out[0].shape != (*lead, width) or out[1].shape != (*lead, blocks):
             return None
         x, y, scale = input.view(rows, shape[2]), out[0].view(rows, width), out[1].view(rows, blocks)
-        self._call(x, y, scale, None, counts, gate)
+        self._call(x, y, scale, None, counts, swiglu)
         return out
 
     def launch(self, call: _Call, out: Outputs) -> None:
@@ -66,7 +68,7 @@ class _Launcher(KernelLauncher[_Call]):
         y, scale = out
         with writable_columns(scale) as columns:
             matrices = y.view(len(rows), -1), columns.view(len(rows), -1)
-            self._call(rows, *matrices, offsets, counts, call.gate)
+            self._call(rows, *matrices, offsets, counts, call.swiglu)
 
     def _call(
         self,
@@ -75,10 +77,10 @@ class _Launcher(KernelLauncher[_Call]):
         scale: Tensor,
         offsets: Tensor | None,
         counts: Tensor | None,
-        gate: Sequence[Any],
+        swiglu: Sequence[Any],
     ) -> None:
         ctas = self.sms * self.config.waves
-        passed = gate_arguments(*gate)
+        passed = gate_arguments(*swiglu)
         self.function(rows, *(None,) * 3, y, scale, *(None,) * 3, offsets, counts, 0.0, *passed, ctas)
 
 
@@ -89,13 +91,14 @@ class _Gate(KernelPath[_Call]):
     any_address = frozenset(("scale",))
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
-        given = call.offsets is not None, call.counts is not None, gates_plainly(*call.gate)
-        return call.input.shape[-1], call.input.dtype, *given, _has_large_table(call), device
+        given = call.offsets is not None, call.counts is not None, gates_plainly(*call.swiglu)
+        return call.input.shape[-1], call.input.dtype, *given, _has_large_table(call), call.gate, device
 
     def check(self, call: _Call) -> None:
         _checks.check_rows(self.op, "input", call.input, FP8_BLOCK128, _checks.INPUT_DTYPES, halves=True)
         _checks.check_expert_rows(self.op, call.input, call.offsets, call.counts)
-        _checks.check_swiglu(self.op, *call.gate)
+        _checks.check_swiglu(self.op, *call.swiglu)
+        _checks.check_gate(self.op, call.gate, *call.swiglu)
 
     def check_values(self, call: _Call) -> None:
         _checks.check_rows_of_experts(self.op, "input", call.input, call.offsets, call.counts)
@@ -104,10 +107,10 @@ class _Gate(KernelPath[_Call]):
         from torch_cute_ops.kernels import row_quant
 
         given = call.offsets is not None, call.counts is not None
-        width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call.gate)
+        width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call.swiglu)
         experts = 1 if call.counts is None else call.counts.numel()
-        problem = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general, experts)
-        return KernelSpec(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
+        spec = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general, experts, call.gate)
+        return KernelSpec(row_quant.KERNEL, row_quant.plan(spec, arch, pdl=settings.PDL))
 
     def declare(self) -> dict[str, Property]:
         return {
@@ -115,9 +118,9 @@ class _Gate(KernelPath[_Call]):
             "dtype": dtype(lambda call: call.input.dtype, REQUIRED),
             "offsets": flag(lambda call: call.offsets is not None, True),
             "counts": flag(lambda call: call.counts is not None, True),
-            "swiglu": flag(lambda call: not gates_plainly(*call.gate)),
+            "swiglu": flag(lambda call: not gates_plainly(*call.swiglu)),
             "many_experts": flag(_has_large_table),
-        }
+        } | self.arguments_as_properties("gate")
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         experts = MAX_EXPERTS if given.many_experts else 1
@@ -127,6 +130,7 @@ class _Gate(KernelPath[_Call]):
             "offsets": torch.zeros(experts + 1, dtype=torch.int32, device=device) if given.offsets else None,
             "counts": torch.zeros(experts, dtype=torch.int32, device=device) if given.counts else None,
             "swiglu_beta": 1.0 if given.swiglu else 0.0,
+            "gate": given.gate,
         }
 
 
@@ -151,6 +155,7 @@ def moe_swiglu_fp8quant(
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
+    gate: Gate = "silu",
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -180,6 +185,8 @@ def moe_swiglu_fp8quant(
             and counts out of range are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
+            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
 
     Returns:

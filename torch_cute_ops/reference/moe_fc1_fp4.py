@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def moe_fc1_fp4(w: Tensor, global_scale: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
-    """Compute SwiGLU of each expert's gate and up columns, and quantise the result to FP4. Pairs that are not routed
+    """Apply the gate to each expert's gate and up columns, and quantise the result to FP4. Pairs that are not routed
     become zero. See the op's docstring."""
     fmt, layout, _ = formats_of(named["a_scale"], **named)
     return quantize_experts(gated_columns(w=w, **named), len(w), global_scale, fmt, layout)
@@ -32,14 +32,15 @@ def gated_columns(
     swiglu_alpha: float,
     swiglu_beta: float,
     swiglu_limit: float | None,
+    gate: str,
     a_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
     **formats: Any,
 ) -> Tensor:
     """Call ``gated_experts`` with the arguments of an op. 16-bit activations need no scales."""
-    gate = swiglu_alpha, swiglu_beta, swiglu_limit
+    how = swiglu_alpha, swiglu_beta, swiglu_limit, gate
     resolved = formats_of(w_scale if a_scale is None else a_scale, **formats)
-    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, gate, *resolved, row_scale)
+    return gated_experts(a, a_scale, w.mT, w_scale, routing, alpha, bias, how, *resolved, row_scale)
 
 
 def gated_experts(
@@ -50,14 +51,14 @@ def gated_experts(
     routing: Tensor,
     alpha: Tensor | None,
     bias: Tensor | None,
-    gate: tuple[float, float, float | None],
+    gate: tuple[float, float, float | None, str],
     fmt: FP4Format,
     a_layout: ScaleLayout | None,
     w_layout: ScaleLayout,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute SwiGLU of ``a @ w[e].T · row_scale · alpha + bias[e]`` for each expert: (M, E·I) float32, 0 if
-    ``routing`` is 0.
+    """Apply the gate to ``a @ w[e].T · row_scale · alpha + bias[e]`` for each expert: (M, E·I) float32, 0 if
+    ``routing`` is 0. ``gate`` holds the arguments of ``silu_mul_rows``.
 
     Each product is accumulated in float64 and rounded to float32.
     """

@@ -396,6 +396,7 @@ def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
     tiles = itertools.cycle(fp4_gated_experts.TOKEN_BLOCKS)
     alphas, scales = itertools.cycle(("expert_half", "expert", None)), itertools.cycle(("expert", "one", None))
     biases = itertools.cycle((FP32, "out", None, FP32))
+    gates = itertools.cycle(("swiglu", "silu", "gelu_tanh", "swiglu", "gelu"))
     kinds = (*WARPGROUP_KINDS, (BF16, MXFP4, "128x4", "8x4"))
     cases = []
     shapes = itertools.product(fp4_gated_experts.TILES_N, fp4_gated_experts.TILES_M)
@@ -411,7 +412,7 @@ def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
                 next(alphas),
                 dtype if bias == "out" else bias,
                 scale if out == NVFP4 else None,
-                len(cases) % 3 != 1,
+                next(gates),
             )
             sizes = *shape, next(tiles)
             case = GatedExpertsCase(

@@ -140,9 +140,11 @@ def round_activations(problem: GemmProblem, value: Tensor, global_scale: Tensor 
 def _gated_experts(problem: GemmProblem, given: GatedOperands, out: tuple[Tensor, Tensor | None]) -> None:
     (y, scale), fmt, layout = out, problem.b.format, problem.b.scale_layout
     assert isinstance(fmt, FP4Format) and layout is not None
-    gate: tuple[float, float, float | None] = (1.0, 0.0, None)
+    parameters: tuple[float, float, float | None] = (1.0, 0.0, None)
     if given.swiglu_alpha is not None and given.swiglu_beta is not None:
-        gate = given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit
+        parameters = given.swiglu_alpha, given.swiglu_beta, given.swiglu_limit
+    assert problem.gate is not None
+    gate = *parameters, "silu" if problem.gate == "swiglu" else problem.gate
     operands = given.a, given.a_scale, given.b.mT, given.b_scale, given.routing, given.alpha, given.bias
     value = gated_experts(*operands, gate, fmt, problem.a.scale_layout, layout, given.row_scale)
     if problem.quantised is None or scale is None:

@@ -129,7 +129,7 @@ class RoutedGated(RoutedBackend):
 
     def config(self, problem: GemmProblem, tactic: GatedTactic, arch: Arch) -> fp4_gated_experts.Config | None:
         epilogue, quantised = problem.epilogue, problem.quantised
-        assert epilogue.alpha in (None, "expert", "expert_half")
+        assert epilogue.alpha in (None, "expert", "expert_half") and problem.gate is not None
         if problem.expert_n % (tactic.tile_n // 2):
             return None
         out: torch.dtype | FP4Format = epilogue.out_dtype
@@ -137,7 +137,7 @@ class RoutedGated(RoutedBackend):
         if quantised is not None:
             out, layout = fp4_format(problem), quantised.scale_layout
         gated_epilogue = fp4_gated_experts.GatedEpilogue(
-            *(out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"),
+            *(out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate),
             has_row_scale=epilogue.has_row_scale,
         )
         return fp4_gated_experts.plan(

@@ -205,7 +205,7 @@ def _few(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) 
     options: dict[str, Any] = {"block_size": BLOCK_SIZES[form.scheme], **STATIC}
     first = {
         "alpha": getattr(layer, "few_gate_up_alpha", None), "bias": getattr(layer, "few_gate_up_bias", None),
-        **_swiglu(form), **options,
+        **form.swiglu.arguments(), **options,
     }  # fmt: skip
     bias = getattr(layer, "few_bias", None)
     if form.few == "16bit":
@@ -221,7 +221,7 @@ def _few(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) 
 
 def _few_calls(form: ExpertForm, m: int) -> Iterator[Call]:
     is_nvfp4, block, given = form.scheme == "nvfp4", BLOCK_SIZES[form.scheme], _given(form, torch.float32)
-    fc1 = {**given, "n": form.experts * form.width, "k": form.hidden, "m": m, "swiglu": form.swiglu != SwiGLU()}
+    fc1 = {**given, "n": form.experts * form.width, "k": form.hidden, "m": m, **_gate(form)}
     fc2 = {**given, "n": form.hidden, "k": form.experts * form.width, "m": m, "out_dtype": form.dtype}
     fc1["block_size"] = fc2["block_size"] = block
     if is_nvfp4:
@@ -241,18 +241,18 @@ def _few_calls(form: ExpertForm, m: int) -> Iterator[Call]:
 
 
 def _many(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    ops, swiglu = torch.ops.cute, tuple(form.swiglu)
+    ops, gate = torch.ops.cute, form.swiglu.arguments()
     expanded, permuted, offsets, _ = ops.moe_route_ids(as_int32(ids, form.experts), form.experts, 1)
     if form.scheme == "fp8_channel":
         codes, scale = ops.fp8_quantize(x)
         tokens = (permuted // form.topk).clamp(min=0)
         a = codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype)  # torch 2.9 does not index FP8 tensors
         h = _product(layer, form, "gate_up", a, scale.index_select(0, tokens), offsets)
-        a, scale = ops.silu_mul_fp8quant(h, None, "token", None, *swiglu)
+        a, scale = ops.silu_mul_fp8quant(h, **gate)
     else:
         a, scale = ops.moe_permute_fp8quant(x, permuted, form.topk, expanded)
         h = _product(layer, form, "gate_up", a, scale, offsets)
-        a, scale = ops.moe_swiglu_fp8quant(h, offsets, None, *swiglu)
+        a, scale = ops.moe_swiglu_fp8quant(h, offsets, **gate)
     h = _product(layer, form, "down", a, scale, offsets)
     y: Tensor = ops.moe_finalize(h, expanded, weights)
     return y
@@ -272,7 +272,7 @@ def _product(layer: Any, form: ExpertForm, name: str, a: Tensor, a_scale: Tensor
 
 
 def _many_calls(form: ExpertForm, m: int) -> Iterator[Call]:
-    rows, dtype, is_gated = m * form.topk, form.dtype, form.swiglu != SwiGLU()
+    rows, dtype = m * form.topk, form.dtype
     yield "moe_route_ids", {"experts": form.experts}
     if form.scheme == "fp8_channel":
         yield "fp8_quantize", {"hidden": form.hidden, "dtype": dtype}
@@ -289,10 +289,10 @@ def _many_calls(form: ExpertForm, m: int) -> Iterator[Call]:
             given["alpha"] = "expert_column" if is_first or form.experts > 1 else "one"
         yield op, given
         if is_first and form.scheme == "fp8_channel":
-            yield "silu_mul_fp8quant", {"hidden": 2 * form.width, "dtype": dtype, "swiglu": is_gated}
+            yield "silu_mul_fp8quant", {"hidden": 2 * form.width, "dtype": dtype, **_gate(form)}
         elif is_first:
-            gate = {"hidden": 2 * form.width, "dtype": dtype, "offsets": True, "counts": False, "swiglu": is_gated}
-            yield "moe_swiglu_fp8quant", gate
+            gate = {"hidden": 2 * form.width, "dtype": dtype, "offsets": True, "counts": False}
+            yield "moe_swiglu_fp8quant", {**gate, **_gate(form)}
     yield "moe_finalize", {"hidden": form.hidden, "dtype": dtype, "topk": form.topk}
 
 
@@ -301,5 +301,6 @@ def _given(form: ExpertForm, bias: torch.dtype) -> dict[str, Any]:
     return {"experts": form.experts, **STATIC, **({"bias_dtype": bias} if form.has_bias else {})}
 
 
-def _swiglu(form: ExpertForm) -> dict[str, Any]:
-    return {f"swiglu_{name}": value for name, value in form.swiglu._asdict().items()}
+def _gate(form: ExpertForm) -> dict[str, Any]:
+    """Return the properties of ops that compute the gate of a form."""
+    return {"swiglu": form.swiglu.is_general, "gate": form.swiglu.gate}

@@ -43,6 +43,8 @@ def swiglu_of(moe: Any) -> SwiGLU | None:
     if kind == "swigluoai_uninterleave":
         alpha, beta = moe.swiglu_alpha, moe.swiglu_beta
         return SwiGLU(1.0 if alpha is None else alpha, 0.0 if beta is None else beta, moe.swiglu_limit)
+    if kind in ("gelu", "gelu_tanh"):
+        return SwiGLU(gate=kind)
     return None
 
 

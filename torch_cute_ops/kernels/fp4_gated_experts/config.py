@@ -72,7 +72,7 @@ class GatedEpilogue:
     """Epilogue of a work tile.
 
     The epilogue computes ``g = gate · row_scale · alpha + bias`` and ``u = up · row_scale · alpha + bias`` in fp32, and
-    rounds after each operation. Then it applies SwiGLU in fp32, and rounds to 16 bits or quantises blocks.
+    rounds after each operation. Then it applies the gate in fp32, and rounds to 16 bits or quantises blocks.
 
     Attributes:
         out: dtype of the result, or FP4 format of its codes.
@@ -80,8 +80,8 @@ class GatedEpilogue:
         alpha: kind of the factors: one per expert, two per expert (for gate and up), or None.
         bias_dtype: dtype of the biases, or None without biases.
         global_scale: kind of the encode scale of the result: one for all experts, one per expert, or None.
-        swiglu: True for the general gate with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``, False for
-            ``silu(gate) · up``.
+        gate: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, applied to gate and multiplied by up, or ``"swiglu"`` for the
+            general SwiGLU with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``.
         has_row_scale: True if each row of the activations has a factor.
     """
 
@@ -90,8 +90,13 @@ class GatedEpilogue:
     alpha: Literal["expert", "expert_half"] | None = None
     bias_dtype: torch.dtype | None = None
     global_scale: Literal["one", "expert"] | None = None
-    swiglu: bool = False
+    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu"] = "silu"
     has_row_scale: bool = False
+
+    @property
+    def has_gate_parameters(self) -> bool:
+        """True if the launch passes the parameters of the gate."""
+        return self.gate == "swiglu"
 
     @property
     def block(self) -> int:

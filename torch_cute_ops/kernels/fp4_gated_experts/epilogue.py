@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, ra
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import load_terms, silu_mul, swiglu
+from torch_cute_ops.kernels.common.core.epilogue import GATES, load_terms, swiglu
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_byte, store_words
 from torch_cute_ops.kernels.common.fp4.codes import acc_scale, fp4_block, scale_argument
 from torch_cute_ops.kernels.fp4_gated_experts.config import Config
@@ -62,7 +62,7 @@ class GatedEpilogueOps:
         f = self.epilogue
         factors = {"expert": ((experts,), (1,)), "expert_half": ((experts, 2), (2, 1))}
         scales = {"one": ((1,), (1,)), "expert": ((experts,), (1,))}
-        gate = ScalarArg("Float32") if f.swiglu else None
+        gate = ScalarArg("Float32") if f.has_gate_parameters else None
         bias = None
         if f.bias_dtype is not None:
             bias = TensorArg(DSL_DTYPES[f.bias_dtype].__name__, (experts, n), (n, 1), align=16)
@@ -120,7 +120,7 @@ class GatedEpilogueOps:
             if terms.bias is not None:
                 value = ptx.add_rn(value, terms.bias[half])
             values.append(value)
-        return silu_mul(*values) if outputs.gate is None else swiglu(*values, *outputs.gate)
+        return GATES[self.epilogue.gate](*values) if outputs.gate is None else swiglu(*values, *outputs.gate)
 
     @cute.jit
     def store_work_tile(self, acc, token_id, terms, first_column, consumer, values, outputs):

@@ -204,7 +204,7 @@ class FP4GatedExpertsKernel:
             threads = Int64(experts) * num_blocks * (c.lists.threads * PIECES_PER_THREAD)
             list_ctas = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_LIST_CTAS)))
             grid = experts, num_blocks, list_ctas
-        gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.swiglu) else None
+        gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.has_gate_parameters) else None
         terms = alpha, bias, global_scale, row_scale
         outputs = Outputs(*terms, y, scale_matrix(scale, c.epilogue.out_layout), gate)
         read = a, a_scale, b, b_scale, routing, *terms

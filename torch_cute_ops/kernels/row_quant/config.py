@@ -125,13 +125,14 @@ class RowQuantSpec:
         has_counts: bool,
         swiglu: bool,
         experts: int = USUAL_EXPERTS,
+        gate: Gate = "silu",
     ) -> "RowQuantSpec":
         """Return the specification that gates experts' rows and quantises them to FP8 blocks with column-major
         scales."""
         blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
         # Without counts there is no table. Use the same ``max_experts`` for all calls, so that they share a kernel.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
-        return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room)
+        return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room, gate=gate)
 
     @property
     def has_table(self) -> bool:
