@@ -528,6 +528,50 @@ class ByDtype(Experts):
         return self.down_proj[expert] @ (self.act_fn(gate) * up)
 
 
+class OneDoubled(Experts):
+    """Experts of which one counts twice."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, torch.where(ids == 1, 2 * weights, weights))
+
+
+class WithThreshold(Experts):
+    """Experts that skip pairs with a small routing weight."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, torch.where(weights < 0.01, 0, weights))
+
+
+class SingleDoubled(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids, weights) * (2 if len(x) == 1 else 1)
+
+
+class FirstTwo(Experts):
+    """Experts that ignore all but the first two experts of a token."""
+
+    def __init__(self, top_k: int | None = None) -> None:
+        super().__init__()
+        self.top_k = top_k
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids[:, :2], weights[:, :2])
+
+
+class ExactlyTwo(Experts):
+    """Experts that fail for another number of experts per token than 2."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, ids.view(len(x), 2), weights.view(len(x), 2))
+
+
+class InPlace(Experts):
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x, ids, weights)
+        x.copy_(y)
+        return y
+
+
 OTHER = "computes something else than experts with SwiGLU"
 
 
@@ -552,6 +596,11 @@ OTHER = "computes something else than experts with SwiGLU"
         (TrainingFactor, rf"{OTHER} for 8 tokens in bfloat16 in training mode: "),
         (lambda: WithDropout(0.1), rf"{OTHER} for 8 tokens in bfloat16 in training mode: "),
         (ByDtype, rf"{OTHER} for 8 tokens in bfloat16: "),
+        (OneDoubled, rf"{OTHER} for 2 tokens of different experts in float32: "),
+        (WithThreshold, rf"{OTHER} for 2 tokens of different experts in float32: "),
+        (FirstTwo, rf"{OTHER} for 2 tokens of different experts in float32: "),
+        (SingleDoubled, rf"{OTHER} for 1 token in bfloat16: "),
+        (InPlace, "its forward changes its arguments in place"),
         (Swapped, "its forward refuses tokens, expert ids and weights: "),
         (Scaled, "QuantExperts cannot hold its factor"),
     ],
@@ -561,12 +610,12 @@ def test_experts_that_compute_something_else(make, reason):
     block = Block(make()).bfloat16().eval()
     old = block.mlp.experts
     given = torch.randn(2, H).bfloat16(), torch.tensor([[0, 1], [3, 2]]), torch.rand(2, 2)
-    want = None if isinstance(old, Swapped) else old(*given)
+    want = None if isinstance(old, Swapped) else old(*map(torch.clone, given))
     for scheme in ("nvfp4", "fp8_block"):
         with pytest.warns(UserWarning, match=rf"quantize_: modules stay unchanged\. mlp\.experts: .*{reason}"):
             quantize_(block, scheme)
         assert block.mlp.experts is old
-    assert want is None or torch.equal(old(*given), want)
+    assert want is None or torch.equal(old(*map(torch.clone, given)), want)
 
 
 def test_an_unknown_buffer():
@@ -585,6 +634,8 @@ def test_an_unknown_buffer():
         lambda: Experts(experts=2),
         lambda: Capacity(E),  # drops nothing
         lambda: WithDropout(0.0),
+        lambda: FirstTwo(top_k=2),
+        ExactlyTwo,
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -707,6 +758,7 @@ def test_modules_that_read_all_experts(monkeypatch):
         assert "MemoryError: the trial is limited to modules that read" in float_experts(cls()).verified()
     assert float_experts(Experts()).verified() == SwiGLU()
     monkeypatch.setattr(_trial, "CROWD", (64, 64))
+    monkeypatch.setattr(_trial, "SPREAD_WORK", 0)
     monkeypatch.setattr(_trial, "LARGEST", 2 * I * H - 1)  # a single expert is always allowed
     monkeypatch.setattr(_trial, "_FOUND", {})
     assert float_experts(Experts()).verified() == SwiGLU()

@@ -1,8 +1,15 @@
 """Check whether ``QuantExperts`` can replace a module of experts: run both on random tokens and compare the results.
 
-A trial first searches the gate with a few tokens in float64. Then four more comparisons must agree with this gate. Two
-use the same tokens in the module's own dtype, in evaluation and in training mode. Two use many tokens that all choose
-the same two experts, in both modes: these reveal a limit on the tokens per expert.
+A trial first searches the gate with a few tokens in float64. Then the results of four more sets of tokens must agree
+with this gate:
+
+- the same tokens, in the module's own dtype;
+- one token, because a forward may treat a single token separately;
+- tokens that together choose every expert, or a part of the experts if they are large, with routing weights from 0.001
+  to 1, and with the number of experts per token that the module or its configuration names;
+- many tokens that all choose the same two experts: these reveal a limit on the tokens per expert.
+
+The first and the last set run in evaluation and in training mode.
 """
 
 import copy
@@ -16,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_cute_ops.formats.experts import MAX_TOPK
 from torch_cute_ops.nn.experts import SwiGLU
 
 if TYPE_CHECKING:
@@ -40,6 +48,14 @@ CROWD: Final = (64, 256)
 """Smallest and largest number of tokens in a trial that sends all tokens to two experts."""
 CROWD_WORK: Final = 2**33
 """Maximum number of multiplications of such a trial, unless the smallest number of tokens needs more."""
+SPREAD_WORK: Final = 2**30
+"""Maximum number of weight elements that the trial with different experts reads, unless ``LEAST_SPREAD`` experts have
+more."""
+LEAST_SPREAD: Final = 8
+"""Number of different experts that a trial uses at least, if the module has as many."""
+UNKNOWN_TOPK: Final = 3
+"""Number of experts per token to try if neither the module nor its configuration names one. Other trials use 2."""
+_TOPK_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_topk")
 _BUILT_IN: Final = (None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
 """transformers' own implementations of an experts' forward. All of them compute the same as the class's code."""
 _SHIFT, _PERIOD = 101, 65537
@@ -126,8 +142,30 @@ def _crowd(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator
     return _tokens(given, [1.0] * count, chosen, dtype, generator)
 
 
+def _single(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> _Tokens:
+    """Return one token."""
+    return _tokens(given, [1.0], torch.tensor([_used(given)[:2]]), dtype, generator)
+
+
+def _spread(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> _Tokens:
+    """Return tokens that together choose every expert, or evenly distributed experts if the experts are large."""
+    count = min(given.experts, max(LEAST_SPREAD, SPREAD_WORK // (3 * given.hidden * given.width)))
+    used = [i * given.experts // count for i in range(count)]
+    topk = min(count, _topk_of(given.module) or UNKNOWN_TOPK)
+    chosen = torch.tensor([[used[(i + j) % count] for j in range(topk)] for i in range(0, count, topk)])
+    drawn = _tokens(given, [1.0] * len(chosen), chosen, dtype, generator)
+    weights = 10 ** (-3 * torch.rand(chosen.shape, generator=generator, dtype=torch.float64))
+    return drawn._replace(weights=weights.to(dtype))
+
+
 def _used(given: "FloatExperts") -> list[int]:
     return sorted({0, given.experts // 2, given.experts - 1})
+
+
+def _topk_of(module: nn.Module) -> int | None:
+    """Return the number of experts per token that the module or its configuration names, or None if neither does."""
+    found = [getattr(each, name, None) for each in (module, getattr(module, "config", None)) for name in _TOPK_NAMES]
+    return next((each for each in found if type(each) is int and 1 <= each <= MAX_TOPK), None)
 
 
 def _tokens(
@@ -163,20 +201,30 @@ def _found_in(given: "FloatExperts", dtype: torch.dtype) -> SwiGLU | str:
 
 
 def _reason_of_more(given: "FloatExperts", gate: SwiGLU) -> str | None:
-    """Compare results with this gate and the module's results in other modes and dtypes, and for many tokens. Return
-    the reason why they differ, or None if they agree."""
+    """Compare results with this gate and the module's results for other tokens, dtypes and modes. Return the reason why
+    they differ, or None if they agree."""
     kind, own = type(given.module).__name__, given.module.gate_up_proj.dtype
     if own not in TOLERANCE:  # a quantised parameter; quantize_ refuses it
         own = torch.float32
     generator = torch.Generator("cpu").manual_seed(1)
-    for make, dtype in ((_few, own), (_crowd, torch.float32)):
-        clone, arguments = _cloned(given, dtype, generator), make(given, dtype, generator)
-        want = None
-        for is_training in (False, True):
+    clone: Any = None
+    for name, make, dtype, modes in (
+        ("", _few, own, (False, True)),
+        ("", _single, own, (False,)),
+        (" of different experts", _spread, torch.float32, (False,)),
+        (" of the same experts", _crowd, torch.float32, (False, True)),
+    ):
+        if make in (_few, _spread):  # the next set has the same dtype
+            clone = _cloned(given, dtype, generator)
+        arguments, want = make(given, dtype, generator), None
+        for is_training in modes:
             got = clone if isinstance(clone, str) else _result(clone.train(is_training), arguments)
-            where = f"for {len(arguments.tokens)} tokens{' of the same experts' if make is _crowd else ''} in "
-            where += f"{str(dtype).removeprefix('torch.')}{' in training mode' if is_training else ''}"
+            count = len(arguments.tokens)
+            where = f"for {count} token{'s' if count > 1 else ''}{name} in {str(dtype).removeprefix('torch.')}"
+            where += " in training mode" if is_training else ""
             if isinstance(got, str):
+                if make is _spread and _topk_of(given.module) is None:
+                    continue  # the forward may be written for another number of experts per token
                 return f"{got} ({where})"
             if want is None:
                 (want,) = _results(given._replace(module=clone), [gate], arguments)
@@ -199,11 +247,14 @@ def _cloned(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generato
 
 def _result(clone: Any, arguments: _Tokens) -> Tensor | str:
     """Return the result of the module's forward, or the reason why the forward failed."""
+    copies = [each.clone() for each in arguments]
     try:
         with _OneExpertAtATime(max(LARGEST, clone.gate_up_proj[0].numel())):
-            got = clone(*(each.clone() for each in arguments))
+            got = clone(*copies)
     except Exception as error:  # a user's module can raise any exception
         return _refusal(error)
+    if not all(map(torch.equal, copies, arguments)):
+        return "its forward changes its arguments in place"
     if not isinstance(got, Tensor) or got.shape != arguments.tokens.shape:
         result = f"a tensor {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
         return f"its forward returns {result} for tokens {tuple(arguments.tokens.shape)}"
