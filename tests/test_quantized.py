@@ -360,6 +360,7 @@ def test_errors(call, error, message):
             )
             for value in (0.0, -0.0, -2.0, torch.inf, -torch.inf, torch.nan)
         ),
+        ({"global_scale": torch.tensor([2.0**-128])}, ValueError, "expected a number whose reciprocal is finite"),
         ({"format": "int4"}, ValueError, "QuantizedWeight: format is 'int4'"),
     ],
 )
@@ -367,6 +368,14 @@ def test_errors_of_the_record(change, error, message):
     tensors = {"codes": Q.codes, "scale": Q.scale, "global_scale": Q.global_scale, "format": "nvfp4"}
     with pytest.raises(error, match=re.escape(message)):
         QuantizedWeight(**{**tensors, **change})
+
+
+def test_the_smallest_global_scale():
+    """Check that the smallest global scale whose reciprocal is finite is accepted, and decodes to finite numbers."""
+    smallest = torch.tensor([2.0**-128 + 2.0**-149])
+    q = QuantizedWeight(torch.full((8, 16), 0x22, dtype=torch.uint8), Q.scale.new_ones(8, 2), smallest, format="nvfp4")
+    want = 1 / (2.0**-128 + 2.0**-149)
+    assert abs(q.alpha.item() / want - 1) < 1e-6 and abs(dequantize(q).double() / want - 1).max() < 1e-6
 
 
 def test_a_global_scale_without_a_value():

@@ -89,7 +89,7 @@ class QuantizedWeight:
 
     Raises:
         ValueError: for an unknown format, a wrong shape, strides or device, or a ``global_scale`` that is missing, not
-            used, or not positive and finite.
+            used, or not positive and finite, or whose reciprocal overflows.
         TypeError: for a wrong dtype, or an argument that is no tensor.
     """
 
@@ -486,6 +486,8 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
         value = _readable_value(global_scale)
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name}: global_scale is {value}; expected a positive, finite number")
+        if value is not None and 1 / value > torch.finfo(torch.float32).max:
+            raise ValueError(f"{name}: global_scale is {value}; expected a number whose reciprocal is finite in float32")
     return n, k
 
 
