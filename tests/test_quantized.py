@@ -360,7 +360,7 @@ def test_errors(call, error, message):
             )
             for value in (0.0, -0.0, -2.0, torch.inf, -torch.inf, torch.nan)
         ),
-        ({"global_scale": torch.tensor([2.0**-128])}, ValueError, "expected a number whose reciprocal is finite"),
+        ({"global_scale": torch.tensor([2.0**-128])}, ValueError, "expected a number with a finite reciprocal"),
         ({"format": "int4"}, ValueError, "QuantizedWeight: format is 'int4'"),
     ],
 )

@@ -487,7 +487,7 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name}: global_scale is {value}; expected a positive, finite number")
         if value is not None and 1 / value > torch.finfo(torch.float32).max:
-            raise ValueError(f"{name}: global_scale is {value}; expected a number whose reciprocal is finite in float32")
+            raise ValueError(f"{name}: global_scale is {value}; expected a number with a finite reciprocal")
     return n, k
 
 

@@ -396,6 +396,35 @@ def test_a_router_next_to_stacked_experts():
     assert {name for name, why in reasons.items() if why == "it is a router"} == {"0.classifier", "1.classifier"}
 
 
+def owner_of(**held: torch.Tensor | nn.Module) -> nn.Module:
+    """Return a module that owns the given tensors as parameters, and the given modules."""
+    module = nn.Module()
+    for name, each in held.items():
+        setattr(module, name, nn.Parameter(each) if isinstance(each, torch.Tensor) else each)
+    return module
+
+
+STACK = {"w1": torch.randn(16, I, K), "w2": torch.randn(16, K, I)}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("proj", {"ffn": owner_of(**STACK)}),
+        ("score", {"ffn": owner_of(up=owner_of(weight=STACK["w1"]), down=owner_of(weight=STACK["w2"]))}),
+        ("proj", STACK),
+        ("proj", {"weights": nn.ParameterList([*STACK["w1"]])}),
+        ("dispatch", {"moe": owner_of(experts=nn.ModuleList(nn.Linear(K, K) for _ in range(16)))}),
+        ("classifier", {"experts": owner_of(w=torch.randn(16 * I, K))}),  # number of experts unknown
+    ],
+    ids=("stack", "inner-stacks", "own", "list", "inner", "name"),
+)
+def test_a_router_next_to_experts_in_other_forms(name, others):
+    """Check routers next to experts in parameters with any names, or next to a module that contains the experts."""
+    model = nn.Sequential(owner_of(**{name: nn.Linear(K, 16)}, **others))
+    assert left_by(model, scheme="fp8_channel")[f"0.{name}"] == "it is a router"
+
+
 def test_layers_that_are_no_routers():
     """Check that layers with another number of outputs than experts, shared experts, and heads next to other lists are
     replaced."""
@@ -408,9 +437,12 @@ def test_layers_that_are_no_routers():
             ),
             "shared": nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(K, K)] * 1), "shared_expert": shared}),
             "head": nn.ModuleDict({"branches": others, "score": nn.Linear(K, 16)}),
+            "kernel": nn.ModuleDict({"conv": nn.Conv1d(K, 16, 3), "proj": nn.Linear(K, 16)}),
+            "wide": owner_of(w=torch.randn(16, 64, 64), proj=nn.Linear(K, 16)),
         }
     )
-    assert left_by(model, scheme="fp8_channel") == {}
+    assert {name: why for name, why in left_by(model, scheme="fp8_channel").items() if why == "it is a router"} == {}
+    assert isinstance(model.kernel.proj, QuantLinear) and isinstance(model.wide.proj, QuantLinear)
 
 
 # Experts

@@ -27,7 +27,10 @@ _LOADS: Final = ("LOAD_ATTR", "LOAD_METHOD")
 """Bytecode instructions of Python that read an attribute."""
 _ROUTER_CLASS: Final = re.compile(r"router|top_?k_?gat", re.IGNORECASE)
 _ROUTER_NAME: Final = re.compile(r"router|^shared_experts?_gate$", re.IGNORECASE)
-_GATE_NAME: Final = re.compile(r"^(gate|wg|gating|gate_network|switch)$", re.IGNORECASE)
+_GATE_NAME: Final = re.compile(
+    r"^(gate|wg|w_gate|gating|gate_network|switch|classifier|scores?|scorer|dispatch|dispatcher|selector)$",
+    re.IGNORECASE,
+)
 _EXPERTS: Final = re.compile(r"experts?", re.IGNORECASE)
 _COUNTS: Final = ("experts", "num_experts", "num_local_experts", "n_routed_experts")
 
@@ -118,8 +121,9 @@ def is_router(model: nn.Module, name: str) -> bool:
     """Return True if a module routes tokens to experts, or is a part of a router.
 
     A router is recognised by its class, by its name, or by the number of its outputs: a layer next to E experts with E
-    outputs is a router. A module called ``gate`` or ``wg`` next to experts is a router, unless it is a layer with
-    another number of outputs, such as the gate of a shared expert.
+    outputs is a router. The experts may also be stacked parameters. A module called ``gate``, ``wg`` or ``classifier``
+    next to experts is a router, unless it is a layer with another number of outputs, such as the gate of a shared
+    expert. A layer with such a name and E outputs is also a router if a module next to it contains E experts.
     """
     parent, components = model, name.split(".") if name else []
     for component in components:
@@ -150,15 +154,38 @@ def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Modul
     if not layers or _EXPERTS.search(name) or any(map(_has_experts, module.modules())):
         return False
     count = layers[-1].out_features
-    for key, sibling in parent._modules.items():
-        if sibling is None or key == name:
-            continue
-        if (_EXPERTS.search(key) or experts_or_reason(sibling) is not None) and _experts_in(sibling) == count:
+    siblings = {key: each for key, each in parent._modules.items() if each is not None and key != name}
+    if any(_is_called_experts(key, each) and _experts_in(each) == count for key, each in siblings.items()):
+        return True
+    # A list of modules, or a stack of matrices, may be experts, whatever its name is. To be safe, count only a single
+    # layer as the router.
+    if module is not layers[0]:
+        return False
+    width = layers[0].in_features
+    if any(_like_modules(each, width) == count for each in siblings.values()):
+        return True
+    nearby = [parent, *siblings.values()]
+    if _GATE_NAME.search(name):  # by its name, the layer may also route to experts inside of a sibling module
+        inner = [item for sibling in siblings.values() for item in sibling.named_children()]
+        if any(_is_called_experts(key, each) and _experts_in(each) == count for key, each in inner):
             return True
-        # A list of modules may be experts, whatever its name is. To be safe, count only a single layer as the router.
-        if module is layers[0] and _like_modules(sibling, layers[0].in_features) == count:
-            return True
-    return False
+        nearby += [each for _, each in inner]
+    return any(_has_stack(each, count, width) for each in nearby)
+
+
+def _is_called_experts(name: str, module: nn.Module) -> bool:
+    return bool(_EXPERTS.search(name)) or experts_or_reason(module) is not None
+
+
+def _has_stack(module: nn.Module, count: int, width: int) -> bool:
+    """Return True if the module itself owns matrices for ``count`` experts, with ``width`` rows or columns: a parameter
+    with three dimensions, or a list of parameters."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return False
+    own = [each for each in module._parameters.values() if each is not None]
+    if isinstance(module, nn.ParameterList) and len(own) == count > 1:
+        return all(each.dim() == 2 and width in each.shape for each in own)
+    return any(each.dim() == 3 and each.shape[0] == count and width in each.shape[1:] for each in own)
 
 
 def _has_experts(module: nn.Module) -> bool:
