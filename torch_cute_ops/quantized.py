@@ -483,7 +483,7 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
         _check_dtype(name, "global_scale", global_scale, (torch.float32,))
         if global_scale.numel() != 1:
             raise ValueError(f"{name}: got global_scale with shape {tuple(global_scale.shape)}; expected one element")
-        value = _readable_value(global_scale)
+        value = next(iter(readable_values(global_scale)), None)
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name}: global_scale is {value}; expected a positive, finite number")
         if value is not None and 1 / value > torch.finfo(torch.float32).max:
@@ -491,10 +491,10 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
     return n, k
 
 
-def _readable_value(tensor: Tensor) -> float | None:
-    """Read the only element of a CPU tensor, or in debug mode also of a GPU tensor. Return None if it cannot be read,
-    as in compiled programs, transforms and captures."""
+def readable_values(tensor: Tensor) -> list[float]:
+    """Read a vector on a CPU, or in debug mode also on a GPU. Return an empty list if it cannot be read, as in compiled
+    programs, transforms and captures."""
     if not _has_value(tensor) or _get_current_dispatch_mode() is not None:
-        return None
+        return []
     reads_gpu = settings.CHECK and tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
-    return tensor.item() if tensor.is_cpu or reads_gpu else None
+    return tensor.flatten().tolist() if tensor.is_cpu or reads_gpu else []

@@ -331,6 +331,33 @@ def test_errors_of_tensors():
         NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"][:, ::2]})
     with pytest.raises(TypeError, match=r"got weight_scale with dtype torch\.uint8; expected torch\.float8_e4m3fn"):
         NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"].view(torch.uint8)})
+    for value in (0.0, -1.0, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match=rf"weight_scale_2 contains {value}; expected positive, finite numbers"):
+            NVFP4Linear.from_tensors(**{**state, "weight_scale_2": torch.tensor([value])})
+    zeros = {"weight": torch.full_like(state["weight"], 0x80), "weight_scale_2": torch.zeros(1)}
+    assert not NVFP4Linear.from_tensors(**{**state, **zeros}).dequantize().any()
+
+
+@pytest.mark.parametrize(
+    ("cls", "shapes"),
+    [
+        (NVFP4Linear, {"weight": (64, 64), "weight_scale": (64, 8)}),
+        (NVFP4Linear, {"weight": (32, 256), "weight_scale": (32, 32)}),
+        (MXFP4Linear, {"weight": (32, 512), "weight_scale": (32, 32)}),
+        (FP8BlockLinear, {"weight": (256, 256), "weight_scale_inv": (2, 2)}),
+    ],
+)
+def test_transposed_views_of_square_tensors(cls, shapes):
+    """Check that a square weight and square scales are refused if they are transposed, and accepted as stored."""
+    dtypes = {name: dtype for name, (_, dtype) in cls(256, 256, device="meta").layout().items()}
+    stored = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+    if cls is NVFP4Linear:
+        stored["weight_scale_2"] = torch.ones(1)
+    cls.from_tensors(**stored)
+    for name, shape in shapes.items():
+        if shape[0] == shape[1]:
+            with pytest.raises(ValueError, match=rf"got {name} with shape .* a transposed view; pass tensors as"):
+                cls.from_tensors(**{**stored, name: stored[name].mT})
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["no input scale", "input scale"])

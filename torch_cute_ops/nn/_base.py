@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torch_cute_ops.formats import SCALE_LAYOUTS
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._straight_through import RowsDecoder, needs_gradient
 from torch_cute_ops.nn._tracing import one_node
+from torch_cute_ops.ops._checks import is_transposed_scale
 from torch_cute_ops.ops._with_gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
@@ -91,7 +93,7 @@ class QuantLinear(nn.Module):
     Each subclass builds layers with ``from_tensors``, which takes the tensors of a checkpoint, and ``from_float``,
     which quantises an ``nn.Linear``. ``from_tensors`` builds the layer on the tensors' device and does not copy the
     weight. Its ``bias`` is a tensor (N,), in float32 or the dtype of the activations; its ``parts`` and ``activations``
-    are as below. It raises ``ValueError`` for a wrong shape and ``TypeError`` for a wrong dtype.
+    are as below. It raises ``ValueError`` for a wrong shape or a transposed view, and ``TypeError`` for a wrong dtype.
 
     Args:
         in_features: K.
@@ -257,6 +259,11 @@ class QuantLinear(nn.Module):
                 raise TypeError(f"{cls.__name__}: got {name} with dtype {tensor.dtype}; expected {dtype}")
             if tensor.shape != shape:
                 raise ValueError(f"{cls.__name__}: got {name} with shape {tuple(tensor.shape)}; expected {shape}")
+            if is_transposed_scale(tensor, SCALE_LAYOUTS["linear"]):
+                raise ValueError(
+                    f"{cls.__name__}: got {name} with shape {shape} and strides {tensor.stride()}, a transposed view; "
+                    f"pass tensors as a checkpoint stores them, or {name}.contiguous() if the view has the right order"
+                )
             layer._buffers[name] = layer._held(name, tensor.contiguous())
         if bias is not None:
             if bias.shape != (layer.out_features,):

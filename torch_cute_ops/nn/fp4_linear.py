@@ -1,5 +1,6 @@
 """Linear layers with weights in NVFP4 or MXFP4."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
-from torch_cute_ops.quantized import encode, fp8_scale_of
+from torch_cute_ops.quantized import encode, fp8_scale_of, readable_values
 
 
 class _FP4Linear(QuantLinear):
@@ -254,7 +255,18 @@ class NVFP4Linear(_FP4Linear):
                 ``activations="fp4"`` needs it. With ``activations="fp8_token"`` it is the scale of FP8 activations,
                 amax / 448, and ``None`` means one scale per row; scales of FP4 activations are amax / 2688.
             bias, parts, activations: as in :class:`QuantLinear`.
+
+        Raises:
+            ValueError: if ``weight_scale_2`` is negative or not finite, or is 0 and ``weight`` is not. The value is
+                checked on a CPU, and on a GPU if ``TORCH_CUTE_OPS_CHECK=1``.
         """
+        scales = readable_values(weight_scale_2)
+        wrong = [value for value in scales if not 0.0 <= value < math.inf]
+        # Producers write 0 for a weight whose elements are all zero.
+        if wrong or (scales == [0.0] and (weight.view(torch.uint8) & 0x77).any()):
+            raise ValueError(
+                f"{cls.__name__}: weight_scale_2 contains {(wrong or scales)[0]}; expected positive, finite numbers"
+            )
         tensors = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2.reshape(-1)}
         if input_scale is not None:
             tensors["input_scale"] = input_scale.reshape(-1)
