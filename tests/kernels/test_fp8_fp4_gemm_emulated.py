@@ -136,7 +136,7 @@ def execute(
     how = {
         "seed": seed,
         "strict": True,
-        "scoped": case.kernel.config.cluster_m == 1,
+        "scoped": True,
         "edit": edit,
         "written_before": before,
         "held": held,
@@ -525,6 +525,8 @@ WAITS = {
 }
 BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6, 7, 8)]
 """Waits for other groups of decoders in kernels with more groups. The cases in ``LATE`` contain the same code."""
+PAIR_ACQUIRES = 6
+"""Number of waits at cluster scope in ``PAIR``."""
 OF_OWN_UNITS = (6, 7)
 """Numbers of the waits that only ``OWN_UNITS`` executes: they are in the loop for rows in which each k tile needs
 another exponent. ``WRITTEN`` executes all others."""
@@ -545,6 +547,8 @@ FAULTS = {
     + [
         pytest.param(EXCHANGED, changed(r"fence\.proxy\.async", -1), id="exchanged-partial sums loaded"),
         pytest.param(EXCHANGED, told_twice, id="exchanged-peer told of partial sums"),
+        *(pytest.param(PAIR, changed(ACQUIRE, i), id=f"pair-acquired-{i}") for i in range(PAIR_ACQUIRES)),
+        pytest.param(PAIR, changed(RELEASE, None), id="pair-released"),
         pytest.param(EXCHANGED, changed(ACQUIRE, 0), id="exchanged-partial sums read, acquired"),
         pytest.param(EXCHANGED, changed(ACQUIRE, 1), id="exchanged-partial sums arrived, acquired"),
         pytest.param(EXCHANGED, changed(RELEASE), id="exchanged-partial sums read, released"),

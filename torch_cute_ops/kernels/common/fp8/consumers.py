@@ -315,7 +315,7 @@ class MainLoop:
             factors = rule.factors(reads[i], consumer, smem)
             flags = rule.flags(reads[i], consumer, smem)
             if later == 0:
-                wait_if(follow > 0, smem.stages.full + stage, parity)
+                wait_if(follow > 0, smem.stages.full + stage, parity, smem.stages.full_scope)
             warpgroup.wait_group(later)
             rule.prepare(acc, partial, flags, reads[i], consumer, smem)
             self.stages.release(reads[i], consumer.lane, smem)
@@ -395,7 +395,7 @@ class TokenLoop:
             meanwhile()
         for i, read in enumerate(reads):
             if i == count - 1:
-                wait_if(follow > 0, smem.stages.full + stage, parity)
+                wait_if(follow > 0, smem.stages.full + stage, parity, smem.stages.full_scope)
             warpgroup.wait_group(count - 1 - i)
             self.stages.release(read, consumer.lane, smem)
         if promotes:

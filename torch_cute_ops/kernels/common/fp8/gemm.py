@@ -84,6 +84,25 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ScopedPipeline(Pipeline):
+    """Pipeline whose waits order accesses at CTA scope or at cluster scope.
+
+    Attributes:
+        full_scope, empty_scope: scopes of waits for full and for empty stages: ``"cta"``, or ``"cluster"`` if other
+            CTAs of the cluster fill or release the stages.
+    """
+
+    full_scope: str
+    empty_scope: str
+
+    def wait_full(self, stage, parity) -> None:
+        ptx.wait(self.full + stage, parity, scope=self.full_scope)
+
+    def wait_empty(self, stage, parity, sleep: int = 0) -> None:
+        ptx.wait(self.empty + stage, parity, sleep, self.empty_scope)
+
+
+@dataclass(frozen=True)
 class Smem:
     """Shared memory of a CTA. The class is frozen, because the DSL would carry a mutable object through every loop.
 
@@ -112,8 +131,8 @@ class Smem:
     stores: cute.Pointer
     received: cute.Pointer
     table: cute.Pointer
-    copies: Pipeline
-    stages: Pipeline
+    copies: ScopedPipeline
+    stages: ScopedPipeline
     slots: Pipeline
     partial_sums: Pipeline
     k_groups: Pipeline
@@ -156,6 +175,7 @@ class Stages:
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
         copied = barriers + (2 * c.stages + 2 if const_expr(c.decoder_warps) else 0)
         empty = barriers + c.stages
+        scope = "cluster" if c.cluster_m > 1 else "cta"
         return Smem(
             a=base,
             b=b,
@@ -165,8 +185,8 @@ class Stages:
             stores=stores,
             received=received,
             table=table,
-            copies=Pipeline(copied, empty, c.stages),
-            stages=Pipeline(barriers, empty, c.stages),
+            copies=ScopedPipeline(copied, empty, c.stages, "cta", scope),
+            stages=ScopedPipeline(barriers, empty, c.stages, scope, scope),
             slots=Pipeline.at(barriers + 2 * c.stages + 2, c.a_slots),
             partial_sums=Pipeline(barriers + 2 * c.stages, barriers + 2 * c.stages + 1, 1),
             k_groups=Pipeline(barriers + 3 * c.stages + 2, barriers + 3 * c.stages + 3, 1),
@@ -194,7 +214,7 @@ class Stages:
         cluster_m = self.config.cluster_m
         if cluster_m > 1:
             cute.arch.sync_warp()
-            ptx.arrive_at_if(smem.stages.empty + stage, lane, Uint32(lane < cluster_m), releases="none")
+            ptx.arrive_at_if(smem.stages.empty + stage, lane, Uint32(lane < cluster_m), releases="shared")
         else:
             arrive(smem.stages.empty + stage, lane)
 
@@ -475,7 +495,7 @@ class ScaleLoader:
                     if first + i * warps < work.end:
                         turn = before + (first + i * warps - work.begin)
                         stage = turn % c.stages
-                        ptx.wait(smem.stages.empty + stage, turn // c.stages % 2 ^ 1, SLEEP)
+                        smem.stages.wait_empty(stage, turn // c.stages % 2 ^ 1, SLEEP)
                         is_last = first + i * warps + 1 == work.end
                         self.scales.store(loaded[i], begun, is_last, stage, lane, work, smem)
                         arrive(smem.copies.full + stage, lane)
@@ -527,14 +547,14 @@ class Decoders:
 
 
 @cute.jit
-def wait_if(condition, barrier, parity):
-    """Wait for a phase of a barrier if ``condition`` holds.
+def wait_if(condition, barrier, parity, scope: cutlass.Constexpr = "cta"):
+    """Wait for a phase of a barrier if ``condition`` holds. ``scope`` is as in ``ptx.wait``.
 
     In the machine code, MMAs overlap this branch, but they did not overlap a branch around an arrival (see
     ``core.ptx.arrive_if``).
     """
     if condition:
-        ptx.wait(barrier, parity)
+        ptx.wait(barrier, parity, scope=scope)
 
 
 def tell_decoded(stage, lane, smem: Smem) -> None:
