@@ -252,8 +252,8 @@ def silu_mul_fp8quant(
 def choose_experts(
     logits: torch.Tensor, topk: int, num_groups: int, topk_groups: int, scaling_factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token. Return their routing weights (M, topk) float32 and their numbers (M, topk)
-    int64. Experts with equal scores are in any order."""
+    """Choose the experts of each token. Return their routing weights, (M, topk) float32, and their indices, (M, topk)
+    int64. The order of experts with equal scores is unspecified."""
     scores = logits.to(torch.float32).sigmoid()
     groups = scores.unflatten(1, (num_groups, -1))
     best = groups.topk(2, dim=2).values.sum(2).topk(topk_groups, dim=1).indices

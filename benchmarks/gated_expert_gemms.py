@@ -69,7 +69,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     def panel(self, case: Case) -> str:
         return f"I = {case['I']:,}, H = {case['H']:,}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas, which count the case's actual routing; `GemmProblem` only estimates it ---
+    # --- formulas based on the case's actual routing, which `GemmProblem` only estimates ---
 
     def bytes_moved(self, case: Case) -> int:
         """Return the bytes of the weights of all experts that a token is routed to, of the activations, of the results

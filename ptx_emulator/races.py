@@ -1,12 +1,12 @@
 """A detector of data races in shared memory, by vector clocks.
 
 Each thread has a vector clock with one column per thread of its cluster, and one column for all asynchronous copies. A
-thread *knows of* an access if the access happened before, which its clock shows. For each byte, the detector records
-the last writer and each warp's last reader, with the clocks of their accesses. An access races with an earlier
-conflicting access if the accessing thread does not know of the earlier access. The order in which the emulator executed
-the two accesses does not matter. A thread learns of another thread's accesses through barriers (``arrive``,
-``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's mbarrier. Only the last
-reader in each warp is recorded, so some races are missed, but every reported race is real.
+thread *knows of* an access if the access happened before the thread's current point; the thread's clock shows this. For
+each byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An
+access races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order
+in which the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through
+barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's
+mbarrier. Only the last reader in each warp is recorded, so some races are missed, but every reported race is real.
 
 Loads. A barrier does not wait for loads. A load has been *performed* when its thread has executed a fence, or when an
 instruction that synchronises, branches or accesses memory needs the result of this load or of a later load of the
@@ -14,8 +14,8 @@ thread. A use of the result in arithmetic or ``mma`` does not count, because the
 barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
 performed. Each thread has a separate clock for this knowledge.
 
-Copies. All copies share one column: a thread that knows of a copy knows of all copies started before. Therefore a write
-to the source of a copy to another CTA is not always detected.
+Copies. All copies share one column: a thread that knows of a copy knows of all copies that were started earlier.
+Therefore a write to the source of a copy to another CTA is not always detected.
 
 Scopes. With ``scoped``, an mbarrier orders memory only between threads that the scopes of both of its operations
 include. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a thread arrives
@@ -30,7 +30,7 @@ must know of the access.
 ``cp.async``. One more column per thread represents the thread's ``cp.async`` copies. The clock in this column counts
 groups. No thread knows of the writes, not even the issuing thread, until the issuing thread has waited for the group.
 
-``tcgen05``. One more column per thread that issues to a tensor core represents the thread's operations (see
+``tcgen05``. Each thread that issues tensor-core operations has one more column, for these operations (see
 ``tensor_memory``, whose records have the same structure). An operation counts as reading shared memory until some
 thread has waited for a later commit.
 

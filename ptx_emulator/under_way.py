@@ -60,8 +60,8 @@ class UnderWay:
         # For each thread, its bulk group that is not committed yet.
         self.open: dict[int, Group] = {}
         self.groups: dict[int, list[Group]] = {}
-        # For each thread: number of committed cp.async groups, number of groups that it has waited for, and number of
-        # its newest group that is not empty.
+        # For each thread: count of committed cp.async groups, count of groups waited for, and index of the newest
+        # non-empty group.
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)

@@ -1,5 +1,4 @@
-"""Check that other producers' packages decode this package's checkpoints to equal weights, and that this package
-decodes the other producers' checkpoints to equal weights.
+"""Check that other quantisation libraries and this package decode each other's checkpoints to the same weights.
 
 Needs the extra `producers`.
 """

@@ -191,8 +191,8 @@ HIDDEN = [str(64 * i) for i in range(1, 101)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_warmup_can_be_stopped(tmp_path, number, status):
-    """The workers end, although kernels are left for minutes, and all stored kernels are whole. Ctrl-C reaches all
-    processes of the terminal; SIGTERM reaches only the first process."""
+    """The workers exit even though minutes of compilation remain, and no stored kernel is incomplete. Ctrl-C reaches
+    all processes of the terminal; SIGTERM reaches only the first process."""
     command = [sys.executable, "-m", "torch_cute_ops", "warmup", "fp4_quantize", "--dtype", "bf16", "--arch", "sm_90a"]
     command += ["--workers", "2", "--hidden", *HIDDEN]
     variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path))
@@ -286,7 +286,8 @@ def test_a_wrong_setting(variable):
 
 
 def test_building_an_op_by_name(tmp_path, monkeypatch, capsys):
-    """Check that building an op by its options builds the same kernels as a deployment file with the same calls."""
+    """Check that building an op from command-line options compiles the same kernels as a deployment file that lists the
+    same calls."""
     built = []
     monkeypatch.setattr("torch_cute_ops.runtime.bundle_build.build", lambda folder, pairs, workers: built.extend(pairs))
     monkeypatch.setattr("torch_cute_ops.cli.main._tell_flavour", lambda: None)

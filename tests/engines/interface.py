@@ -26,7 +26,8 @@ def signatures(stubs: ModuleType) -> Iterator[tuple[str, Any, Any]]:
             if inspect.isclass(stub):
                 yield from _methods(f"{module}.{name}", stub, theirs)
             elif callable(stub):
-                native = theirs.impls["native"].impl_fn if hasattr(theirs, "impls") else theirs  # of an op of the IR
+                # theirs may be an op of vLLM's IR: compare with its native implementation
+                native = theirs.impls["native"].impl_fn if hasattr(theirs, "impls") else theirs
                 yield f"{module}.{name}", stub, native
 
 

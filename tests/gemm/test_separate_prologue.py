@@ -82,7 +82,7 @@ def test_tactics(name, fmt, m):
 
 
 def test_choice_of_a_fused_prologue():
-    """Check that a prologue is fused if this was measured to be faster in a layer.
+    """Check that a prologue is fused where measurements in a layer showed fusing to be faster.
 
     For one row the gate is fused on H100 and H200. For 8 rows of 14,336 it is fused on an H100 only, whose memory is
     slower. For 8 rows of 4,096 the quantisation is fused on both.

@@ -370,7 +370,8 @@ def test_a_config_of_an_odd_size():
     assert "in_features is 500" in found.left["model.layers.0.mlp.down_proj"]
     assert {*found.replaced} == {f"model.layers.0.self_attn.{each}_proj" for each in "qkvo"}
     assert found.function == "from_config"
-    # The four layers of an attention: codes, scales of 64 rows in a tile of 128 rows, and a global scale each.
+    # The four layers of an attention block; each consists of codes, scales (64 rows padded to a tile of 128) and a
+    # global scale.
     assert found.bytes_before - found.bytes_after == 4 * H * H * 2 - 4 * (H * H // 2 + 128 * H // 16 + 4)
 
 

@@ -123,8 +123,8 @@ def test_warnings_are_shown_once(sglang, caplog):
 
 
 def test_prepared_rows(sglang):
-    """Kernels are compiled for a chunk of a prefill, a batch or the longest prompt, for decode steps that share a batch
-    with a chunk or are larger, and for captured batches."""
+    """Kernels are compiled for these row counts: prefill (a chunk, a batch, or the longest prompt); decode steps that
+    share a batch with a prefill chunk or exceed it; and captured batch sizes."""
     assert sglang._prepare.serving() is None
     sglang_stub.SERVER[0] = sglang_stub.server(2048, [1, 8], 4)
     assert sglang._prepare.serving() == Serving(2048, (1, 8), 4)

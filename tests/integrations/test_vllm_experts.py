@@ -230,7 +230,8 @@ def routed(tokens: int, hidden: int, device: str = "cpu") -> tuple[torch.Tensor,
 def check(
     stored: Stored, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, got: Any, swiglu: SwiGLU, bound: float
 ) -> None:
-    """Check that the relative error of all results is below ``bound``, and of each token below twice that."""
+    """Check that the overall relative error is below ``bound``, and the relative error of each token below twice
+    ``bound``."""
     given = (each.cpu().numpy() for each in (x.double(), ids, factors.double()))
     want = stored(*given, swiglu)
     apart = got.double().cpu().numpy()[:, : want.shape[1]] - want

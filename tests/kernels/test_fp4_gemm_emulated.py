@@ -260,8 +260,8 @@ def test_activation_tiles(
     run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, None, None, seed=0)
     assert not flags.any()
     numbers = torch.nn.functional.pad(numbers, (0, k_tiles * k_tile - k))
-    # Dimensions: k tile, 64 positions, group, token, 16 bytes, element; or k tile, group, token, k group, quarter,
-    # element
+    # Dimensions if ``by_warp``: (k tile, group, token, k group, quarter, element). Dimensions otherwise: (k tile, 64
+    # positions, group, token, 16-byte chunk, element).
     shape = (k_tiles, groups, 8, k_groups, 4, 8) if by_warp else (k_tiles, k_groups // 2, groups, 8, 8, 8)
     got = tiles.view(dtype).view(shape)
     # Elements that share a word: (0, 2), (1, 3), ... in float16, (0, 4), (1, 5), ... in bfloat16.

@@ -448,8 +448,8 @@ def test_neighbours_read_before_a_sum_is_stored() -> None:
 def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     """Check special values of gates with clamps.
 
-    Clamps keep NaN in gate and in up. Infinities become the limit, except a gate of minus infinity. Other values are on
-    both sides of both limits.
+    Clamps propagate NaN in gate and in up. Infinities become the limit, except a gate of minus infinity. Other values
+    are on both sides of both limits.
     """
     config = Run("swiglu", dtypes, 192, target, HOPPER, 0, 2, 0, {}).config
     special = special_rows(dtypes[0], CPU, 32)

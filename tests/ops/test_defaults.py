@@ -5,7 +5,8 @@ import torch
 
 from torch_cute_ops import fp4_dequantize, fp4_quantize, mm_fp4, mm_fp4_weight_only
 
-# In the first two sizes, 128x4 and linear scales have the same shape, so that only the defaults decide.
+# For the first two sizes, the scales' shape is the same in the 128x4 and linear layouts, so only the default tells the
+# op which layout it gets.
 SHAPES = [(128, 64), (384, 192), (256, 80), (136, 256), (40, 48), (8, 32)]
 by_shape = pytest.mark.parametrize(("n", "k"), SHAPES)
 

@@ -19,8 +19,8 @@ def random_weight(width: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield the family's rows with weights, alternately in the input's dtype and in float32, and special weights and
-    eps."""
+    """Yield samples for the family's rows, with weights that are alternately in the input's dtype and in float32. Then
+    yield samples with special weights and special eps."""
     for i, (name, rows, kwargs) in enumerate(family.rows(device)):
         dtype = torch.float32 if i % 2 else rows.dtype
         yield Sample(name, (rows, random_weight(rows.shape[-1], dtype, device)), kwargs)

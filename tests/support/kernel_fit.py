@@ -47,10 +47,11 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     The first of ``kernels`` is the GEMM, or the kernel for many rows.
     """
     arch, config = ARCHS[case.arch], kernel.config
-    # A separate kernel rearranges the activations, unless the GEMM's CTAs do so. With experts, a separate kernel lists
-    # tokens.
+    # A separate kernel rearranges the activations, unless the GEMM's CTAs do so. In expert GEMMs, a separate kernel
+    # builds the list of each expert's tokens.
     apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.rearranges)
-    # One kernel, which bypasses L1, routes or permutes few tokens; two kernels do so for more tokens.
+    # Routing and permuting compile three kernels: one kernel for few tokens, which bypasses L1, and two kernels for
+    # more tokens.
     either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
     apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
     count = 3 if either else 2 if apart else 1

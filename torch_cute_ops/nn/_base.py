@@ -111,7 +111,7 @@ class QuantLinear(nn.Module):
 
     Raises:
         ValueError: for sizes or activations that the ops do not support, or ``parts`` that do not sum to N.
-        TypeError: for a size that is no integer.
+        TypeError: for a size that is not an integer.
     """
 
     scheme: ClassVar[str]

@@ -70,9 +70,9 @@ _MOST_FOUND: Final = 256
 def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
     """Return the gate with which ``QuantExperts`` computes the same as the module, or the reason why none was found.
 
-    A copy of the module runs with synthetic weights of the module's sizes, on the CPU, with tokens that exceed all
-    clamps. Therefore the trial also works for modules on the meta device. It needs memory for one expert in float64.
-    docs/models.md lists what a trial cannot show.
+    A copy of the module runs with synthetic weights of the module's sizes, on the CPU. Some of its tokens are so large
+    that gate and up exceed every clamp. Therefore the trial also works for modules on the meta device. The trial needs
+    memory for one expert in float64. docs/models.md lists what a trial cannot show.
     """
     key = _key_of(given.module)
     if key is None:

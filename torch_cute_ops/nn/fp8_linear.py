@@ -262,8 +262,9 @@ class FP8TensorLinear(_FP8Linear):
 
     If N is not a multiple of 8, or K not a multiple of 64, torch's scaled GEMM multiplies instead:
     ``torch.nn.functional.scaled_mm``, or ``torch._scaled_mm`` in older torch versions and in compiled code. It needs N
-    and K that are multiples of 16, and a result in 16 bits with a bias in the same dtype. Otherwise, and on a CPU, the
-    weight is decoded in each call, which takes time and memory, and multiplied in float32, or on a CPU in float64.
+    and K that are multiples of 16, and a result in 16 bits with a bias in the same dtype. In all other cases, each call
+    decodes the weight, which takes time and memory, and multiplies in float32. On a CPU each call decodes the weight
+    and multiplies in float64.
 
     Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` float32 (number of parts,);
     ``input_scale`` float32 (1,). The scales are factors of decoded numbers, as in ModelOpt and compressed-tensors.

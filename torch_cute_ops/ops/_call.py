@@ -74,8 +74,8 @@ class CallPath(abc.ABC, Generic[Call]):
     """Code that finds or creates the launcher for a CUDA call of one op. The ops of a family share a subclass.
 
     Args:
-        fixed: values for fields of ``call_type`` that no parameter of the op sets. Fields that are in neither keep
-            their defaults.
+        fixed: values for fields of ``call_type`` that no parameter of the op sets. Fields that are set neither here nor
+            by a parameter keep their defaults.
 
     Attributes:
         call_type: ``NamedTuple`` of a call's arguments; the first field is a tensor.

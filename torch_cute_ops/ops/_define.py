@@ -311,7 +311,7 @@ def _functions(signature: Signature, path: CallPath[Any]) -> tuple[dict[str, Cal
 
     values = CHECKS | {
         "Call": path.call_type._make,
-        # Use ``run_verified`` only in debug mode, because its checks would slow down all other calls.
+        # Use ``run_verified`` only in debug mode, because its checks would slow down every call.
         "run": path.run_verified if settings.CHECK else path.run,
         "ops": torch.ops.cute,
         "PLAIN": PLAIN,

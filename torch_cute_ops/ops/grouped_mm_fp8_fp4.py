@@ -42,9 +42,9 @@ def grouped_mm_fp8_fp4(
         w8[e, k, n] = e4m3(e2m1 · block scale · 2^-u[e, n])
         out[r, n] = (Σ_k a[r, k] · w8[e, k, n]) · a_scale[r] · (alpha · 2^u[e, n]) + bias[e, n]
 
-    ``t`` is the least integer for which the largest number of a row and block fits e4m3, and ``u`` the least integer
-    for which the largest number of a row does. Codes are rounded to nearest even. :func:`mm_fp8_fp4` gives the error.
-    Sums are accumulated as in :func:`mm_fp8_fp4`.
+    ``t`` is the least integer with ``6 · block scale · 2^-t ≤ 448`` for all scales of a row and block, so that all
+    numbers fit e4m3. ``u`` is the least integer with ``6 · block scale · 2^-u ≤ 448`` for all scales of a row. Codes
+    are rounded to nearest even. :func:`mm_fp8_fp4` gives the error. Sums are accumulated as in :func:`mm_fp8_fp4`.
 
     Experts' rows are found on the device and padding is treated as in :func:`grouped_mm_fp8`, so that this op replaces
     :func:`grouped_mm_fp8` in an FP8 expert pipeline (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM,

@@ -41,13 +41,14 @@ def mm_fp8_fp4(
         w8[n, k] = e4m3(e2m1 · block scale · 2^-u[n])
         out[m, n] = (Σ_k a[m, k] · w8[n, k]) · a_scale[m] · (alpha · 2^u[n]) + bias[n]
 
-    ``t`` is the least integer for which the largest number of a row and block fits e4m3, and ``u`` the least integer
-    for which the largest number of a row does. Codes are rounded to nearest even. For MXFP4, the conversion is exact
-    for blocks whose scale is at most a factor of 2^14 below the largest scale within the 128 elements, or within the
-    row. Smaller numbers are rounded by up to 2^-10 · 2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2
-    and 4 stay exact; 1.5, 3 and 6 are rounded by up to 4.8 %, because e4m3 holds 4 significant bits, and the product of
-    such an element and a block scale needs up to 6. For a Gaussian weight, the relative rms error is 9.69 % with either
-    exponent, compared with 9.51 % for NVFP4 alone. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+    ``t`` is the least integer with ``6 · block scale · 2^-t ≤ 448`` for all scales of a row and block, so that all
+    numbers fit e4m3. ``u`` is the least integer with ``6 · block scale · 2^-u ≤ 448`` for all scales of a row. Codes
+    are rounded to nearest even. For MXFP4, the conversion is exact for blocks whose scale is at most a factor of 2^14
+    below the largest scale within the 128 elements, or within the row. Smaller numbers are rounded by up to 2^-10 ·
+    2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by up to
+    4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale needs up to 6.
+    For a Gaussian weight, the relative rms error is 9.69 % with either exponent, compared with 9.51 % for NVFP4 alone.
+    :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
 
     The weight stays in 4 bits in memory. With block scales and many rows, ``"auto"`` may take the backend ``recode``,
     which holds an FP8 copy of the weight for the duration of the call. Activations are stored as the quantising ops

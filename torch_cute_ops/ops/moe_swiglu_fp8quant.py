@@ -170,9 +170,9 @@ def moe_swiglu_fp8quant(
         y = e4m3(h / scale)
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
-    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. The result
-    equals :func:`silu_mul_fp8quant` with ``granularity="block128"``. Experts' rows are found on the device; rows of
-    padding are neither read nor written.
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps propagate NaN. The
+    result equals :func:`silu_mul_fp8quant` with ``granularity="block128"``. Experts' rows are found on the device; rows
+    of padding are neither read nor written.
 
     Args:
         input: (R, 2I) bfloat16, float16 or float32, in which the rows of expert e begin at ``offsets[e]``; or (E,

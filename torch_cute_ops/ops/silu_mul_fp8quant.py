@@ -30,7 +30,7 @@ def silu_mul_fp8quant(
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
-    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps keep NaN. With
+    (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps propagate NaN. With
     ``gate="gelu_tanh"`` or ``gate="gelu"``, ``h`` is ``gelu(gate) · up``. ``h`` is quantised as in
     :func:`fp8_quantize`, without being rounded to the dtype of ``input`` first.
 

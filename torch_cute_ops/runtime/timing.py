@@ -159,7 +159,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def measure(
     variants: Mapping[Name, Call], n_sets: int, calls: int, rounds: int, backend: Backend
 ) -> dict[Name, Timing]:
-    """Time all variants in turns, round by round.
+    """Time all variants once in each round.
 
     Args:
         variants: functions by name. ``variants[name](i)`` queues work on buffer set i of ``n_sets``, on the current

@@ -214,8 +214,8 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def serve(control: int, parent: int) -> None:
-    """Fork workers in the template until ``control`` closes. The template starts with interrupts blocked, and unblocks
-    only SIGTERM.
+    """Run the fork server, which the parent calls the template process: fork workers on request until ``control`` is
+    closed. The process starts with interrupts blocked, and unblocks only SIGTERM.
 
     Args:
         control: file descriptor of the connection that sends the functions of ``Workers``, and then requests: None,

@@ -23,7 +23,7 @@ def is_sum_supported(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    """Return the norm of each row, rounded once."""
+    """Apply RMSNorm to each row, with a single rounding at the end."""
     assert weight is not None
     normed: Tensor = torch.ops.cute.rmsnorm(x, weight, epsilon)
     return normed

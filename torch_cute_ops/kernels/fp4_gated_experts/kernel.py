@@ -412,7 +412,7 @@ class FP4GatedExpertsKernel:
                 ahead += 1
             cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
-        # The parity 1 lets the first waits for empty stages return at once.
+        # Starting with parity 1, the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         issued, signalled, index = Int32(0), Int32(0), Int32(0)
         first_tile, end_tile = self._work_tiles(work)

@@ -266,7 +266,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         """Run the producer warp, which fills the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, MMA_M), self.mma.boxes(b_map, c.tile_n)
-        # The parity 1 lets the first waits for empty stages return at once.
+        # Starting with parity 1, the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         number = work.first
         while number < work.num_work_tiles:

@@ -166,7 +166,7 @@ class Loads:
                         loaded += 1
                     iteration -= count
             cute.arch.griddepcontrol_wait()
-        # The parity 1 lets the first waits for empty stages return at once.
+        # Starting with parity 1, the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         a_stage, a_parity = Int32(0), Int32(1)
         iteration = work.end
@@ -294,9 +294,9 @@ class Loads:
 class RowActivations(Activations):
     """Device code that rearranges one row of activations for ``mma.RowMma``. A k group is eight elements, half a block.
 
-    A lane rearranges half a block, and the neighbouring lane rearranges the other half. In a stage, the halves are
-    contiguous, as float16, in the order in which the weight's codes are paired. If ``has_factors``, the float32 factors
-    of the blocks are stored after the k tile.
+    A lane rearranges half a block, and the neighbouring lane rearranges the other half. A stage stores the two halves
+    next to each other as float16. Their elements are in the order in which the weight's codes are paired. If
+    ``has_factors``, the float32 factors of the blocks are stored after the k tile.
     """
 
     def __init__(self, config: ActivationLayout):

@@ -20,8 +20,8 @@ The weight source differs. Roles:
 3. The MMA thread issues a k tile's four MMAs when the team has decoded the k tile. With per-token scales, tensor memory
    adds up all of K in fp32. With block scales, each k tile uses a different accumulator from the previous k tile.
 4. Four epilogue warps load accumulators. A thread handles a row of the weight, which is a column of the result. With
-   block scales, it multiplies each k tile's accumulator by the products of the tokens' scales and its row's ``2^t``,
-   and adds it to sums in fp32 registers (promotion).
+   block scales, the thread multiplies each k tile's accumulator by the products of the tokens' scales and the row's
+   ``2^t``, and adds the results to sums in fp32 registers (promotion).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

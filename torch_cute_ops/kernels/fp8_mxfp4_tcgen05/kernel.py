@@ -30,8 +30,8 @@ INDEX_BIAS = 127 - 14  # ue8m0 byte of a prepared scale, minus its index
 
 
 class CodeCopies(OperandCopies):
-    """Device code that copies FP4 codes to stages by TMA. TMA spreads 16 codes to 16 bytes: 8 bytes of codes and 8
-    bytes that MMAs ignore."""
+    """Device code that copies FP4 codes to stages by TMA. For every 16 codes, TMA writes 16 bytes: 8 bytes of codes and
+    8 bytes that MMAs ignore."""
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
         """Return the TMA descriptor of FP4 codes. ``codes`` are bytes (rows, K/2, experts), but the elements of the
@@ -73,7 +73,7 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
         rows = self.stage.mma_n
         b_boxes = self.code_copies.boxes(b_map, MMA_M)
         b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
-        # The parity 1 lets the first waits for empty stages return at once.
+        # Starting with parity 1, the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, tid % WARP, work, smem)

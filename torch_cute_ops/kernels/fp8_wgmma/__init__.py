@@ -17,9 +17,9 @@ while the current tile is multiplied.
    The last k tile may have 64 elements; TMA then fills the other 64 elements of the stage with zeros. The producer also
    finds the CTA's tiles, and records in each stage which tile the stage belongs to. The scale loaders take turns at the
    k tiles: each loads the scales of several k tiles at once and stores them in the k tiles' stages. Bulk copies cannot
-   load the scales, since rows of ``a_scale`` are not aligned to 16 bytes. (One scale loader is too slow: all other
-   warps waited for its loads.) In tiles of few rows without experts, the producer starts to copy a static weight before
-   the previous kernel has ended.
+   load the scales, since rows of ``a_scale`` are not aligned to 16 bytes. (A single scale loader was too slow: all
+   other warps waited for its loads.) In tiles of few rows without experts, the producer starts to copy a static weight
+   before the previous kernel has ended.
 2. A consumer multiplies 64 rows of the M side by all of the N side, in four MMAs of 32 elements of K, into registers.
    Tensor cores add up e4m3 products with less than fp32's precision. Therefore the results of each k tile are
    multiplied by both scales and added to accumulators in fp32 (promotion). The MMAs of two k tiles are started

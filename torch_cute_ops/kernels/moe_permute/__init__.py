@@ -9,8 +9,8 @@ eight threads are idle. No shared memory is used. CTAs are not persistent, becau
 shared memory, take 3 % longer.
 
 Scales are stored in column-major order, and a token's rows are far apart, so each scale is a separate L2 request. The
-scales take a thirtieth of the codes' bytes, but a quarter of the codes' number of requests. To avoid this, the number
-of launches depends on the number of tokens:
+scales take a thirtieth as many bytes as the codes, but a quarter as many requests. To avoid this, the number of
+launches depends on the number of tokens:
 
 - Few tokens: one kernel stores codes and scales.
 - More tokens: the first kernel stores each token's scales once, in a workspace. In a second kernel, one thread per row

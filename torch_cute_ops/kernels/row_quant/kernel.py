@@ -416,8 +416,9 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # If the thread has no last block, set the block's amax to a number that changes no reduction: 0 for the
-                # row's amax, or an ordinary number for the count of unusual blocks.
+                # If the thread has no last block, set the block's amax to a value that is neutral in the reduction: 0
+                # for the row's amax, or 1, which is a usual amax, if blocks of unusual amax are counted (see
+                # ``_can_fold``).
                 block[1][0] = Float32(0.0 if spec.reduces_amax else 1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)

@@ -7,7 +7,7 @@ from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 
 SPLIT_K: Final = (1, 2, 4, 8)
-"""Supported ``split_k``, the number of CTAs of a cluster that divide the k of a tile."""
+"""Supported ``split_k``, the number of CTAs of a cluster that split a tile's K range."""
 FEW_COLUMNS: Final = 64
 """Largest number of columns of an accumulator for which tensor memory holds four accumulators instead of two. MMAs of
 few columns take less time than a commit takes to allow the next MMA."""
@@ -30,9 +30,9 @@ class FP8TileConfig(Tcgen05Config):
         rows: assignment of rows of ``a`` to experts.
         epilogue: operations on the finished accumulators.
         has_blocks: True for block scales of ``a``, False for per-token scales.
-        tile_m: number of rows of ``a`` of a tile.
+        tile_m: number of rows of ``a`` per tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
-        split_k: number of CTAs of a cluster that divide the k of a tile.
+        split_k: number of CTAs of a cluster that split a tile's K range.
         pdl: True to launch with programmatic dependent launch.
         prefetches: as in ``FP8GemmConfig``.
         tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
@@ -59,7 +59,7 @@ class FP8TileConfig(Tcgen05Config):
 
     @property
     def tile_n(self) -> int:
-        """Number of weight rows of a tile."""
+        """Number of weight rows per tile."""
         return MMA_M * self.cta_group
 
     @property

@@ -61,7 +61,7 @@ def own_exponent(words: list, fmt: FP4Format) -> Int32:
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
         return functools.reduce(cutlass.max, alive) - 133
     pairs = _pairs(words)
-    # ``max_abs_f16x2`` ignores NaN, as the definition of the unit does.
+    # ``max_abs_f16x2`` ignores NaN, as the definition of the row's power of two requires.
     largest = functools.reduce(ptx.max_abs_f16x2, pairs)
     largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, ptx.prmt(largest, largest, 0x1032)), Uint32(_LEAST_SCALE))
     # Find the least t with 6 · scale ≤ 448 · 2^t. It is the exponent of the scale minus 6, plus 1 if the significand
