@@ -24,7 +24,8 @@ BF16 = torch.bfloat16
 
 
 def test_kernels_of_a_dense_model():
-    """The kernels of each layer's GEMM and of the norm before it are among them, for each format and number of rows."""
+    """Check that ``kernels_of_model`` lists the kernels of each layer's GEMM and of the RMSNorm before it, for each
+    format and number of rows."""
     found = set(kernels_of_model("llama-8b", SM90, (1, 256)))
     merged = {(6144, 4096), (28672, 4096)}  # each part of a merged layer has a global scale
     for n, k in (*merged, (4096, 4096), (4096, 14336)):

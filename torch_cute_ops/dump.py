@@ -190,7 +190,7 @@ def versions() -> dict[str, Any]:
 
 
 class DumpError(ValueError):
-    """File that is no dump, or whose call cannot be replayed here."""
+    """File that is not a dump, or whose call cannot be replayed here."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class QuantizedWeight:
     Raises:
         ValueError: for an unknown format, a wrong shape, strides or device, or a ``global_scale`` that is missing, not
             used, or not positive and finite, or whose reciprocal overflows.
-        TypeError: for a wrong dtype, or an argument that is no tensor.
+        TypeError: for a wrong dtype, or an argument that is not a tensor.
     """
 
     codes: Tensor
@@ -215,7 +215,7 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
 
     Raises:
         ValueError: for an unknown format, a wrong shape, or an ``amax`` that the format does not use.
-        TypeError: for a wrong dtype, or if ``w`` is no tensor.
+        TypeError: for a wrong dtype, or if ``w`` is not a tensor.
 
     Example:
         >>> import torch

@@ -318,7 +318,7 @@ def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
 
     Raises:
         TypeError: if the op lacks a property, or a value has the wrong type.
-        ValueError: if a number is no size, or a string is not one of the choices.
+        ValueError: if a number is not a valid size, or a string is not one of the choices.
     """
     known = spec.path.statics
     for name, value in properties.items():

@@ -351,7 +351,7 @@ def _routed(
 
 
 def _at(scores: Tensor, ids: Tensor) -> Tensor:
-    """Return the scores of the experts ``ids``, or infinity for an id that is no expert."""
+    """Return the scores of the experts ``ids``, or infinity for an id that belongs to no expert."""
     exist = (ids >= 0) & (ids < scores.shape[1])
     return torch.where(exist, scores.gather(1, torch.where(exist, ids, 0).long()), torch.inf)
 

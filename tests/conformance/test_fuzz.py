@@ -130,7 +130,7 @@ def random_integers(draw, tensor):
 
 
 def changed_tensor(draw, tensor, others):
-    """Draw a replacement for a tensor: another tensor, or a value that is no tensor."""
+    """Draw a replacement for a tensor: another tensor, or a value that is not a tensor."""
     if not isinstance(tensor, torch.Tensor):
         others = [other for other in others if isinstance(other, torch.Tensor)]
         return draw(st.sampled_from((*NO_TENSOR, *others)))

@@ -168,7 +168,7 @@ def test_a_call(op, sample, monkeypatch) -> None:
 
 @pytest.mark.parametrize("experts", [None, 2])
 def test_codes_are_aligned_for_tma(experts) -> None:
-    """Check that codes are copied if their address, or the distance between experts, is no multiple of 32 bytes."""
+    """Check that codes are copied if their address, or the distance between experts, is not a multiple of 32 bytes."""
     shape = (8, 64) if experts is None else (experts, 8, 64)
     good = torch.randint(256, shape, dtype=torch.uint8).mT
     assert aligned_codes(good) is good

@@ -192,7 +192,7 @@ def test_llama_generates_the_same_tokens(llama):
 
 
 def test_llama_with_16_bit_activations():
-    """Check that the pass computes the norms of a model with quantised weights and 16-bit activations."""
+    """Check that the pass computes the RMSNorms of a model with quantised weights and 16-bit activations."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, "nvfp4", activations="16bit"))
     ids = torch.randint(1, 96, (2, 7))

@@ -67,7 +67,8 @@ def test_norm(norm, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norm_of_gemma(dtype, device):
-    """Check that the norm of Gemma 3, which multiplies by 1 + weight, becomes one op, with and without a residual."""
+    """Check that the RMSNorm of Gemma 3, which multiplies by 1 + weight, becomes one op, with and without a
+    residual."""
     gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
     norm = gemma.Gemma3RMSNorm(H, EPS).to(device, dtype)
     norm.weight.data.normal_()
@@ -331,7 +332,7 @@ def norm_of_columns(x, weight):
 
 
 def norm_by_another(x, weight):
-    """Scale rows by the norm of another tensor."""
+    """Scale rows by the reciprocal RMS of another tensor."""
     wide = x.float()
     return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.cos().pow(2).mean(-1, keepdim=True) + EPS))).bfloat16())
 

@@ -135,7 +135,7 @@ def test_method_of_a_layer(config, prefix, scheme, vllm):
 
 
 def test_quantised_output_heads(vllm):
-    """compressed-tensors' target "Linear" includes an output head, which in vLLM is no linear layer."""
+    """compressed-tensors' target "Linear" includes an output head, which in vLLM is not a linear layer."""
     for config, scheme in (
         (compressed("nvfp4"), LayerScheme("nvfp4", "compressed-tensors", "16bit")),
         (NVFP4, LayerScheme("nvfp4", "modelopt", "fp4")),

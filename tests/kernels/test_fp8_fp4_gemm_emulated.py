@@ -226,7 +226,8 @@ RUNS = [
     Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
     Run(case(MXFP4, "128x4", "plain", (64, 64, 2), FP16), (77,), 136, 448, 4),
     Run(case(NVFP4, "128x4", "masked", (32, 64, 1), BF16, "expert_column"), (3, 0, 40), 72, 192, 1, room=40),
-    # Runs in which tile_m is no power of two: experts have one tile or two, and the rows of a tile need one copy or two
+    # Runs in which tile_m is not a power of two: experts have one tile or two, and the rows of a tile need one copy or
+    # two
     Run(codes("linear", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
     Run(codes("128x4", "plain", (24, 128, 3), FP32, "column", FP32), (21,), 136, 640, 3),
     Run(in_registers("128x4", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),

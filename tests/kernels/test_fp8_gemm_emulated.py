@@ -332,7 +332,7 @@ def test_many_experts(layout: str) -> None:
 @pytest.mark.parametrize("tile", [(128, 128, 1), (128, 64, 1), (16, 128, 2)], ids=str)
 def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
     """Check the smallest numbers of stages: one stage for each scale loader, or two pairs of stages. The four k tiles
-    of a tile are no multiple of three stages, so that tiles begin with different stages."""
+    of a tile are not a multiple of three stages, so that tiles begin with different stages."""
     run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
     for seed in (None, 0):
         got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)

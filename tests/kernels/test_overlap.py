@@ -191,7 +191,7 @@ def test_no_ctas_are_an_error() -> None:
 
 
 def test_a_pair_that_is_not_there() -> None:
-    """Check that a name in ``may_alias`` that is no tensor of the kernel is an error."""
+    """Check that a name in ``may_alias`` that is not a tensor of the kernel is an error."""
     with pytest.raises(Exception, match="may_alias"):
         grids(WrongPair(), HOPPER, *[Placed(0, 1, (), ())] * 2, None, *[Placed(0, 1, (), ())] * 2)
 

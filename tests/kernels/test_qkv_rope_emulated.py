@@ -49,7 +49,7 @@ RUNS = {
         QkvRopeCase(80, (3, 3), 32, True, FP16, FP16, FP16, stored=(FP8, FP8, FP8), scaled=True, integers=INT32),
         *(7, "hnd", 4),
     ),
-    # The halves of a head are no multiple of a vector.
+    # The halves of a head are not a multiple of a vector.
     "nvfp4-in-software": Run(QkvRopeCase(80, (3, 2), 20, stored=(None, FP4, FP4), norm=FP32, few=0), 6, "hnd", 5, 2),
     "nvfp4": Run(
         QkvRopeCase(128, (2, 2), 64, table=BF16, stored=(FP8, FP4, FP4), scaled=True, arch="sm_100a"), 5, "alternate"

@@ -520,7 +520,7 @@ def test_accuracy_of_gelu(what: str, bounds: dict[int, float], arch: str) -> Non
 @pytest.mark.parametrize(("dtypes", "target"), [(BF, NV[1]), (HF, MX[1])], ids=["bf16-nvfp4", "fp16-mxfp4"])
 def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -> None:
     """Check that results are bitwise equal whether warps without a last block skip the code for it (in a norm) or
-    execute it (in the norm of a sum).
+    execute it (when they normalise a sum).
 
     In fp16, the results also show in which rows the norm's factor multiplies whole blocks instead of elements.
     """

@@ -170,7 +170,7 @@ def test_silu_mul(drawn, gate):
 
 def test_swiglu_by_hand():
     """Check, in the reference and in the NumPy specification, that the gate is clamped only from above, and that clamps
-    keep NaN."""
+    propagate NaN."""
     cases = [  # gate, up, alpha, beta, limit, result
         (2.0, 3.0, 0.0, 1.0, None, 4.0),
         (9.0, 9.0, 0.0, 1.0, 7.0, 28.0),

@@ -1,4 +1,4 @@
-"""Helpers for tests of the Inductor pass: run a graph after Inductor's passes without code generation, and norms as
+"""Helpers for tests of the Inductor pass: run a graph after Inductor's passes without code generation, and RMSNorms as
 models write them."""
 
 import collections

@@ -1,7 +1,7 @@
 """Stubs of the classes and functions of SGLang that ``integrations.sglang`` uses, with SGLang's signatures.
 
 ``tests/engines/test_sglang_interface.py`` compares the signatures with SGLang's, where SGLang is installed. SGLang's
-classes of layers and parameters come from vLLM's, and so do these.
+classes of layers and parameters were derived from vLLM's. So these stubs are derived from the stubs of vLLM.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ QUANTIZATION_METHODS: dict[str, Any] = {}
 QUANTIZATION_CHOICES: list[str] = ["modelopt_fp4"]
 WEIGHT_LOADER_V2_SUPPORTED: list[str] = []
 SERVER: list[Any] = [None]
-"""Settings of the server by the name of the function that returns them, or None outside a server, as the only
-element."""
+"""List with one element: the settings of the server, keyed by the name of the function that returns them, or None
+outside a server."""
 
 
 def _settings(name: str) -> Any:
@@ -98,8 +98,8 @@ class QuantizationConfig:
 
 
 class _Checkpoint(vllm_stub._Checkpoint):
-    """A configuration as SGLang has one for each style. Layers whose name contains an ignored name are not
-    quantised."""
+    """Stand-in for SGLang's quantisation configurations, of which SGLang defines one per checkpoint style. Layers whose
+    name contains an ignored name are not quantised."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -205,7 +205,7 @@ def forget() -> None:
 
 
 def server(chunk: int, captured: list[int], ranks: int, **own: Any) -> Any:
-    """Return what a server with these settings has as the element of ``SERVER``."""
+    """Return the element of ``SERVER`` for a server with these settings."""
     graph = SimpleNamespace(decode=SimpleNamespace(bs=captured), prefill=SimpleNamespace(bs=None))
     settings: dict[str, dict[str, Any]] = {
         "get_server_args": {"chunked_prefill_size": None, "model_config": SimpleNamespace(context_len=1024)},

@@ -103,7 +103,7 @@ def test_a_chunk_is_skipped_if_all_its_cases_are(run):
 
 
 def test_an_error_that_is_missed_fails(run):
-    """Check that failures of pytest itself, such as a missing exception, are reported: they are no subclasses of
+    """Check that failures of pytest itself, such as a missing exception, are reported: they are not subclasses of
     Exception."""
     result = run("-k", "misses")
     result.assert_outcomes(failed=2, deselected=result.parseoutcomes()["deselected"])

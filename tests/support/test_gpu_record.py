@@ -86,7 +86,7 @@ def project(pytester, monkeypatch):
     return pytester
 
 
-# --max-worker-restart 0, because a worker that is restarted with --dist loadgroup waits for ever (pytest-xdist 3.8,
+# --max-worker-restart 0, because a worker that is restarted with --dist loadgroup waits forever (pytest-xdist 3.8,
 # issue 1323).
 DISTRIBUTED = ["-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0"]
 ONE_WORKER = ["-n", "1", *DISTRIBUTED[2:]]

@@ -21,7 +21,7 @@ QUANTIZATION_METHODS: list[str] = ["modelopt"]
 REGISTERED: dict[str, type] = {}
 LOADER_V2: list[str] = []
 VLLM_CONFIG: list[Any] = [None]
-"""Result of ``get_current_vllm_config_or_none``, as the only element."""
+"""List whose only element is the result of ``get_current_vllm_config_or_none``."""
 
 
 def get_current_vllm_config_or_none() -> Any:
@@ -181,7 +181,7 @@ class FusedMoEMethodBase(QuantizeMethodBase):
 
 class RoutedExperts(nn.Module):
     """The experts of a layer on one rank. The loader copies a tensor of one expert, or this rank's part of it, as
-    vLLM's does."""
+    vLLM's loader does."""
 
     ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
     apply_router_weight_on_input = False

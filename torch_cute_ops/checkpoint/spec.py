@@ -397,7 +397,7 @@ def _quark_scheme(path: Path, prefix: str, given: Mapping[str, Any]) -> LayerSch
     return LayerScheme("mxfp4", "quark", "fp4")
 
 
-# gpt-oss, which quantises only its experts. These are no linear layers
+# gpt-oss, which quantises only its experts. These are not linear layers
 
 
 def _gpt_oss(path: Path, given: Mapping[str, Any]) -> QuantSpec:

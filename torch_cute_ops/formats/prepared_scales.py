@@ -139,7 +139,7 @@ def _nvfp4_indices(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     magnitude = magnitude.masked_fill(is_nan, 0.0)
     largest = magnitude.amax(1)
     # frexp splits 6 · largest / 448 into 2^u and a number in [1/2, 1). The number is never 1/2, because 3/7 times a
-    # scale's significand is no power of 2.
+    # scale's significand is not a power of 2.
     u = torch.frexp(largest.double() * (E2M1_MAX / E4M3_MAX)).exponent
     u = torch.where(largest == 0, 0, u).to(torch.int32)
     # The product has 4 significant bits and is at least 2^-12 or 0, so float16 represents it exactly.

@@ -190,8 +190,8 @@ def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> 
             for float8_e4m3fn and otherwise 32.
 
     Raises:
-        ValueError: for an unknown or linear layout, a ``k`` that is no multiple of B, a wrong shape, or scales that are
-            not contiguous.
+        ValueError: for an unknown or linear layout, a ``k`` that is not a multiple of B, a wrong shape, or scales that
+            are not contiguous.
         TypeError: for a wrong dtype or type of argument.
 
     Example:
@@ -285,8 +285,8 @@ def convert_scales(
         128x4, (⌈rows/8⌉, ⌈k/B/4⌉, 8, 4) for 8x4. B is 16 for float8_e4m3fn and otherwise 32.
 
     Raises:
-        ValueError: for an unknown layout, a ``k`` that is no multiple of the block size, or a wrong shape. A shape is
-            also wrong if it fits linear scales as well as tiles.
+        ValueError: for an unknown layout, a ``k`` that is not a multiple of the block size, or a wrong shape. A shape
+            is also wrong if it fits linear scales as well as tiles.
         TypeError: for a wrong dtype or type of argument.
     """
     blocks = _blocks_of("convert_scales", scale, rows, k)

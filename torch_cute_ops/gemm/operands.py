@@ -22,8 +22,8 @@ class Operands(NamedTuple):
             them, it is the global scale, (1,) float32, or None.
         alpha, bias: factors and addends of the epilogue, as ``Epilogue`` describes them. With experts over K, ``alpha``
             is (M, E) float32 with any strides, and ``bias`` is (E, N).
-        offsets: (E + 1,) int32 first rows of experts over rows, or None.
-        counts: (E,) int32 numbers of rows of experts over rows, or None.
+        offsets: (E + 1,) int32, first row of each expert if experts divide the rows of ``a``, or None.
+        counts: (E,) int32, number of rows of each expert if experts divide the rows of ``a``, or None.
         prefetch: (rows, bytes) uint8 matrix that a later launch reads, or None. A backend may ignore it.
         row_scale: (M,) float32 factors of the rows of the result, or None.
     """

@@ -194,7 +194,7 @@ def _as_node(value: Any) -> Node | None:
 
 
 def _factors(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the two factors of a product in both orders. Yield nothing if the node is no product."""
+    """Yield the two factors of a product in both orders. Yield nothing if the node is not a product."""
     if is_call(node, *_MUL):
         a, b = node.args
         yield a, b

@@ -233,7 +233,7 @@ def _of_modules(patterns: Sequence[str], model: Any, folder: Path) -> list[str]:
 
 
 def _refuse_unless_name(path: str | Path) -> None:
-    """Check that ``path``, which is no folder, can be the name of a repository on the Hub."""
+    """Check that ``path``, which is not a folder, can be the name of a repository on the Hub."""
     if Path(path).exists():
         raise NotADirectoryError(f"from_pretrained: {path} is a file; expected a checkpoint's folder")
     if isinstance(path, Path) or path.startswith((".", "/")):

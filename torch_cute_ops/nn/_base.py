@@ -361,8 +361,8 @@ class QuantLinear(nn.Module):
         return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:
-        """Convert ``x``, (..., K), to the input of this layer's GEMM: quantised rows, or 16-bit rows. Raises as
-        :meth:`forward`."""
+        """Convert ``x``, (..., K), to the input of this layer's GEMM: quantised rows, or 16-bit rows. Raises the same
+        errors as :meth:`forward`."""
         return QuantizedRows(self._quantized(_rows_of(x)), (*x.shape[:-1],), x.dtype)
 
     def _prepared(self, x: Tensor) -> QuantizedRows:
@@ -509,7 +509,7 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
 
     Raises:
         ValueError: for layers that cannot be merged.
-        TypeError: for modules that are no layers of this package.
+        TypeError: for modules that are not layers of this package.
     """
     if not layers:
         raise ValueError("merge: layers is empty; expected at least one layer")
@@ -538,8 +538,8 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Return True if a tensor can be changed in place. Outside inference mode, tensors made in inference mode
-    cannot."""
+    """Return True if a tensor can be changed in place. Tensors that were made in inference mode can be changed only in
+    inference mode."""
     return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 

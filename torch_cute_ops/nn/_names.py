@@ -103,7 +103,7 @@ def _attributes_of_quantised() -> frozenset[str]:
 
 
 def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()) -> str | None:
-    """Return a reason if a module may compute something else than ``nn.Linear``, or None if it computes the same.
+    """Return a reason if a module may compute a different function than ``nn.Linear``, or None if it computes the same.
 
     Args:
         module: module to examine.
@@ -128,7 +128,8 @@ def reason_unlike_linear(module: nn.Module, types: tuple[type[Tensor], ...] = ()
 
 
 def reason_not_floats(name: str, tensor: Tensor) -> str | None:
-    """Return the reason why a parameter cannot be quantised (no plain tensor, or a wrong dtype), or None if it can."""
+    """Return the reason why a parameter cannot be quantised (not a plain tensor, or a wrong dtype), or None if it
+    can."""
     if type(tensor) is not nn.Parameter:
         return f"its {name} is a {type(tensor).__name__}"
     return None if tensor.dtype in _DTYPES else f"its {name} is {tensor.dtype}"

@@ -147,7 +147,7 @@ def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Modul
 
     Args:
         parent: module that contains ``module`` and its siblings.
-        name: name of ``module`` in its parent. An expert, such as a shared expert, is no router.
+        name: name of ``module`` in its parent. An expert, such as a shared expert, is not a router.
         module: linear layer, or module with linear layers.
     """
     layers = [each for each in module.modules() if isinstance(each, nn.Linear)]

@@ -1,6 +1,6 @@
 """Check whether ``QuantExperts`` can replace a module of experts: run both on random tokens and compare the results.
 
-A trial first searches the gate with a few tokens in float64. Then the results of four more sets of tokens must agree
+A trial first looks for the gate, with a few tokens in float64. Then the results of four more sets of tokens must agree
 with this gate:
 
 - the same tokens, in the module's own dtype;
@@ -37,11 +37,12 @@ GREATEST_LIMIT: Final = 1e6
 LARGEST: Final = 2**27
 """Maximum number of weight elements that one op of a trial may read, unless one expert has more."""
 TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03}
-"""Largest relative error of a token's result in the Frobenius norm, by the dtype of the trial. In 16 bits, a forward
-rounds after each step: the 63 replaced classes of transformers 5.24 have errors of up to 0.0007 in float16 and 0.006 in
-bfloat16."""
+"""Largest relative error of a token's result in the Frobenius norm, keyed by the dtype of the trial. In 16 bits, a
+forward rounds after each step: the 63 replaced classes of transformers 5.24 have errors of up to 0.0007 in float16 and
+0.006 in bfloat16."""
 SEARCHED: Final = (torch.float64, torch.float32)
-"""Dtypes in which the gate is searched, in order: the second is used if the forward does not accept the first."""
+"""Dtypes in which the trial looks for the gate, in order. The second dtype is used if the forward does not accept the
+first."""
 GREATEST_HALF: Final = 12.0
 """Largest magnitude of tokens in float16 trials: products of gate and up must stay finite."""
 CROWD: Final = (64, 256)

@@ -219,7 +219,7 @@ class ExpertLayer(nn.Module):
 
     def forward_many(self, x: Tensor, logits: Tensor) -> Tensor:
         """Compute :meth:`forward` from tokens (M, H) and logits (M, E), with the ops that permute rows. M may be any
-        number. Raises as :meth:`forward`."""
+        number. Raises the same errors as :meth:`forward`."""
         weights, _, expanded, permuted, offsets, _ = moe_route(
             logits, self.topk, self.bias, alignment=1, **self.scoring
         )

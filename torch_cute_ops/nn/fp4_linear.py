@@ -178,7 +178,7 @@ class NVFP4Linear(_FP4Linear):
       to FP8; K is a multiple of 64.
     - ``"fp8_token"``: ``fp8_quantize`` with one scale per row, or with a calibrated ``input_scale``, and ``mm_fp8_fp4``
       with ``fast_accum=False`` unless the attribute ``fast_accum`` is True; K is a multiple of 64. The buffer
-      ``prepared_scale`` is derived from ``weight_scale`` when tensors are loaded, and in no state dict.
+      ``prepared_scale`` is derived from ``weight_scale`` when tensors are loaded, and is not part of a state dict.
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32
     (number of parts,); ``input_scale`` float32 (1,). As in ModelOpt, decoded numbers are multiplied by

@@ -20,7 +20,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
     A module with, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` instead. Its ``forward`` stays
     unchanged: a call to one of the three returns its columns of the merged result. Modules such as Hugging Face
     decoders therefore need no support for merging, even under ``torch.compile``. Layers that cannot be merged stay
-    separate, such as the layers of an attention if only some are quantised, or layers with hooks.
+    separate, such as the layers of an attention block if only some are quantised, or layers with hooks.
 
     Args:
         model: model with layers of this package, such as after :func:`quantize_`.

@@ -54,8 +54,8 @@ def quantize_(
     :func:`summary` gives the reason for each module that stayed. A warning names each such module, except routers,
     embeddings and ignored modules.
 
-    With NVFP4, the q, k and v layers of an attention share a global scale, and so do gate and up of an MLP, as serving
-    engines require.
+    With NVFP4, the q, k and v layers of an attention block share a global scale, and so do gate and up of an MLP, as
+    serving engines require.
 
     Args:
         model: model on any device, with linear layers in bfloat16, float16 or float32.
@@ -159,8 +159,8 @@ def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
 
 
 def sibling_groups(names: Iterable[str]) -> list[list[str]]:
-    """Return groups of layers that have the same input, such as q, k and v of an attention. The layers of a group share
-    a global scale. A layer without siblings is in no group."""
+    """Return groups of layers that have the same input, such as q, k and v of an attention block. The layers of a group
+    share a global scale. A layer without siblings is in no group."""
     group_of = {layer: merged for merged, layers in _names.MERGED.items() for layer in layers}
     groups = defaultdict(list)
     for name in names:

@@ -47,7 +47,7 @@ def warmup(
     divided among ranks, all ranks must call ``warmup``.
 
     Args:
-        model: model with layers of this package at any depth, on the device that serves.
+        model: model with layers of this package at any depth, on the serving device.
         rows: numbers of rows that will be served, or one number. A number of rows is the number of sequences in a
             decode step, or of tokens in a prefill, summed over all ranks. Numbers in the same bucket share kernels, so
             only one number per bucket is called.
@@ -62,7 +62,7 @@ def warmup(
 
     Raises:
         ValueError: for a number of rows that is not positive, or for experts with an unknown ``topk``.
-        TypeError: for a number of rows that is no integer.
+        TypeError: for a number of rows that is not an integer.
     """
     calls = _calls_of(model, _numbers_of(rows), dtype, tune, fused)
     if any(each.is_cuda for each in (*model.parameters(), *model.buffers())):
@@ -140,7 +140,7 @@ def _numbers_of(rows: int | Iterable[int]) -> list[int]:
     """Return the distinct numbers of rows in ascending order.
 
     Raises:
-        TypeError, ValueError: for a value that is no integer, or not positive.
+        TypeError, ValueError: for a value that is not a positive integer.
     """
     given = rows if isinstance(rows, Iterable) and not isinstance(rows, str) else (rows,)
     numbers: set[int] = set()

@@ -81,7 +81,7 @@ class BackendPath(CallPath[Call]):
         raise NotImplementedError
 
     def rows(self, call: Any) -> int:
-        """Return the number of rows of ``a``, in the masked layout the number per expert."""
+        """Return the number of rows of ``a``, or in the masked layout the number of rows per expert."""
         m: int = call.a.shape[-2]
         return m
 

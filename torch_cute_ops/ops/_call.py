@@ -121,7 +121,7 @@ class CallPath(abc.ABC, Generic[Call]):
         """Return the static key of a call on a CUDA device. Calls with equal keys use the same launcher.
 
         Raises:
-            AttributeError: if an argument is no tensor.
+            AttributeError: if an argument is not a tensor.
         """
 
     @abc.abstractmethod
@@ -232,7 +232,7 @@ class CallPath(abc.ABC, Generic[Call]):
                 device = call[0].get_device()
             launcher = self.launchers.get(self.key(call, device))
             result = None if launcher is None else launcher.run(call, out)
-        except Exception:  # TVM-FFI, DLPack or CUDA failed, or an argument is no tensor; run_checked finds the reason
+        except Exception:  # TVM-FFI, DLPack or CUDA failed, or an argument is not a tensor; run_checked finds why
             result = None
         if result is None:
             result = self.run_checked(call, out)

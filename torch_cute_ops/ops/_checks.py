@@ -83,7 +83,7 @@ def check_fp4_scale(
     given: str | None,
     follows: str | None = None,
 ) -> None:
-    """Check that ``scale`` has the right shape for the block scales of a matrix, and is no transposed view.
+    """Check that ``scale`` has the right shape for the block scales of a matrix, and is not a transposed view.
 
     Args:
         op: name of the op.
@@ -171,7 +171,7 @@ def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tup
 
 
 def check_interleaved_codes(op: str, interleaved: bool, fmt: FP8Format) -> None:
-    """Check that k of the codes may be interleaved: not with block scales."""
+    """Check that the codes are not interleaved along k if the scales are block scales."""
     if interleaved and fmt.block_size:
         raise ValueError(
             f"cute::{op}: interleaved is True with granularity={fmt.granularity!r}; expected granularity='token' or "

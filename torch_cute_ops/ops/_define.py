@@ -342,7 +342,7 @@ def _in_closure(source: str, names: Iterable[str]) -> str:
     ``source``.
 
     The functions use closure variables instead of globals, because ``torch.compile`` looks for globals in an imported
-    module, and generated code belongs to no module. Python allows to replace a function's code only by code with the
+    module, and generated code belongs to no module. Python lets a function's code be replaced only by code with the
     same number of free variables. Therefore ``{closure}`` mentions all names in each function.
     """
     body = source.replace("{closure}", ", ".join(names))

@@ -82,7 +82,8 @@ class Gemm(BackendPath[GemmCall]):
     call_type = GemmCall
     hints = frozenset(("prefetch",))
     by_a_scale: bool = False
-    """True if the number of scales of a row of ``a`` is part of ``key``, because it decides how ``a`` is scaled."""
+    """True if the number of scales of a row of ``a`` is part of ``key``, because this number decides how ``a`` is
+    scaled."""
     renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
 
     def key(self, call: GemmCall, device: int) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ class Property:
         """Return a description of the requirement that ``value`` violates, or None if ``value`` is valid."""
         if value is None and self.is_optional:
             return None
-        # compare types exactly, because True is an int but no size
+        # compare types exactly, because True is an int but not a size
         if self.kind is int:
             return None if type(value) is int and 1 <= value <= LARGEST else size_in_words(value)
         if type(value) is not self.kind:

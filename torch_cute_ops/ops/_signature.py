@@ -33,8 +33,8 @@ Gate = Literal["silu", "gelu_tanh", "gelu"]
 """Activation functions of a gate. Only SiLU takes the parameters of the general SwiGLU."""
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]
-"""Static property: elements of the result that share a factor ``alpha``, in GEMMs without (``AlphaKind``) and with a
-gate in their epilogue."""
+"""Values of the static property that says which elements of the result share a factor ``alpha``: ``AlphaKind`` for
+GEMMs without a gate in their epilogue, ``GatedAlphaKind`` for GEMMs with a gate."""
 GlobalScaleKind = Literal["one", "expert"]
 """Kinds of the global scale of a GEMM with a gate: one for all experts, or one per expert."""
 
@@ -73,7 +73,7 @@ class Parameter(NamedTuple):
         is_optional: True if the value may be None.
         is_updated: True if the op updates this tensor in place.
         default: default in the schema and in the Python function, or ``inspect.Parameter.empty``.
-        choices: possible strings of a ``Literal``; empty if the parameter is no ``Literal``.
+        choices: possible strings of a ``Literal``; empty if the parameter is not a ``Literal``.
     """
 
     name: str

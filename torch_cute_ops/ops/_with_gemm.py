@@ -15,8 +15,8 @@ Fusing 4 or 8 rows makes a layer of an 8B model 2 µs faster on an H100, but 6 �
 MOST_QUANTISED_ROWS: Final = 8
 """Largest number of rows for which ``quantises_with_gemm`` fuses a quantisation without a gate into the following GEMM.
 
-On an H100 with 2 or 8 rows, fusing the quantisation before the layer o makes a W4A4 decoder layer of an 8B model 1 µs
-faster. Fusing the gate and quantisation before the layer down changes nothing."""
+On an H100 with 2 or 8 rows, fusing the quantisation before the output projection makes a W4A4 decoder layer of an 8B
+model 1 µs faster. Fusing the gate and quantisation before the down projection does not change the time."""
 PREFETCH_MULTIPLE: Final = 16
 """The bytes of a row of a prefetched matrix must be a multiple of this number."""
 MOST_PREFETCHING_ROWS: Final = 16
@@ -56,7 +56,7 @@ def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: boo
     """Return True if a GEMM of ``rows`` rows should prefetch the next weight into L2. Only the kernels of some GPUs can
     prefetch.
 
-    The limit is higher for an FP8 weight.
+    The largest such number of rows is higher for an FP8 weight than for an FP4 weight.
     """
     return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_weight else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
 

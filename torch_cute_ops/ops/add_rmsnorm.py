@@ -19,7 +19,7 @@ def add_rmsnorm(
 ) -> Tensor:
     """Add ``input`` to ``residual`` in place and RMS-normalise each row of the sum, in one pass over memory.
 
-    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32::
+    The sum is rounded to the dtype of ``residual``; the rounded sum is normalised in fp32::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight

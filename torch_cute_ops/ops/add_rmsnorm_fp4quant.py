@@ -23,7 +23,7 @@ def add_rmsnorm_fp4quant(
 ) -> tuple[Tensor, Tensor]:
     """Add ``input`` to ``residual`` in place, RMS-normalise each row of the sum and quantise it to FP4, in one pass.
 
-    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32 and quantised as in
+    The sum is rounded to the dtype of ``residual``; the rounded sum is normalised in fp32 and quantised as in
     :func:`fp4_quantize`::
 
         residual = residual + input

@@ -23,8 +23,8 @@ def add_rmsnorm_fp4quant_both_layouts(
     """Compute :func:`add_rmsnorm_fp4quant`, and write the scales both in the 128x4 and in the linear layout.
 
     One pass over memory serves a layer whose GEMMs read 128x4 scales while its expert dispatch, or another reader of
-    rows, takes linear scales. The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed
-    in fp32 and quantised as in :func:`fp4_quantize`::
+    rows, takes linear scales. The sum is rounded to the dtype of ``residual``; the rounded sum is normalised in fp32
+    and quantised as in :func:`fp4_quantize`::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight

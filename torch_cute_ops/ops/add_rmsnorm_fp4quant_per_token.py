@@ -20,9 +20,9 @@ def add_rmsnorm_fp4quant_per_token(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add ``input`` to ``residual`` in place, RMS-normalise each row and quantise it to NVFP4 with a scale per row.
 
-    All this takes one pass over memory. The sum is rounded to the dtype of ``residual``; the norm, scales and codes are
-    computed in fp32 from the rounded sum. ``amax_row`` and ``amax_block`` are the largest ``|norm|`` of the row and of
-    a block of 16::
+    All this takes one pass over memory. The sum is rounded to the dtype of ``residual``; the normalised row (``norm``),
+    its scales and its codes are computed in fp32 from the rounded sum. ``amax_row`` and ``amax_block`` are the largest
+    ``|norm|`` of the row and of a block of 16::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight

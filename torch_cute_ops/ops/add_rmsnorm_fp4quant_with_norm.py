@@ -1,4 +1,4 @@
-"""``add_rmsnorm_fp4quant_with_norm``: ``add_rmsnorm_fp4quant`` that also returns the norm."""
+"""``add_rmsnorm_fp4quant_with_norm``: ``add_rmsnorm_fp4quant`` that also returns the normalised rows."""
 
 from torch import Tensor
 
@@ -21,9 +21,9 @@ def add_rmsnorm_fp4quant_with_norm(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`add_rmsnorm_fp4quant`, and return the norm too, for example for an MoE router.
+    """Compute :func:`add_rmsnorm_fp4quant`, and also return the normalised rows, for example for an MoE router.
 
-    The sum is rounded to the dtype of ``residual``; the norm of the rounded sum is computed in fp32 and quantised as in
+    The sum is rounded to the dtype of ``residual``; the rounded sum is normalised in fp32 and quantised as in
     :func:`fp4_quantize`, all in one pass over memory::
 
         residual = residual + input
@@ -51,10 +51,10 @@ def add_rmsnorm_fp4quant_with_norm(
         out: contiguous tensors to write ``(y, scale, norm)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and
-        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
-        ``norm``: (..., H) in the dtype of ``input``.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
+        or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉,
+        32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero. ``norm``: normalised rows, (..., H),
+        in the dtype of ``input``.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if

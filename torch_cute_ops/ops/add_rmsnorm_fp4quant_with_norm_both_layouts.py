@@ -1,4 +1,5 @@
-"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: ``add_rmsnorm_fp4quant`` with two scale layouts and the norm."""
+"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: ``add_rmsnorm_fp4quant`` with two scale layouts and the normalised
+rows."""
 
 from torch import Tensor
 
@@ -20,11 +21,11 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`add_rmsnorm_fp4quant_both_layouts`, and return the norm too.
+    """Compute :func:`add_rmsnorm_fp4quant_both_layouts`, and also return the normalised rows.
 
     One pass over memory serves an expert layer: the GEMMs of shared experts read the 128x4 scales, the expert dispatch
-    reads the linear scales, and the router reads the norm. The sum is rounded to the dtype of ``residual``; the norm of
-    the rounded sum is computed in fp32 and quantised as in :func:`fp4_quantize`::
+    reads the linear scales, and the router reads the normalised rows. The sum is rounded to the dtype of ``residual``;
+    the rounded sum is normalised in fp32 and quantised as in :func:`fp4_quantize`::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight
@@ -46,11 +47,10 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
         out: contiguous tensors to write ``(y, scale_128x4, scale_linear, norm)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale_128x4``: float8_e4m3fn (NVFP4) or uint8 (MXFP4), (⌈M/128⌉, ⌈H/block_size/4⌉, 32, 4, 4) for the M
-        flattened rows; padding is zero.
-        ``scale_linear``: the same scales, (..., H/block_size).
-        ``norm``: (..., H) in the dtype of ``input``.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale_128x4``: float8_e4m3fn
+        (NVFP4) or uint8 (MXFP4), (⌈M/128⌉, ⌈H/block_size/4⌉, 32, 4, 4) for the M flattened rows; padding is zero.
+        ``scale_linear``: the same scales, (..., H/block_size). ``norm``: normalised rows, (..., H), in the dtype of
+        ``input``.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if

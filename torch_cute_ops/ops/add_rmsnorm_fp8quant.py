@@ -23,8 +23,8 @@ def add_rmsnorm_fp8quant(
 ) -> tuple[Tensor, Tensor]:
     """Add ``input`` to ``residual`` in place, RMS-normalise each row of the sum and quantise it to FP8, in one pass.
 
-    The sum is rounded to the dtype of ``residual``; the norm, scales and codes are computed in fp32 from the rounded
-    sum::
+    The sum is rounded to the dtype of ``residual``; the normalised row (``norm``), its scales and its codes are
+    computed in fp32 from the rounded sum::
 
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight

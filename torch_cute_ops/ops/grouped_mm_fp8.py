@@ -1,4 +1,5 @@
-"""``grouped_mm_fp8``: one GEMM per expert, of its rows and its weight, in FP8 with block scales or per-token scales."""
+"""``grouped_mm_fp8``: one GEMM per expert, of the expert's rows and its weight, in FP8 with block scales or per-token
+scales."""
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ def grouped_mm_fp8(
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
-        fast_accum: argument of :func:`mm_fp8`, which decides how per-token calls accumulate. Block scales ignore it.
+        fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
+            with block scales.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``grouped_mm_fp8_fp4``: one GEMM per expert, of its FP8 rows and its FP4 weight."""
+"""``grouped_mm_fp8_fp4``: one GEMM per expert, of the expert's FP8 rows and its FP4 weight."""
 
 import torch
 from torch import Tensor
@@ -84,12 +84,13 @@ def grouped_mm_fp8_fp4(
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and the rows of
-            an expert are a multiple of 128. With prepared scales it is ``None``.
+            an expert are a multiple of 128. With prepared scales, pass ``None``.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
-        fast_accum: argument of :func:`mm_fp8`, which decides how per-token calls accumulate. Block scales ignore it.
+        fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
+            with block scales.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

@@ -49,11 +49,11 @@ def mm_fp8(
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
             be written during the call.
         fast_accum: False to add partial sums of at most 512 elements of K in fp32, True to accumulate all of K in the
-            tensor cores, which keep some 14 bits. Sums of terms of one sign then come out too small: on an H200 by
-            5.7 % for K = 4,096 and by 18.7 % for K = 14,336, instead of 0.2 %. On Gaussian data the bias is 0.03 % or
-            less. PyTorch's argument for this is ``use_fast_accum``. On data-center Blackwell, the backend ``tcgen05``
-            ignores ``fast_accum``: accumulators are fp32 in tensor memory, over all of K or, with split-K, a CTA's
-            range of K. The rounding of this sum has not been measured.
+            tensor cores, which keep about 14 bits. Sums of terms of one sign then come out too small: on an H200 by 5.7
+            % for K = 4,096 and by 18.7 % for K = 14,336, instead of 0.2 %. On Gaussian data the bias is 0.03 % or less.
+            The corresponding argument in PyTorch is ``use_fast_accum``. On data-center Blackwell, the backend
+            ``tcgen05`` ignores ``fast_accum``: accumulators are fp32 in tensor memory, over all of K or, with split-K,
+            a CTA's range of K. The rounding of this sum has not been measured.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

@@ -58,7 +58,8 @@ def mm_fp8_fp4(
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. With per-token
             scales also (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it, so that a kernel need not reorder the
-            rows. If K is 256, activations (B, T, 256) that were not flattened have this shape for T = 1.
+            rows. If K is 256, flatten activations (B, 1, 256) first, because they have the shape of interleaved
+            activations.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
             ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. A square weight
             that is stored transposed cannot be detected.
@@ -80,7 +81,7 @@ def mm_fp8_fp4(
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits. With prepared scales it is ``None``.
+            shape fits. With prepared scales, pass ``None``.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
@@ -89,7 +90,8 @@ def mm_fp8_fp4(
             next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
             be written during the call.
-        fast_accum: argument of :func:`mm_fp8`, which decides how per-token calls accumulate. Block scales ignore it.
+        fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
+            with block scales.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

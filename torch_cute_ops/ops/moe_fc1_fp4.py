@@ -41,8 +41,9 @@ def moe_fc1_fp4(
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
         y, scale = fp4_quantize(h, global_scale)
 
-    ``i`` is a column of the expert. By default ``h`` is ``silu(gate) · up`` (SwiGLU); clamps keep NaN. Operands are
-    decoded without their global scales, which ``alpha`` divides out. The results are operands of :func:`moe_fc2_fp4`.
+    ``i`` is a column of the expert. By default ``h`` is ``silu(gate) · up`` (SwiGLU); clamps propagate NaN. Operands
+    are decoded without their global scales, which ``alpha`` divides out. The results are operands of
+    :func:`moe_fc2_fp4`.
 
     Args:
         a: (M, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.

@@ -37,10 +37,10 @@ def moe_fc1_fp4_weight_only(
         u = clip(up, -swiglu_limit, swiglu_limit)
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
 
-    ``i`` is a column of the expert. By default ``h`` is ``silu(gate) · up`` (SwiGLU); clamps keep NaN. The weight is
-    decoded exactly and without its global scale, which ``alpha`` divides out. With an MXFP4 weight, float16 activations
-    are first rounded to bfloat16, because MXFP4 scales exceed the range of float16. The result is an operand of
-    :func:`moe_fc2_fp4_weight_only`.
+    ``i`` is a column of the expert. By default ``h`` is ``silu(gate) · up`` (SwiGLU); clamps propagate NaN. The weight
+    is decoded exactly and without its global scale, which ``alpha`` divides out. With an MXFP4 weight, float16
+    activations are first rounded to bfloat16, because MXFP4 scales exceed the range of float16. The result is an
+    operand of :func:`moe_fc2_fp4_weight_only`.
 
     Args:
         a: (M, H) bfloat16 or float16.

@@ -70,8 +70,8 @@ def moe_fc2_fp4(
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes the token's row NaN. A NaN scale
-        makes all elements NaN that are computed with this scale; skipped pairs have no effect.
+        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes the token's row NaN. Elements
+        that are computed with a NaN scale are NaN; skipped pairs have no effect.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong; if the backend is unknown or cannot compute the call

@@ -67,8 +67,8 @@ def moe_fc2_fp4_weight_only(
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
-        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes its token's row NaN; a NaN scale
-        makes its column NaN, except for skipped pairs.
+        (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes the token's row NaN. A NaN scale
+        makes the weight's column of the result NaN; skipped pairs have no effect.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong; if the backend is unknown or cannot compute the call

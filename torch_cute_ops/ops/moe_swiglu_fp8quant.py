@@ -159,7 +159,7 @@ def moe_swiglu_fp8quant(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gate experts' rows as SwiGLU does and quantise them to FP8, in one pass over memory.
+    """Apply SwiGLU to experts' rows and quantise the results to FP8, in one pass over memory.
 
     For rows that are not padding, every step is computed in fp32::
 

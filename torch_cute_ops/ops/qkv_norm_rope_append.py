@@ -408,21 +408,21 @@ def qkv_norm_rope_append(
             memory, as ``kv[:, 0]`` and ``kv[:, 1]`` do, and may differ in dtype.
         slots: (S,) int32 or int64 with S at most M: the slot of each of the first S rows, or -1 for a row that is not
             written. Later rows are not written either. A slot out of range is refused on a CPU; on a GPU it is not
-            written. No slot may occur twice: a CPU, and debug mode, refuse it.
+            written. No slot may occur twice; a repeated slot is refused on a CPU and in debug mode.
         q_heads: number of heads of q.
         kv_heads: number of heads of k, and of v.
-        q_norm: (D,) in the dtype of ``qkv`` or float32: weight of the norm of q. ``None``: q is not normalised.
-        k_norm: (D,), weight of the norm of k, or ``None``, likewise.
+        q_norm: (D,) in the dtype of ``qkv`` or float32: weight of q's RMSNorm. ``None``: q is not normalised.
+        k_norm: (D,) in the dtype of ``qkv`` or float32: weight of k's RMSNorm. ``None``: k is not normalised.
         eps: number added to the mean square.
-        norm_plus_one: True if the weights of the norms are ``1 + q_norm`` and ``1 + k_norm``, as in Gemma.
+        norm_plus_one: True if the weights of the RMSNorms are ``1 + q_norm`` and ``1 + k_norm``, as in Gemma.
         interleaved: False if the pairs are (i, i + rotary_dim/2), as in Llama and GPT-NeoX; True if they are
             (2i, 2i + 1), as in GPT-J.
-        rotary_dim: number of elements of a head that are rotated, from the first on, which must be the length of the
-            rows of ``cos_sin``; ``None`` takes it from there.
+        rotary_dim: number of elements at the start of a head that are rotated. It must equal the length of the rows of
+            ``cos_sin``; ``None`` means this length.
         q_scale: (1,) or (q_heads,) float32, if ``q_dtype`` is float8_e4m3fn: q is divided by it. ``None`` means 1.
         k_scale: (1,) or (kv_heads,) float32: k is divided by it before it is written to an FP8 cache, or quantised to
             NVFP4. ``None`` means 1.
-        v_scale: (1,) or (kv_heads,) float32, likewise for v.
+        v_scale: (1,) or (kv_heads,) float32: the same scale for v.
         key_block_scale: (blocks, page, kv_heads, D/16) float8_e4m3fn with any strides, updated in place: block scales
             of an NVFP4 ``key_cache``, otherwise ``None``.
         value_block_scale: block scales of an NVFP4 ``value_cache``, likewise.

@@ -12,7 +12,7 @@ def rmsnorm(
 ) -> Tensor:
     """RMS-normalise each row of ``input``.
 
-    The norm of each row ``v`` of ``input`` is computed in fp32 and rounded once to the dtype of ``input``::
+    Each row ``v`` of ``input`` is normalised in fp32, and the result is rounded once to the dtype of ``input``::
 
         norm = v / sqrt(mean(v²) + eps) · weight
 

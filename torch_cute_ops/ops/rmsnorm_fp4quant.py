@@ -22,11 +22,11 @@ def rmsnorm_fp4quant(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP4 blocks, in one pass over memory.
 
-    The norm of each row ``v`` of ``input`` is computed in fp32::
+    Each row ``v`` of ``input`` is normalised in fp32::
 
         norm = v / sqrt(mean(v²) + eps) · weight
 
-    The norm is quantised as in :func:`fp4_quantize`, without being rounded to the dtype of ``input`` first.
+    ``norm`` is quantised as in :func:`fp4_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel

@@ -20,14 +20,14 @@ def rmsnorm_fp4quant_with_norm(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS-normalise each row of ``input``, quantise it to FP4 blocks, and return the norm too, in one pass.
+    """RMS-normalise each row of ``input``, quantise it to FP4 blocks, and also return the normalised rows.
 
-    The norm of each row ``v`` of ``input`` is computed in fp32::
+    Each row ``v`` of ``input`` is normalised in fp32::
 
         norm = v / sqrt(mean(v²) + eps) · weight
 
-    ``y`` and ``scale`` equal the results of :func:`rmsnorm_fp4quant`: both are computed from the fp32 norm, not from
-    the rounded ``norm``.
+    ``y`` and ``scale`` equal the results of :func:`rmsnorm_fp4quant`: both are computed from the fp32 rows, before
+    these are rounded to ``norm``.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
@@ -45,10 +45,10 @@ def rmsnorm_fp4quant_with_norm(
         out: contiguous tensors to write ``(y, scale, norm)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and
-        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
-        ``norm``: (..., H) in the dtype of ``input``.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
+        or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉,
+        32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero. ``norm``: normalised rows, (..., H),
+        in the dtype of ``input``.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -17,7 +17,7 @@ def silu_mul(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gate each row of ``input`` as SwiGLU does.
+    """Apply a gate, by default SwiGLU's, to each row of ``input``.
 
     The gate is computed in fp32, and ``h`` is rounded once to the dtype of ``input``::
 

@@ -21,7 +21,7 @@ def silu_mul_fp4quant(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gate each row of ``input`` as SwiGLU does and quantise it to FP4 blocks, in one pass over memory.
+    """Apply a gate, by default SwiGLU's, to each row of ``input`` and quantise the result to FP4 blocks, in one pass.
 
     The gate is computed in fp32::
 

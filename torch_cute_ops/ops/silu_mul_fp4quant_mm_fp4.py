@@ -26,7 +26,7 @@ def silu_mul_fp4quant_mm_fp4(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gate activations as SwiGLU does, quantise them to FP4 and multiply them by an FP4 weight.
+    """Apply SwiGLU's gate to activations, quantise the result to FP4 and multiply it by an FP4 weight.
 
     This is the down projection of a SwiGLU layer, computed from the output of the merged gate and up projection. The
     gate is computed in fp32 and not rounded before it is quantised; sums are accumulated in fp32 and rounded once::

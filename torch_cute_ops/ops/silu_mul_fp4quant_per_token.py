@@ -18,7 +18,8 @@ def silu_mul_fp4quant_per_token(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gate each row of ``input`` as SwiGLU does and quantise it to NVFP4 with a scale per row, in one pass over memory.
+    """Apply a gate, by default SwiGLU's, to each row of ``input`` and quantise the result to NVFP4 with a scale per
+    row.
 
     The gate is computed in fp32::
 

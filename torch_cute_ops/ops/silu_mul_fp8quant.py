@@ -21,7 +21,8 @@ def silu_mul_fp8quant(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gate each row of ``input`` as SwiGLU does and quantise it to FP8, in one pass over memory.
+    """Apply a gate, by default SwiGLU's, to each row of ``input`` and quantise the result to FP8, in one pass over
+    memory.
 
     The gate is computed in fp32::
 

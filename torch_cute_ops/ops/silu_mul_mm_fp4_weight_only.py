@@ -25,7 +25,7 @@ def silu_mul_mm_fp4_weight_only(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gate activations as SwiGLU does and multiply them, in 16 bits, by an FP4 weight.
+    """Apply SwiGLU's gate to activations and multiply the result, in 16 bits, by an FP4 weight.
 
     This is the down projection of a SwiGLU layer, computed from the output of the merged gate and up projection. ``h``
     is rounded to the dtype of ``a``; sums are accumulated in fp32 and rounded once::

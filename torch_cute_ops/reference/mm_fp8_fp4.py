@@ -81,7 +81,7 @@ def fp8_weight(
     padded = torch.nn.functional.pad(scales.abs().nan_to_num(0.0), (0, -blocks % each))
     largest = padded.unflatten(1, (-1, each)).amax(2)
     # frexp splits 6 · largest / 448 into 2^t and a number in [1/2, 1). The number is never 1/2, because 3/7 times a
-    # scale's significand is no power of 2.
+    # scale's significand is not a power of 2.
     _, t = torch.frexp(largest * (E2M1_MAX / E4M3_MAX))
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]

@@ -50,6 +50,6 @@ def logged(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch_error(op: str, error: Exception, *args: Any) -> RuntimeError:
-    """Return an exception for a failed launch that names the op. The DSL's exception does not, and is no
+    """Return an exception for a failed launch that names the op. The DSL's exception does not name it, and is not a
     ``RuntimeError``."""
     return RuntimeError(f"{described(op, args, {})} failed: {type(error).__name__}: {error}")

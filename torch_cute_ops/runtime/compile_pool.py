@@ -29,7 +29,8 @@ MOST_WORKERS: Final = 32
 FEWEST_KERNELS: Final = 3
 """Fewest kernels that ``compile_ahead`` compiles in a pool. A process starts in the time that two kernels take."""
 MOST_FAILURES: Final = 3
-"""Number of failed kernels after which ``compile_ahead`` stops: the cause, such as a full disk, then affects others."""
+"""Number of failed kernels after which ``compile_ahead`` stops, because the cause, such as a full disk, probably
+affects all kernels."""
 
 
 class Task(NamedTuple):

@@ -334,7 +334,7 @@ def export_library(compiled: Any, path: Path, symbol: str) -> None:
 
 
 def load_object(path: Path, symbol: str) -> Callable[..., None]:
-    """Load the function ``symbol`` from a shared library, or from an object file, which imports the DSL.
+    """Load the function ``symbol`` from a shared library or an object file. Loading an object file imports the DSL.
 
     Raises:
         OSError: if loading fails. The DSL does not report whether the file is damaged or this process lacks something.

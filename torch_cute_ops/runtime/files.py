@@ -17,7 +17,7 @@ RETRY_SECONDS: Final = 0.05
 
 
 class Unusable(ValueError):
-    """Error for a path that is no regular file, or whose content is not as expected."""
+    """Error for a path that is not a regular file, or whose content is not as expected."""
 
 
 def read(path: Path, limit: int) -> bytes:

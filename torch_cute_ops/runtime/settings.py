@@ -82,10 +82,11 @@ CHECK: Final = _flag("TORCH_CUTE_OPS_CHECK", False)
 Calls synchronise and cannot be captured."""
 
 DUMP: Final = _path("TORCH_CUTE_OPS_DUMP", "a folder")
-"""Folder in which each op keeps its last call, for reports of problems: the user's data. Calls synchronise."""
+"""Folder in which each op keeps its last call, for problem reports. The files contain the user's data. Calls
+synchronise."""
 
 DUMP_MB: Final = _read("TORCH_CUTE_OPS_DUMP_MB", 256, _megabytes, "a whole number, 0 or more")
-"""Maximum size of a call's tensors in a dump, MB. The largest tensors beyond it are only described."""
+"""Maximum size of a call's tensors in a dump, MB. If a call's tensors are larger, the largest are only described."""
 
 BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
 """Folder of a bundle made by ``python -m torch_cute_ops build``; it takes precedence over the cache and compiler."""

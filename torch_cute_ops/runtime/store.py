@@ -143,7 +143,8 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             if not folder.exists():
                 raise FileNotFoundError(folder) from None
-            # The entry may have appeared since, as a whole. Only a file that is still missing is damage.
+            # Another process may have stored the whole entry meanwhile. So the entry is damaged only if a file is still
+            # missing.
             try:
                 entry, file, content = _content(folder)
             except (FileNotFoundError, NotADirectoryError) as error:
@@ -214,7 +215,7 @@ class Store:
 
     def writing(self, digest: str, patience: float = PATIENCE_SECONDS) -> AbstractContextManager[None]:
         """Hold the lock for compiling ``digest``. If the lock cannot be acquired in ``patience`` seconds, continue
-        without."""
+        without it."""
         return locks.one_process(self.root / "locks" / f"{digest}.lock", patience)
 
     def entries(self) -> Iterator[tuple[str, Path]]:
@@ -294,8 +295,8 @@ class Store:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return numbers that tell an entry from another entry of the same name, and stay when it is renamed; None without
-    an entry."""
+    """Return numbers that identify an entry even after it is renamed, and differ from the numbers of any other entry
+    that gets its name; or None if the entry does not exist."""
     try:
         status = folder.stat()
     except OSError:
@@ -307,7 +308,7 @@ def _content(folder: Path) -> tuple[Entry, Path, bytes]:
     """Return the description, and the path and content of the library or object file, of an entry.
 
     Raises:
-        Damaged: if the description is none, or a file is not regular or too large.
+        Damaged: if ``_entry`` refuses the description, or a file is not regular or too large.
         OSError: if a file is missing or cannot be read.
     """
     try:

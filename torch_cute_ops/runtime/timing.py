@@ -173,7 +173,7 @@ def measure(
         Time of one call of each variant, µs.
 
     Raises:
-        ValueError: if ``calls`` is no multiple of ``n_sets``.
+        ValueError: if ``calls`` is not a multiple of ``n_sets``.
     """
     if calls % n_sets:
         raise ValueError(f"calls ({calls}) must be a multiple of n_sets ({n_sets}), to use sets equally often")

@@ -132,7 +132,7 @@ def link(linker: str, objects: Iterable[Path], library: Path) -> None:
 
 
 def load_library(path: Path, runtime: Path) -> Any:
-    """Load a shared library of kernels, whose attributes are their functions, without the DSL.
+    """Load a shared library of kernels without the DSL. The result's attributes are the kernels' functions.
 
     Args:
         path: shared library that ``link`` made.

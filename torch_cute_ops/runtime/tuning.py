@@ -61,7 +61,7 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
 
     Raises:
         RuntimeError: in a call, if the store of ``torch.distributed`` cannot be reached.
-        TypeError: if ``timeout_s`` is no number.
+        TypeError: if ``timeout_s`` is not a number.
         ValueError: if ``timeout_s`` is negative or NaN.
     """
     if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):

@@ -147,8 +147,8 @@ class Workers(Generic[Task, Result]):
 
 
 class _Template:
-    """Handle with which the parent controls the template process. The template leads a session of its own, to which
-    all workers belong.
+    """Handle with which the parent controls the template process. The template leads a separate session, to which all
+    workers belong.
 
     Args:
         parent: file descriptor that is closed when this process ends.

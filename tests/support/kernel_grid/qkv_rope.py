@@ -26,7 +26,7 @@ class QkvRopeCase(KernelCase):
         interleaved: True if neighbouring elements form a pair.
         dtype: dtype of the rows.
         table: dtype of the cosines and sines.
-        norm: dtype of the weights of the norms, or None without norms.
+        norm: dtype of the weights of the RMSNorms, or None without RMSNorms.
         plus_one: True if 1 is added to the weights.
         stored: dtypes of q, of the keys, and of the values; None stands for ``dtype``.
         scaled: True if all one-byte results have a scale.

@@ -30,8 +30,8 @@ MMA_FACTOR, EXPERTS_MMA_FACTOR = 0.8, 1.0
 """Time of the MMAs, which alternate with decoding, divided by their time in a good large GEMM: without experts, and
 with experts over K."""
 READ_ORDER, EXPERTS_READ_ORDER = 4.0, 8.0
-"""Order of the norm that models how reading and computing overlap (``cost.overlapped``): without experts, and with
-experts over K."""
+"""Exponent p of the p-norm that models how reading and computing overlap (``cost.overlapped``): without experts, and
+with experts over K."""
 L2_FACTOR = 0.45
 """Time to read a weight byte again from L2, for another m tile, divided by the time to read it from memory."""
 MAX_WORKSPACE_BYTES = 2**28

@@ -1,8 +1,9 @@
 """GEMMs of many rows of FP8 activations with per-token scales and an FP4 weight on Hopper.
 
 A first kernel writes the weight to memory in FP8 (``kernels/fp8_fp4_token_recode``). Then ``kernels/fp8_token_wgmma``
-multiplies, with the units of the weight's rows as scales of an FP8 weight. Recoding pays off if ``fast_accum`` is
-False: tiles of ``kernels/fp8_fp4_token_wgmma`` then contain at most 128 rows, and decoding takes longer than the MMAs.
+multiplies, with the powers of two of the weight's rows as the scales of an FP8 weight. Recoding pays off if
+``fast_accum`` is False: tiles of ``kernels/fp8_fp4_token_wgmma`` then contain at most 128 rows, and decoding takes
+longer than the MMAs.
 """
 
 from dataclasses import replace

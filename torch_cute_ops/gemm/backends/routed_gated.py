@@ -39,7 +39,7 @@ class Model:
         handover_seconds: time from the end of a CTA's part of a work tile until the next CTA has received its partial
             sums.
         l2_rate: rate of reads from L2, divided by the rate of reads from memory.
-        order: order of the norm that models how decoding, memory and L2 overlap (``cost.overlapped``).
+        order: exponent p of the p-norm that models how decoding, memory and L2 overlap (``cost.overlapped``).
     """
 
     fixed_seconds: float = FIXED_SECONDS

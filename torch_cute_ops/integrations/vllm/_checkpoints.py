@@ -96,7 +96,7 @@ class CuteCompressedTensorsConfig(_CuteLayers, CompressedTensorsConfig):
         supports."""
         if self.transform_config is not None:
             return None
-        # The target "Linear" includes an output head, which is no linear layer in vLLM's model.
+        # The target "Linear" includes an output head, which is not a linear layer in vLLM's model.
         return self._scheme_of(_LINEAR if isinstance(layer, ParallelLMHead) else layer, prefix)
 
     def scheme_of_experts(self, layer: Any, prefix: str) -> LayerScheme | None:
