@@ -300,7 +300,7 @@ def moe_route(
     scaling_factor: float,
     alignment: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Choose experts with `choose_experts`. Return their weights and numbers, and the results of `moe_route_ids`. The
+    """Choose experts with `choose_experts`. Return their weights and indices, and the results of `moe_route_ids`. The
     argument `scoring` must be "sigmoid"."""
     weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
     ids = ids.to(torch.int32)

@@ -136,7 +136,7 @@ def _call(ways: Sequence[Way], inputs: Sequence[Inputs], i: int) -> Tensor:
 
 
 def faster(row: Mapping[str, Any]) -> float | None:
-    """Return the time of `few` or `many`, whichever is smaller, or None if neither was measured."""
+    """Return the time of `few` or `many`, whichever is smaller, or None if both were not measured."""
     return min((each["us"] for name, each in row["variants"].items() if name in ("few", "many")), default=None)
 
 

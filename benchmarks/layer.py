@@ -8,7 +8,7 @@ of the times of separate ops would be wrong.
 
 "gate apart" is W4A16 in which a separate kernel computes the gate for any number of rows. This precision is measured
 only if `--precisions` names it. The peer humming multiplies the same weights as W4A16. With humming and with bf16,
-Inductor compiles the norms and gates. (QuACK is compared only with `mm_fp4` and `mm_fp4_weight_only`, because it
+Inductor compiles the RMSNorms and gates. (QuACK is compared only with `mm_fp4` and `mm_fp4_weight_only`, because it
 changes the DSL that compiles our kernels.)
 
 `--join` merges result files of several models, which were measured at the same time on several GPUs of one machine.
@@ -84,8 +84,8 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 INDUCTOR = {"triton.enable_pdl": True} if hasattr(inductor_config.triton, "enable_pdl") else {}
-"""Options of `torch.compile`. With PDL, Inductor's kernels may overlap the kernels before and after them, as ours
-do."""
+"""Options of `torch.compile`. With PDL, Inductor's kernels may overlap the kernels before and after them, like our
+kernels."""
 
 
 # The norm and the gate for precisions without a fused op. Inductor compiles these functions

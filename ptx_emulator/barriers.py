@@ -211,7 +211,7 @@ class Barriers:
         relaxed: bool = False,
         cluster: bool = False,
     ) -> tuple[Array, Array]:
-        """Test whether a phase of an mbarrier is complete. Its parity or its number identifies the phase.
+        """Test whether a phase of an mbarrier is complete. The parity or the number of the phase identifies it.
 
         If ``waits``, a thread waits for an incomplete phase, unless its wait times out. This happens at most once per
         thread and phase. ``arrive`` describes ``relaxed`` and ``cluster``.

@@ -230,7 +230,7 @@ def test_every_op_has_a_benchmark():
 
 
 WRITES_PADDING = {"moe_permute_fp8quant", "moe_swiglu_fp8quant"}
-"""Ops whose reference writes rows that belong to no token, unlike the kernel: see test_moe_rows.py."""
+"""Ops whose reference writes rows that belong to no token, which the kernel does not write: see test_moe_rows.py."""
 SMALL = {"M": 9, "H": 256, "I": 256, "N": 64, "K": 1024, "E": 16, "D": 128}
 """Sizes for which at most one code rounds differently if a row is summed in another order: ``Benchmark.tolerance``."""
 

@@ -393,8 +393,8 @@ def test_fused_nvfp4_experts_of_gpt_oss(factors, tmp_path):
 
 
 class Unlike(nn.Module):
-    """Experts that store their weights in two parameters, as Llama 4's do. This package cannot replace the module,
-    because its forward computes another function."""
+    """Experts that store their weights in two parameters, like Llama 4's experts. This package cannot replace the
+    module, because its forward computes another function."""
 
     def __init__(self) -> None:
         super().__init__()

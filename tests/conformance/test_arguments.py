@@ -275,8 +275,8 @@ EACH_WEIGHT = [pytest.param(op, name, id=op.name) for op, name in WEIGHTS.items(
 @pytest.mark.parametrize("op, name", EACH_WEIGHT)
 @pytest.mark.parametrize("strides", ["as-stored", "stored-transposed", "apart", "rows-apart"])
 def test_strides_reveal_a_square_weight_that_is_no_transposed_view(op, name, strides, place):
-    """Check that the op refuses a square weight whose strides are not those of a transposed view, on the first call and
-    after valid calls with equal shapes."""
+    """Check that the op refuses a square weight that is not a transposed view, on the first call and after valid calls
+    with equal shapes."""
     given = arguments(op, get_error(op, f"{name}-{strides}-square", place.device))
     stored = given[name]
     assert stored.shape[-2] == stored.shape[-1] and stored.stride(-2) != 1

@@ -167,7 +167,7 @@ def what_travels(rank: int) -> None:
             size = 0.5 if activations in ("fp4", "fp4_token") else 1.0
             assert traffic.nbytes() == elements * (size + scales), cls
             assert 2 * elements / traffic.nbytes() > (1.9 if activations == "fp8" else 3.4)
-    # The layer gathers the rows itself, whether it gets a tensor or the norm's result.
+    # The layer gathers the rows itself, whether it gets a tensor or the result of ``normed_rows``.
     layer = made(*KINDS[1], 64)
     y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale)
     rows = normed_rows(layer, own(x, rank), weight)
@@ -333,7 +333,8 @@ def test_divided_layers(tmp_path):
 
 
 def test_bounds():
-    """Check the bounds of shards in whole heads, also with fewer heads than ranks, and sizes that cannot be divided."""
+    """Check the bounds of shards in whole heads, including with fewer heads than ranks, and sizes that cannot be
+    divided."""
     assert [WeightShard(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
     assert [WeightShard(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
     assert WeightShard(0, 1, 2, 64).bounds(384) == (192, 384)

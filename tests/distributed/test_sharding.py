@@ -258,7 +258,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", ["fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"])
 def test_a_global_scale_is_the_same_on_all_ranks(name, mesh):
-    """Check that every rule replicates the global scale, also when each rank quantises other blocks of K, and that no
+    """Check that every rule replicates the global scale, even if each rank quantises different blocks of K, and that no
     rule separates the halves gate and up."""
     op = OPS[name]
     samples = importlib.import_module(f"samples.{name}").SAMPLES
@@ -325,7 +325,7 @@ def test_tiles_are_sharded_whole(mesh):
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
 def test_prefetched_tensors_are_not_redistributed(dtype, placement, mesh):
-    """Check that each rank prefetches its own shard, also in FP8: no result depends on it, so nothing is sent."""
+    """Check that each rank prefetches its own shard, including in FP8: no result depends on it, so nothing is sent."""
     sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 32, 128, NVFP4, "linear", CPU, out_dtype=torch.float32)
     given = arguments(OPS["mm_fp4_weight_only"], sample)
     rows = torch.zeros(32, 64, dtype=torch.uint8).view(dtype)

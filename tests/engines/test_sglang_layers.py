@@ -216,7 +216,7 @@ def test_without_a_server():
 
 
 def test_settings_of_a_server(tmp_path):
-    """Settings in effect are used, also if the user does not give them: a chunk of a prefill by default, and the
+    """Settings in effect are used, even if the user does not give them: a chunk of a prefill by default, and the
     longest prompt without chunks. SGLang has no function to forget the settings, so this test is the last."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, max_position_embeddings=20000, **sizes)

@@ -1,4 +1,4 @@
-"""``add_rmsnorm``: the residual must be exact; the norm is checked as in ``rmsnorm``."""
+"""``add_rmsnorm``: the residual must be exact; the normalised rows are checked as in ``rmsnorm``."""
 
 from expected import after_addition, rmsnorm
 

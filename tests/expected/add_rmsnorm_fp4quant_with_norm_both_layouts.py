@@ -1,5 +1,5 @@
-"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: the norm must be within half an ulp; the other outputs are checked
-as in ``add_rmsnorm_fp4quant_both_layouts``."""
+"""``add_rmsnorm_fp4quant_with_norm_both_layouts``: the normalised rows must be within half an ulp; the other outputs
+are checked as in ``add_rmsnorm_fp4quant_both_layouts``."""
 
 from expected import (
     Tensors,
@@ -19,7 +19,7 @@ OUT_SCHEMA = f"cute::add_rmsnorm_fp4quant_with_norm_both_layouts.out({_ARGUMENTS
 
 
 def results(given) -> Tensors:
-    """Return the expected outputs, with the norm in float64, and the expected residual."""
+    """Return the expected outputs, with the normalised rows in float64, and the expected residual."""
     *outputs, total = add_rmsnorm_fp4quant_both_layouts.results(given)
     norm = add_rmsnorm_fp4quant_with_norm.results({**given, "scale_layout": "linear"})[2]
     return *outputs, norm, total

@@ -1,4 +1,4 @@
-"""``rmsnorm``: results may differ from the exact norm by half an ulp of the dtype plus the error of an fp32
+"""``rmsnorm``: results may differ from the exact normalised rows by half an ulp of the dtype plus the error of an fp32
 computation."""
 
 import torch
@@ -11,7 +11,7 @@ OUT_SCHEMA = f"cute::rmsnorm.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def results(given) -> Tensors:
-    """Return the expected norm in float64."""
+    """Return the expected normalised rows in float64."""
     return (torch.from_numpy(rmsnorm_fp4quant.exact_norm(given)).reshape(given["input"].shape),)
 
 

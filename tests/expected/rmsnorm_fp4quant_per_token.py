@@ -13,7 +13,7 @@ _OUTPUTS = "Tensor(a!) y, Tensor(b!) scale, Tensor(c!) row_scale"
 SCHEMA = f"cute::rmsnorm_fp4quant_per_token({_ARGUMENTS}) -> (Tensor y, Tensor scale, Tensor row_scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp4quant_per_token.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"
 NORM_ERROR = 1e-6
-"""Allowed relative error of a row scale after a norm."""
+"""Allowed relative error of a row scale after RMSNorm."""
 
 
 def results(given) -> Tensors:

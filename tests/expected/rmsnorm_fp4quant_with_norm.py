@@ -1,5 +1,5 @@
-"""``rmsnorm_fp4quant_with_norm``: codes and scales are checked as in ``rmsnorm_fp4quant``; the norm must be within half
-an ulp plus the error of an fp32 computation."""
+"""``rmsnorm_fp4quant_with_norm``: codes and scales are checked as in ``rmsnorm_fp4quant``; the normalised rows must be
+within half an ulp plus the error of an fp32 computation."""
 
 import torch
 
@@ -12,7 +12,7 @@ OUT_SCHEMA = f"cute::rmsnorm_fp4quant_with_norm.out({rmsnorm_fp4quant.ARGUMENTS}
 
 
 def results(given) -> Tensors:
-    """Return the expected outputs, with the norm in float64."""
+    """Return the expected outputs, with the normalised rows in float64."""
     norm = torch.from_numpy(rmsnorm_fp4quant.exact_norm(given)).reshape(given["input"].shape)
     return *rmsnorm_fp4quant.results(given), norm
 
@@ -24,8 +24,8 @@ def assert_results(actual, expected, given) -> None:
 
 
 def assert_norm_close(actual: torch.Tensor, exact: torch.Tensor) -> None:
-    """Check that the norm is within half an ulp of the dtype plus a few fp32 ulps for the sum, the root and two
-    products. This includes subnormal numbers."""
+    """Check that the normalised rows are within half an ulp of the dtype plus a few fp32 ulps for the sum, the root and
+    two products. This includes subnormal numbers."""
     info = torch.finfo(actual.dtype)
     rounded = exact.float().to(actual.dtype)
     assert actual.shape == exact.shape

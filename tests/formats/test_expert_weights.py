@@ -48,7 +48,7 @@ def test_each_expert_is_at_its_place(source, target, data):
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("target", ["128x4", "linear"])
 def test_the_op_takes_the_weight(fmt, target):
-    """Compare the op's sums over the experts with float64, also with torch's packed dtype for the codes."""
+    """Compare the op's sums over the experts with float64, including with torch's packed dtype for the codes."""
     codes, scale, exact = experts_of(3, 24, 128, fmt, "linear")
     x = torch.randn(5, 3 * 128).bfloat16()
     alpha = torch.rand(5, 3) + 0.5

@@ -378,7 +378,7 @@ def test_shapes(lead, blocks, fmt, layout):
     ),
 )
 def test_fp8_shapes(lead, blocks, choices):
-    """Check shapes of FP8 scales, also if the last block of a row is half as long as the others."""
+    """Check shapes of FP8 scales, including when the last block of a row is half as long as the others."""
     for width in (blocks * 128 - 64, blocks * 128):
         check_fp8_shapes(lead, width, blocks, choices)
 

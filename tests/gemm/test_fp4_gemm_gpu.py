@@ -107,7 +107,7 @@ def test_every_tactic(op, name, sizes):
 @by_op
 @pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in TILES_N for rows in TILES_N[tokens][1:]])
 def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
-    """Use inputs whose sums are exact, and check that the results are exactly these sums, also with a tile_n that the
+    """Use inputs whose sums are exact, and check that the results are exactly these sums, even with a tile_n that the
     backend would not choose for this size.
 
     The last tile is partial, and begins in the middle of a scale tile.

@@ -88,7 +88,7 @@ def test_every_tactic(op, fmt, half, sizes):
 def test_rows_do_not_depend_on_others(op):
     """Check that each tactic gives a row the same bits alone, among other rows, and in a second call.
 
-    The sums are rounded, so tactics that add in another order give other bits. The sizes are those of a call in
+    The sums are rounded, so tactics that add in another order give other bits. The sizes are the same as in
     ``test_every_tactic``, so that no other kernels are compiled.
     """
     target = hopper()

@@ -166,7 +166,7 @@ def without_scale(given):
 @pytest.mark.parametrize("m", [1, 5, 12])
 @pytest.mark.parametrize("backend", ["auto", "mma_sync", "cublas"])
 def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
-    """Check the launches of calls, also with strided rows, and that wrong calls launch nothing."""
+    """Check the launches of calls, including calls with strided rows, and that wrong calls launch nothing."""
     op = OPS[name]
     decoding = ["FP4DequantKernel"] * (name != GATE)  # a kernel that decodes FP4 activations
     kernels = {

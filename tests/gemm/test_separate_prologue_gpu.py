@@ -108,8 +108,8 @@ def layer_of(name, dtype, static):
         return call(GATE, 1, n, k, NVFP4, dtype).args[1:]
 
     def normed(x, weights, behind_each):
-        """Compute the norm and the first projection, whose activations have the same format as the activations of the
-        op."""
+        """Compute the RMSNorm and the first projection, whose activations have the same format as the activations of
+        the op."""
         if name == BOTH:
             a, a_scale = torch_cute_ops.rmsnorm_fp4quant(x, norm_weight, g)
             behind_each()

@@ -76,7 +76,7 @@ def test_a_residual_that_is_read_before(device):
 @pytest.mark.gpu
 def test_inductors_kernels_overlap_with_ours():
     """Check that kernels of Inductor and ours may overlap: with ``triton.enable_pdl`` kernels start before their
-    predecessors end. Results must stay bitwise equal, also in a captured graph. Weights are static, so GEMMs read them
+    predecessors end. Results must stay bitwise equal, even in a captured graph. Weights are static, so GEMMs read them
     early."""
     width, layers, rows = 1024, 12, 3
     weights = [tco.fp4_quantize(numbers(width, width, device="cuda") / width**0.5) for _ in range(layers)]

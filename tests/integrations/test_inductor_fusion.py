@@ -123,7 +123,7 @@ def test_gelu(approximate, gate, dtype, device, monkeypatch):
 
 
 def test_one_added_in_bfloat16():
-    """Check that a sum 1 + weight that is rounded to bfloat16 stays as it is."""
+    """Check that a sum 1 + weight that is rounded to bfloat16 is not fused."""
     x, weight = numbers(4, H), numbers(H) * 0.01
 
     def layer(x, weight):
@@ -171,7 +171,7 @@ def test_dtypes(dtype):
 
 
 def test_a_norm_that_is_read_elsewhere():
-    """Check a norm with another reader, such as a router: the fused FP4 op also writes the norm."""
+    """Check a norm with another reader, such as a router: the fused FP4 op also writes the normalised rows."""
     x, weight = numbers(4, H), numbers(H)
 
     def layer(x, weight):

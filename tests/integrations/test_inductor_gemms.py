@@ -34,8 +34,8 @@ def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
 
 @by_norm
 def test_norm_before_a_gemm(norm, device):
-    """Check that our op computes a norm before a GEMM, for several leading dimensions, even if a router also reads the
-    norm."""
+    """Check that our op computes the RMSNorm before a GEMM, for several leading dimensions, even if a router also reads
+    the normalised rows."""
     x, weight = numbers(2, 3, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(32, H, device=device))
 

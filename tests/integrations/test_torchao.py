@@ -174,7 +174,7 @@ def test_experts_that_are_refused():
 @pytest.mark.parametrize("name", ["NVFP4", "NVFP4 swizzled", "MXFP4 swizzled"])
 def test_written_by_torchao(name, tmp_path):
     """Check weights that torchao wrote to safetensors, or pickled for ``weights_only``: the layers are bitwise equal to
-    those of ``accelerate_``."""
+    the layers that ``accelerate_`` makes."""
     from safetensors.torch import save_file
 
     model = block_of(EXPERTS[name][0])

@@ -161,7 +161,7 @@ def test_layers_of_mla(vllm):
     "scheme", [LayerScheme("nvfp4", "modelopt", "fp4"), LayerScheme("fp8_tensor", "modelopt", "fp8_static")]
 )
 def test_weights_decoded_by_an_identity_matrix(scheme, vllm, device):
-    """The product is the weight, also if the checkpoint's scale of the input saturates 1."""
+    """The product is the weight, even if the checkpoint's scale of the input saturates 1."""
     layer = vllm_stub.LinearBase()
     layer.input_size, k = 128, 128
     config = NVFP4 if scheme.format == "nvfp4" else {**NVFP4, "quant_algo": "FP8"}
@@ -441,7 +441,7 @@ def test_a_checkpoint_without_a_scale(vllm):
 
 
 def test_tied_output_head(vllm):
-    """A tied head gets the embedding's weight and method, and keeps no tensor of its own."""
+    """A tied head gets the embedding's weight and method, and keeps no separate tensor."""
     head, embedding = vllm_stub.ParallelLMHead(), nn.Module()
     method = vllm._linear.CuteLinearMethod(
         LayerScheme("nvfp4", "modelopt", "fp4"),
@@ -547,7 +547,7 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
     [(8, 2, 1, 2, 1), (8, 4, 2, 8, 3), (2, 64, 1, 2, 1), (8, 1, 0, 1, 0)],
 )
 def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vllm, monkeypatch):
-    """The GPU chooses among kernels; each rank compiles, also on a second node; ranks share the processors."""
+    """The GPU chooses among kernels; each rank compiles, even on a second node; ranks share the processors."""
     compiled, warm, known = [], [], registry.kernels_of
     device, seen = torch.device("cuda", first), set()
 

@@ -377,7 +377,7 @@ def test_expert_parallel(vllm):
 
 
 def test_ids_that_name_no_expert(vllm, device):
-    """Pairs with an id of E or more add nothing, as pairs with -1, also if the id's remainder names an expert."""
+    """Pairs with an id of E or more add nothing, like pairs with -1, even if the id modulo E names an expert."""
     stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
     method = loaded(vllm, stored, layer, device=device)
     x, ids, factors = routed(FEW, 128, device)

@@ -107,8 +107,8 @@ def test_rows_of_experts_have_a_plan(dtype, arch):
 @pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_are_computed_alike(fmt, dtypes, arch):
-    """Check that norms add in the same order with and without a residual, the norm as an output, and a second scale
-    layout. Their results are then bitwise equal."""
+    """Check that RMSNorms add in the same order with and without a residual, with and without the normalised rows as an
+    output, and with one or two scale layouts. Their results are then bitwise equal."""
     step = max(16, FORMATS[fmt][0].width_multiple)
     for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
         spec = spec_of(f"norm-{dtypes}", fmt, width)

@@ -241,7 +241,7 @@ def test_compiled(way, scoring):
 @pytest.mark.parametrize("activations", ["16bit", "fp8", "fp4", "fp4_token"])
 @torch.no_grad()
 def test_gated_mlp(activations):
-    """Check results against float64 for all formats of activations, also with gpt-oss's gate."""
+    """Check results against float64 for all formats of activations, including with gpt-oss's gate."""
     amax = {"input_amax": 8.0} if activations == "fp4" else {}
     layers = {
         name: NVFP4Linear.from_float(nn.Linear(*size, bias=False).bfloat16(), activations=activations, **amax)

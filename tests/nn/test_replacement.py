@@ -384,7 +384,7 @@ def test_a_router_with_any_name(router, experts, make):
 
 
 def test_a_router_next_to_stacked_experts():
-    """Check a router next to experts in two parameters, which may have any name, also if several such blocks follow
+    """Check a router next to experts in two parameters, which may have any name, even if several such blocks follow
     each other."""
     blocks = []
     for _ in range(2):

@@ -146,7 +146,7 @@ def on_device(drawn, device):
 
 @each_sample(case for case in form_cases() if case.id.startswith("add_rmsnorm_fp4quant-"))
 def test_more_outputs_are_only_more(op, name, device):
-    """Check that codes and scales do not change if the op also returns the norm or a second scale layout."""
+    """Check that codes and scales do not change if the op also returns the normalised rows or a second scale layout."""
     sample = get_sample(op, name, device)
     y, scale, residual = run(op, sample)
     with_norm = OPS["add_rmsnorm_fp4quant_with_norm"]

@@ -52,7 +52,7 @@ def test_a_crash_leaves_a_trace():
 
 
 class CudaError(Exception):
-    """Exception that is no ``RuntimeError``, like the DSL's."""
+    """Exception that is not a ``RuntimeError``, like the DSL's exceptions."""
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())

@@ -92,8 +92,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
     rows[10] = 2.0**15
     rows[11, 7] = info.max
-    # One block is much smaller than the rest of its row: its products with a weight have bits that rounding the norm to
-    # 16 bits would lose.
+    # One block is much smaller than the rest of its row: its products with a weight have bits that rounding the
+    # normalised rows to 16 bits would lose.
     rows[12, block : 2 * block] *= info.smallest_normal
     rows[13] *= info.smallest_normal**0.25
     rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5

@@ -8,5 +8,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def rmsnorm(input: torch.Tensor, **_: Any) -> OutputShapes:
-    """Describe the norm, which has the shape and dtype of ``input``."""
+    """Describe the normalised rows, which have the shape and dtype of ``input``."""
     return [(input.shape, input.dtype)]

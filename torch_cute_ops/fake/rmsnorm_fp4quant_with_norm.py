@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def rmsnorm_fp4quant_with_norm(input: torch.Tensor, **choices: Any) -> OutputShapes:
-    """Describe the codes (..., H/2), the scales, and the norm (..., H) in the input's dtype."""
+    """Describe the codes (..., H/2), the scales, and the normalised rows (..., H) in the input's dtype."""
     return [*fp4_quantize(input, **choices), (input.shape, input.dtype)]

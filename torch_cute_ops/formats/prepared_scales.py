@@ -83,7 +83,7 @@ def prepare_scales(
         b_scale: block scales of a weight (N, K): 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4), or linear (N, K/B), with B the
             block size; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4). Scales of experts' weights (E, N, K):
             tiles over all E·N rows, or linear (E, N, K/B).
-        n: N, the number of rows of the weight, of each expert.
+        n: N, the number of rows of the weight, or of the weight of each expert.
         k: K, the number of elements of a row.
         experts: number of experts, or None for a weight without experts.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.

@@ -144,8 +144,8 @@ def block_difference(
     """Return a description of the blocks that differ from the expected blocks, or None if none differs. ``masks`` tell
     which codes and scales are written, and only these are compared.
 
-    If the values come from an exponential, at most one scale in 1,000 may differ, by one step, and at most one code in
-    1,000, also by one step.
+    If the values come from an exponential, at most one scale in 1,000 and one code in 1,000 may differ, each by one
+    step.
     """
     (codes, scales), (want_codes, want_scales) = ([each.view(torch.uint8) for each in pair] for pair in (got, want))
     off = torch.where(masks[1], (scales.to(torch.int16) - want_scales.to(torch.int16)).abs(), 0)

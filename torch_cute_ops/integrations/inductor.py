@@ -114,8 +114,9 @@ class FuseQuantization(CustomGraphPass):
 
     - RMSNorm of the last dimension with a weight (H,), as computed by ``torch.nn.functional.rms_norm`` and Hugging Face
       decoders, with any rounding in between, or with ``1 + weight``, added in float32, as in Gemma. The fused ops round
-      only once, so results differ in the last bits of the norm. If other nodes also read the norm, an FP4 op writes it
-      as an additional output (``…_with_norm``); FP8 ops cannot, so the norm is then not fused.
+      only once, so results differ in the last bits of the normalised rows. If other nodes also read the normalised
+      rows, an FP4 op writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the RMSNorm
+      is then not fused.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
       afterwards. The sum overwrites this tensor. An input of the graph is never overwritten.
     - ``silu(gate) * up`` or ``gelu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns
@@ -225,7 +226,8 @@ def _fuse(node: Node) -> bool:
     norm = match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
-    # Insert the fused op right after the norm, because other nodes that read the norm can precede the quantisation.
+    # Insert the fused op right after the RMSNorm, because other nodes that read the normalised rows can precede the
+    # quantisation.
     ending, count, anchor = (suffix, outputs, node) if is_alone else (f"{suffix}_with_norm", outputs + 1, value.next)
     results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
@@ -318,7 +320,8 @@ def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -
 
 
 def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:
-    """Insert the op that computes the norm. Return its results, or None if one of its arguments comes after ``anchor``.
+    """Insert the op that computes the RMSNorm. Return its results, or None if one of its arguments comes after
+    ``anchor``.
 
     If possible, the op also computes the addition before the norm and replaces it. Otherwise the op is inserted before
     ``anchor``.

@@ -11,7 +11,7 @@ from torch_cute_ops.reference.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_
 
 def both_layouts(**named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``add_rmsnorm_fp4quant_with_norm``; return the codes, the 128x4 scales, the linear scales and the
-    norm."""
+    normalised rows."""
     y, linear, norm = add_rmsnorm_fp4quant_with_norm(**named, scale_layout="linear")
     return y, from_linear(linear.reshape(-1, linear.shape[-1]), resolve_scale_layout("128x4")), linear, norm
 

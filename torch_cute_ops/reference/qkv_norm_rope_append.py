@@ -96,7 +96,7 @@ def append(value: Tensor, slots: Tensor, cache: Tensor, scale: Tensor | None, bl
     if block_scale is None:
         written = [(cache, stored(rows, cache.dtype, scale))]
     else:
-        # Quantise head by head, because each head may have a global scale of its own.
+        # Quantise head by head, because each head may have a separate global scale.
         factor = torch.ones(1, device=rows.device) if scale is None else scale.reshape(-1)
         encode = torch.ones_like(factor) / factor
         heads = [

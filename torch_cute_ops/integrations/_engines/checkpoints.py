@@ -73,7 +73,7 @@ class RegisteredConfig(SupportedModels):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return the file that ModelOpt writes beside ``config.json``."""
+        """Return the name of the file that ModelOpt writes next to ``config.json``."""
         return ["hf_quant_config.json"]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
@@ -89,7 +89,7 @@ def scheme_of_group(group: Mapping[str, Any] | None, prefix: str, overall: str |
     Args:
         group: ``weights``, ``input_activations`` and ``format``, as records of compressed-tensors or plain values.
         prefix: name of the layer, for messages.
-        overall: format of groups that name none.
+        overall: format of groups that do not name a format.
     """
     if not group or group.get("weights") is None:
         return None

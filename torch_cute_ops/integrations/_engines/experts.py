@@ -1,6 +1,6 @@
 """Calls of ops that compute a layer of experts for tokens that an engine has routed.
 
-The ops, and their order, are those of :class:`torch_cute_ops.nn.QuantExperts`. They are called through
+The ops and their order are the same as in :class:`torch_cute_ops.nn.QuantExperts`. They are called through
 ``torch.ops.cute``, so that ``torch.compile`` traces no code of this package, whose files vLLM would hash.
 """
 
@@ -27,7 +27,7 @@ from torch_cute_ops.nn.experts import (
 )
 
 MULTIPLES: Final = {"nvfp4": 64, "mxfp4": 64, "fp8_block": 128, "fp8_channel": 64}
-"""Number whose multiples the widths of experts must be, by format. Engines fill smaller experts up with zeros."""
+"""Number whose multiples the widths of experts must be, by format. Engines pad smaller experts with zeros."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def bytes_of_copy(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _stacked(tensor: Tensor) -> Tensor:
-    """Merge the dimension of experts with the rows; a tensor with one number per expert stays."""
+    """Merge the dimension of experts with the rows; a tensor with one number per expert is unchanged."""
     return tensor if tensor.dim() == 1 else tensor.flatten(0, 1)
 
 
@@ -180,13 +180,13 @@ def compute(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tenso
         layer: object whose attributes are the tensors of :func:`build`.
         form: form of the layer.
         x: (M, H), tokens.
-        ids: (M, topk) int32 or int64, experts of this rank; -1 for an expert on another rank. Numbers that name no
+        ids: (M, topk) int32 or int64, experts of this rank; -1 for an expert on another rank. Ids that belong to no
             expert of this rank count as -1.
         weights: (M, topk), weights of the experts.
     """
     weights = weights.to(torch.float32)
-    # If the number of tokens is symbolic, as where vLLM compiles for a CPU, the traced one decides for every number.
-    # Both functions accept any number.
+    # If the number of tokens is symbolic, for example when vLLM compiles for a CPU, the number with which the code is
+    # traced decides for all numbers. Both functions accept any number of tokens.
     return (_few if form.is_few(len(x)) else _many)(layer, form, x, ids, weights)
 
 

@@ -21,7 +21,7 @@ Call = tuple[str, dict[str, Any]]
 """Name of an op, with the static properties of a call as ``torch_cute_ops.warmup`` takes them."""
 
 BLOCK_SIZES: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
-"""Number of elements with a scale, by FP4 format."""
+"""Number of elements that share a scale, keyed by FP4 format."""
 STATIC: Final = {"static_weight": True}
 """Promise that a weight is not written while the previous launch runs. Engines synchronise after they load weights."""
 
@@ -106,7 +106,7 @@ def has_kernels(form: Form, arch: str) -> bool:
 
 
 def tensors_of(module: QuantLinear) -> Mapping[str, Tensor]:
-    """Return the tensors of a layer of ``torch_cute_ops.nn`` under the names that a ``Gemm`` reads them by."""
+    """Return the tensors of a layer of ``torch_cute_ops.nn`` under the names by which a ``Gemm`` reads them."""
     return {name: tensor for name, tensor in module.named_buffers() if not name.startswith("_")}
 
 
@@ -120,7 +120,8 @@ class _FP4Weight:
         return BLOCK_SIZES[self.scheme]
 
     def alpha(self, layer: Any) -> Tensor | None:
-        """Return the factor of the result: of the merged layers' columns, or of a layer."""
+        """Return the factor of the result: one factor per column for merged layers, otherwise one factor for all
+        columns."""
         if self.scheme != "nvfp4":
             return None
         alpha: Tensor = layer.alpha if hasattr(layer, "alpha") else layer.weight_scale_2

@@ -1,6 +1,6 @@
 """Method for the linear layers of an engine: the tensors that it loads, and the product with the input.
 
-SGLang's classes of layers and parameters come from vLLM's, so that one method serves both.
+SGLang derived its classes of layers and parameters from vLLM's, so one method serves both engines.
 """
 
 import dataclasses
@@ -247,7 +247,7 @@ class LinearMethod:
         return form
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replace the loaded tensors by those that the kernels read, and prepare the kernels.
+        """Replace the loaded tensors by the tensors that the kernels read, and prepare the kernels.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor of the layer.
@@ -311,8 +311,8 @@ class LinearMethod:
 
 
 def _adds_bias(layer: Any) -> bool:
-    """Return True if the engine passes a bias to ``apply``: of layers whose K is divided among ranks, on the first
-    rank."""
+    """Return True if the engine passes a bias to ``apply``. If the K of a layer is divided among ranks, only the first
+    rank gets the bias."""
     is_row_parallel = hasattr(layer, "input_is_parallel")
     return (
         bool(getattr(layer, "has_bias", getattr(layer, "with_bias", False)))

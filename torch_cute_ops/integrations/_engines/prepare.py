@@ -81,7 +81,7 @@ class Preparation:
 
 
 def arch_of(device: torch.device) -> str | None:
-    """Return the name of a GPU's architecture, or None for a device that is no GPU."""
+    """Return the name of a GPU's architecture, or None for a device that is not a GPU."""
     if device.type != "cuda":
         return None
     return arch_of_device(device.index if device.index is not None else torch.cuda.current_device()).name
@@ -90,14 +90,14 @@ def arch_of(device: torch.device) -> str | None:
 def jobs_of(
     forms: Iterable[Form], most: int, where: str | torch.device, rows: Iterable[int] | None = None
 ) -> list[deployment.Job]:
-    """Return calls that together need every kernel which forms need for up to ``most`` rows.
+    """Return calls that together need every kernel that the forms need for up to ``most`` rows.
 
     Args:
         forms: forms of layers.
         most: largest number of rows.
         where: GPU that chooses among kernels, or the name of an architecture for all its known GPUs.
-        rows: numbers of rows; each bucket of them gets a call, also if it needs no further kernel. By default only
-            calls that need another kernel than the calls before them.
+        rows: numbers of rows; each bucket of them gets a call, even if it needs no further kernel. By default, a number
+            of rows gets a call only if the call needs a kernel that no earlier call needs.
     """
     numbers: Iterable[int] = range(1, most + 1) if rows is None else sorted(rows)
     known: set[object] = set()

@@ -110,7 +110,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
 
     Calls with few tokens compute only routed pairs of a token and an expert, with 16-bit activations (or FP4). Calls
     with more tokens permute them by expert and have FP8 activations. Experts whose widths kernels do not support are
-    filled up with zeros.
+    padded with zeros.
 
     Args:
         scheme: format of the layer in the checkpoint.

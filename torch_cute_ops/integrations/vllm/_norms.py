@@ -1,4 +1,5 @@
-"""This package's norms as implementations of vLLM's norm ops, for users who prefer them by ``ir_op_priority``."""
+"""This package's RMSNorm ops as implementations of vLLM's RMSNorm ops, for users who select them with
+``ir_op_priority``."""
 
 from typing import Final
 
@@ -32,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to ``x_residual`` in place; return the norm of the rounded sum, and the sum."""
+    """Add ``x`` to ``x_residual`` in place; return the RMS-normalised rounded sum, and the sum."""
     assert weight is not None
     normed: Tensor = torch.ops.cute.add_rmsnorm(x, x_residual, weight, epsilon)
     return normed, x_residual

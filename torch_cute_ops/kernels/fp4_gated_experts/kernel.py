@@ -426,7 +426,7 @@ class FP4GatedExpertsKernel:
             own = None
             if const_expr(not c.by_warp):
                 # Four lanes copy one token, so a warp copies eight tokens at a time. Replace the index of a missing
-                # token by an existing one.
+                # token by the index of an existing token.
                 own = [
                     cute.arch.shuffle_sync(token, cutlass.min(i * ATOM_M + lane // QUAD, tokens - 1))
                     for i in range(c.tile_m // ATOM_M)

@@ -55,7 +55,7 @@ class Config:
         fmt, layout: format and scale layout of the weight.
         epilogue: operations on the finished accumulators.
         tile_m: number of rows of activations that a CTA multiplies.
-        split_k: number of CTAs of a cluster. They divide the k of a tile.
+        split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages, which is the number of k tiles in flight.
         ctas_per_sm: number of CTAs that must fit into an SM.
         pdl: True to launch with programmatic dependent launch.

@@ -19,7 +19,7 @@ from torch_cute_ops.runtime.arch import Arch
 TILES_M: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
 """Supported ``tile_m``, keyed by the number of CTAs of an MMA."""
 SPLIT_K: Final = (1, 2, 4, 8)
-"""Supported ``split_k``, the number of CTAs of a cluster that divide the k of a tile."""
+"""Supported ``split_k``, the number of CTAs of a cluster that split a tile's K range."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias row_scale out num_ctas")):
@@ -48,7 +48,7 @@ class Config(BlockScaledConfig):
         epilogue: operations on the finished accumulators.
         tile_m: number of rows of activations of a tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
-        split_k: number of CTAs of a cluster that divide the k of a tile.
+        split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages.
         pdl: True to launch with programmatic dependent launch.
     """

@@ -162,7 +162,7 @@ class Config:
             per token.
         tile_m: number of rows of activations of a tile. One row needs special MMAs (``mma.RowMma``, ``mma.CodeMma``).
         tile_n: number of weight rows of a tile.
-        split_k: number of CTAs of a cluster, which divide the k of a tile, or 0 if persistent CTAs share all tiles.
+        split_k: number of CTAs of a cluster that split a tile's K range, or 0 if persistent CTAs share all tiles.
         stages: number of stages of the weight's pipeline.
         a_stages: number of stages of the activations' pipeline.
         pdl: True to launch with programmatic dependent launch.

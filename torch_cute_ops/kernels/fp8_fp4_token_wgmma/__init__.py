@@ -16,7 +16,7 @@ warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
 | K groups | accumulators | second K group | first K group | 8 | 8 | 1 if k_groups > 1 else 0 |
 
 1. A stage holds 256 elements of K (two k tiles), so that codes are copied in whole cache lines of 128 bytes. In tiles
-   of 256 rows of ``a``, the k tiles of ``a`` have a pipeline of their own, and are copied and released one by one.
+   of 256 rows of ``a``, the k tiles of ``a`` have a separate pipeline, and are copied and released one by one.
    Consumers without K groups multiply both k tiles. With two K groups, each group multiplies one k tile of every stage,
    so that one warp of a scheduler can decode while another waits. After the last stage, the accumulators of the second
    group are added to the accumulators of the first.

@@ -68,7 +68,7 @@ class Config(FP8TileConfig):
             weight's scales.
         tile_m: number of rows of ``a`` of a tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
-        split_k: number of CTAs of a cluster that divide the k of a tile.
+        split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages.
         pdl: True to launch with programmatic dependent launch.
     """

@@ -15,11 +15,12 @@ The number of heads that a lane holds at once depends on the number of rows:
 
 - Few rows: one head. The work is then spread over as many warps as possible, and the launch takes the time of three
   dependent loads.
-- More rows: up to four heads, whose loads are issued together. The cosines, the sines and the weight of the norm are
+- More rows: up to four heads, whose loads are issued together. The cosines, the sines and the weight of the RMSNorm are
   then loaded once for these heads.
 
 CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. The sum of squares is a balanced binary
-tree over the elements of a head, so its bits depend neither on the number of rows nor on the number of heads at once.
+tree over the elements of a head, so its bits depend neither on the number of rows nor on the number of heads that a
+lane holds at once.
 
 Bytes moved per row: the heads of q, k and v are read once and written once, in their dtypes; one row of cosines and
 sines, the position and the slot are read.

@@ -33,7 +33,7 @@ class QkvRopeSpec:
         interleaved: True if neighbouring elements form a pair; False if the i-th elements of both halves form a pair.
         table_dtype: dtype of the cosines and sines.
         position_dtype, slot_dtype: int32 or int64.
-        q_norm_dtype, k_norm_dtype: dtype of the weight of the norm, or None without a norm.
+        q_norm_dtype, k_norm_dtype: dtype of the weight of the RMSNorm, or None without an RMSNorm.
         norm_plus_one: True if 1 is added to the weights of the norms.
         q_dtype: dtype of the stored q: ``dtype`` or float8_e4m3fn.
         key_dtype, value_dtype: dtypes of the caches: ``dtype``, float8_e4m3fn, or uint8 for NVFP4.
@@ -107,7 +107,7 @@ class QkvRopeSpec:
         return {"q": self.q_dtype, "k": self.key_dtype, "v": self.value_dtype}[kind]
 
     def norm_dtype(self, kind: Kind) -> torch.dtype | None:
-        """Return the dtype of the weight of the norm, or None without a norm."""
+        """Return the dtype of the weight of the RMSNorm, or None without an RMSNorm."""
         return {"q": self.q_norm_dtype, "k": self.k_norm_dtype, "v": None}[kind]
 
 

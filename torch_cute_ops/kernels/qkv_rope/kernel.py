@@ -293,7 +293,7 @@ class QkvRopeKernel:
         return start + cute.assume(head * self.config.spec.head_dim + lane.vector * VECTOR, divby=VECTOR)
 
     def _weight(self, norm: cute.Tensor, dtype: torch.dtype, lane: Lane) -> list:
-        """Return the lane's weights of the norm, plus 1 if the configuration says so."""
+        """Return the lane's weights of the RMSNorm, plus 1 if the configuration says so."""
         spec = self.config.spec
         at = norm.iterator + cute.assume(lane.vector * VECTOR, divby=VECTOR)
         words = []

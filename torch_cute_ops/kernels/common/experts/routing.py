@@ -271,8 +271,8 @@ class ExpertChooser:
 
 
 def _key_of(value: Float32) -> Uint32:
-    """Return an unsigned key. Keys sort in the order of their numbers. Both zeros have the same key, and NaN has
-    ``NAN_KEY``."""
+    """Return an unsigned key. Keys sort in the order of the numbers that they encode. Both zeros have the same key, and
+    NaN has ``NAN_KEY``."""
     bits = ptx.bits_of(ptx.select(value == Float32(0.0), Float32(0.0), value))
     negative = bits >> 31 != Uint32(0)
     key = ptx.select(negative, ~bits, bits | Uint32(0x80000000))

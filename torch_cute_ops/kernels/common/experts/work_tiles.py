@@ -5,7 +5,7 @@ routed to it (``TokenLister``). An *m tile* consists of up to ``tile_m`` tokens 
 then writes a second list to shared memory: the experts with a token in the CTA's block ("touched" experts), and the
 index of each expert's first m tile (``ExpertMTiles``).
 
-A list holds tokens in ascending order. An entry consists of two words: the number of a token and its factor. The number
+A list holds tokens in ascending order. An entry consists of two words: the index of a token and its factor. The index
 is negative in unused entries of the last m tile. If the activations depend on the expert, as in the second GEMM of an
 MoE layer, the list also holds the activations, rearranged as ``kernels.common.fp4.activations`` describes. In memory, k
 tiles follow each other. In a k tile, groups of eight tokens follow each other, so the tokens of an m tile are
@@ -195,7 +195,7 @@ class MTileLists(NamedTuple):
 class ExpertMTiles:
     """Device code that lists the m tiles of a token block. The lists have room for ``max_experts`` experts.
 
-    With several ``classes``, the class of an expert is its number modulo ``classes``. A CTA computes the m tiles of up
+    With several ``classes``, the class of an expert is its index modulo ``classes``. A CTA computes the m tiles of up
     to two ranges of classes, one range after the other.
     """
 

@@ -18,7 +18,7 @@ K_GROUP_THREADS: Final = GROUPS * WARPGROUP
 
 
 class KGroupSums:
-    """Adds the accumulators of the second K group to those of the first.
+    """Adds the accumulators of the second K group to the accumulators of the first K group.
 
     The second group passes its accumulators through shared memory: the first ``tile_n * tile_m`` words of
     ``Smem.workspace``.

@@ -154,7 +154,7 @@ class FP8GemmConfig:
         rows: assignment of rows of ``a`` to experts.
         epilogue: operations on an accumulator before it is stored.
         tile_m, tile_n: numbers of rows of ``a`` and of the weight in a CTA's output tile.
-        split_k: number of CTAs of a cluster that divide the K of a tile.
+        split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages of the pipeline.
         pdl: True to launch with programmatic dependent launch.
         static_weight: True if the weight was complete before the previous launch on the stream. It is False if it does
@@ -168,8 +168,8 @@ class FP8GemmConfig:
         slot_words: number of fp32 words of a slot's scales, a multiple of 4.
         line: bytes of a weight row in a stage.
         span: number of k tiles of a stage.
-        a_slots: number of k tiles of ``a`` in a pipeline of their own, or 0 if the stages hold ``a``. With large tiles,
-            k tiles of ``a`` are then copied and released one by one, although a stage holds ``span`` k tiles of the
+        a_slots: number of k tiles of ``a`` in a separate pipeline, or 0 if the stages hold ``a``. With large tiles, k
+            tiles of ``a`` are then copied and released one by one, although a stage holds ``span`` k tiles of the
             weight.
         k_groups: number of sets of ``GROUPS`` consumer warpgroups. With two sets, set i multiplies the i-th k tile of
             each stage, and the accumulators of both sets are added up after the last stage of a tile.
