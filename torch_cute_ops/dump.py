@@ -51,7 +51,8 @@ class Recorder:
     Args:
         spec: op.
         folder: folder of the dumps; created at the first call.
-        limit: maximum size of a call's tensors in a dump, bytes. The largest tensors beyond it are only described.
+        limit: maximum size of a call's tensors in a dump, bytes. If the tensors are larger, the largest are only
+            described.
     """
 
     def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
@@ -102,7 +103,7 @@ class Recorder:
             files.make_folder(self.folder)
             # The name is predictable: in a folder that others can write to, a link may lead to any file of this user.
             files.replace(self.path, save(stored, {KEY: json.dumps(about)}), mode=0o600, follow_links=False)
-        except Exception as error:  # of any kind: after a CUDA error, no tensor can be read
+        except Exception as error:  # any exception: after a CUDA error, no tensor can be read
             log.error("cute::%s: the call is not dumped: %s: %s", self.spec.name, type(error).__name__, error)
             return False
         return True
@@ -169,7 +170,7 @@ def _tactic(spec: OpSpec, call: Any) -> Any:
         return None
     try:
         return spec.path.tactic(call, call[0].device)
-    except ValueError as error:  # of a wrong call, or without a backend
+    except ValueError as error:  # the call is wrong, or no backend supports it
         return str(error)
 
 
@@ -221,7 +222,7 @@ class Dump:
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no iterable
         except OSError:
             raise
-        except Exception as error:  # of safetensors, whose errors have no common base, or of JSON
+        except Exception as error:  # raised by safetensors, without a common base class, or by json
             raise DumpError(f"{path} is no dump of a call: {type(error).__name__}: {error}") from None
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise DumpError(f"{path} is no dump of a call in format {FORMAT}")

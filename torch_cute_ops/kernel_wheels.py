@@ -165,7 +165,7 @@ def _check_collected(model: str, collected: CollectKernels, arch: Arch) -> None:
 
 
 def _layers(model: Model, cls: type[QuantLinear], activations: Activations) -> nn.Module:
-    """Return a norm, one linear layer of each kind, and an expert layer."""
+    """Return an RMSNorm, one linear layer of each kind, and an expert layer."""
     layers = nn.ModuleList([nn.RMSNorm(model.hidden, dtype=DTYPE)])
     layers += [cls(k, sum(parts), parts=parts, activations=activations) for parts, k in model.linears]
     if (given := model.experts) is not None:

@@ -41,7 +41,7 @@ RELATIVE: Final = 2.0**-16
 """Allowed relative error of fp32 results: a row may be summed in another order, and exponentials may be rounded
 differently."""
 SHARE: Final = 100
-"""After sums in another order, one code or scale in this many may differ by one step."""
+"""If sums are computed in another order, one code or scale out of this number may differ by one step."""
 
 _calls = itertools.count()
 _compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)

@@ -148,7 +148,7 @@ class Stored:
         )
 
     def load(self, layer: Any) -> None:
-        """Load the tensors as vLLM does."""
+        """Load the tensors in the same way as vLLM."""
         if self.scheme is GPT_OSS:
             self._load_gpt_oss(layer)
             return
@@ -241,7 +241,7 @@ def check(
 
 
 def applied(method: Any, layer: Any, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Apply the method as vLLM does, which pads tokens to the layer's hidden size."""
+    """Apply the method in the same way as vLLM, which pads tokens to the layer's hidden size."""
     moe = layer.moe_config
     padded = torch.nn.functional.pad(x, (0, moe.hidden_dim - x.shape[1]))
     with torch.no_grad():
@@ -252,7 +252,7 @@ def applied(method: Any, layer: Any, x: torch.Tensor, ids: torch.Tensor, factors
 
 
 FEW, MANY = 3, 40
-"""Numbers of tokens that compute only routed pairs, and that permute the tokens."""
+"""Numbers of tokens: of a call that computes only routed pairs, and of a call that permutes the tokens."""
 BOUNDS = {"16bit": 0.01, "fp8": 0.12, "fp4": 0.5}
 """Largest relative error, by the format of activations."""
 FORMS = [

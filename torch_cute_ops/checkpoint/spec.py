@@ -277,7 +277,7 @@ def compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall
         path: file that contains the group, for messages.
         prefix: place in the file, for messages.
         group: ``weights``, ``input_activations`` and, optionally, ``format``.
-        overall: format of groups that name none.
+        overall: format of groups that do not name a format.
 
     Raises:
         ValueError: for an unsupported setting.

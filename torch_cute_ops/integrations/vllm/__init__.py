@@ -2,9 +2,9 @@
 
 ``vllm serve MODEL --quantization torch_cute_ops`` selects them. vLLM finds :func:`register` by the entry point
 ``torch_cute_ops`` in the group ``vllm.general_plugins``, and reads checkpoints of ModelOpt, compressed-tensors,
-DeepSeek and gpt-oss as without the plugin: only linear layers, output heads and routed experts in a format of this
-package get another method. The names of methods, instead of a setting, choose the format of activations, because vLLM's
-cache of compiled models depends on the name.
+DeepSeek and gpt-oss in the same way as without the plugin: only linear layers, output heads and routed experts in a
+format of this package get another method. The names of methods, instead of a setting, choose the format of activations,
+because vLLM's cache of compiled models depends on the name.
 """
 
 from torch_cute_ops.integrations._engines.checkpoints import METHODS
@@ -13,9 +13,11 @@ __all__ = ["METHODS", "register"]
 
 
 def register() -> None:
-    """Register the quantisation methods of ``METHODS`` with vLLM, and norms under the provider ``torch_cute_ops``.
+    """Register the quantisation methods of ``METHODS`` with vLLM, and RMSNorm ops under the provider
+    ``torch_cute_ops``.
 
-    A second call changes nothing. The norms are used only if the user puts the provider into vLLM's ``ir_op_priority``.
+    A second call changes nothing. The RMSNorm ops are used only if the user puts the provider into vLLM's
+    ``ir_op_priority``.
 
     If the environment variable ``TORCH_CUTE_OPS_VLLM`` names a key of ``METHODS``, that method is also chosen for every
     supported checkpoint that is served without ``--quantization``.

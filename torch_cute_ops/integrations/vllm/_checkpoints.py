@@ -35,7 +35,8 @@ _READ_BY_MODELS: Final = "wo_a"
 """Last name of the layer whose weight and scales vLLM's models read in the form of vLLM's own method: DeepSeek-V4's
 grouped output projection."""
 _LINEAR: Final = nn.Linear(1, 1, device="meta")
-"""Layer whose class the targets of compressed-tensors match as they match an output head's in transformers."""
+"""Linear layer that stands for an output head, or for a layer of an expert, when a checkpoint's targets are matched. In
+transformers, these layers are ``nn.Linear`` too."""
 
 if TYPE_CHECKING:
     _Base = Any

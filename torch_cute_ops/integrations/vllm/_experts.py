@@ -259,7 +259,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         return parameter
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the loaded tensors by those that the kernels read, and prepare the kernels.
+        """Replace the loaded tensors by the tensors that the kernels read, and prepare the kernels.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor of an expert.
@@ -367,8 +367,8 @@ def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype, refus
     """Return vLLM's loader for a tensor whose stored form vLLM's loader does not know.
 
     Bytes of codes and of e8m0 scales are copied whatever dtype the checkpoint gives them; ModelOpt's block scales lose
-    their dimensions of size 1; and gate's and up's input scales are kept apart, which vLLM's loader does for parameters
-    whose name contains no ``input_scale``.
+    their dimensions of size 1; and the input scales of gate and up are stored separately, which vLLM's loader does only
+    for parameters whose name does not contain ``input_scale``.
 
     Args:
         loader: vLLM's function that copies this rank's part.

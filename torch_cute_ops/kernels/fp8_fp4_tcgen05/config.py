@@ -99,7 +99,7 @@ class Config(FP8TileConfig):
         fmt: format of the weight.
         layout: layout of the weight's block scales if ``a`` has block scales. If ``a`` has per-token scales, the
             weight's scales are prepared, and the layout is None.
-        tile_m: number of rows of ``a`` of a tile.
+        tile_m: number of rows of ``a`` per tile.
         split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages.
         pdl: True to launch with programmatic dependent launch.

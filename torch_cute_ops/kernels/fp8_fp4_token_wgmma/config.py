@@ -114,7 +114,7 @@ class Config(FP8GemmConfig):
 
     @property
     def tables_at(self) -> int:
-        """Offset of the decoding tables in the workspace, behind the second K group's accumulators."""
+        """Offset of the decoding tables in the workspace, after the second K group's accumulators."""
         return self.tile_n * self.tile_m * 4 if self.k_groups == 2 else 0
 
     @property

@@ -34,7 +34,7 @@ ROWS: Final = 2
 STEPS: Final = K_TILE // K_STEP
 TABLES_READY: Final = 2
 TOKEN_SCALES: Final = 3
-"""Numbers of named barriers: of all consumers, and the first of two that belong to one warpgroup each."""
+"""Ids of named barriers: of all consumers, and the first of two that belong to one warpgroup each."""
 
 
 class FP8FP4TokenWgmmaKernel:

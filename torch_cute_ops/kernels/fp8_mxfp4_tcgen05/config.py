@@ -80,7 +80,7 @@ class Config(FP8TileConfig):
         epilogue: operations on the finished accumulators.
         layout: layout of the weight's block scales if ``a`` has block scales. If ``a`` has per-token scales, the
             weight's scales are prepared, and the layout is None.
-        tile_m: number of rows of ``a`` of a tile.
+        tile_m: number of rows of ``a`` per tile.
         split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages. It is even, so that a stage always belongs to the same scale loader.
         pdl: True to launch with programmatic dependent launch.

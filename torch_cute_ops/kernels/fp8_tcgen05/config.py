@@ -66,7 +66,7 @@ class Config(FP8TileConfig):
         epilogue: operations on the finished accumulators.
         has_blocks: True for block scales, False for per-token scales. With per-token scales, ``alpha`` contains the
             weight's scales.
-        tile_m: number of rows of ``a`` of a tile.
+        tile_m: number of rows of ``a`` per tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
         split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages.

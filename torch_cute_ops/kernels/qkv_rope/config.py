@@ -34,7 +34,7 @@ class QkvRopeSpec:
         table_dtype: dtype of the cosines and sines.
         position_dtype, slot_dtype: int32 or int64.
         q_norm_dtype, k_norm_dtype: dtype of the weight of the RMSNorm, or None without an RMSNorm.
-        norm_plus_one: True if 1 is added to the weights of the norms.
+        norm_plus_one: True if 1 is added to the weights of the RMSNorms.
         q_dtype: dtype of the stored q: ``dtype`` or float8_e4m3fn.
         key_dtype, value_dtype: dtypes of the caches: ``dtype``, float8_e4m3fn, or uint8 for NVFP4.
         has_q_scale, has_k_scale, has_v_scale: True if the call passes a scale.
@@ -179,7 +179,7 @@ class Arguments(
         key_cache, value_cache: (blocks, page, ``kv_heads``, D, or D/2 bytes in NVFP4), any strides that are multiples
             of a vector.
         slots: (S,) of ``slot_dtype``, contiguous, S at most M.
-        q_norm, k_norm: (D,) weights, or None without a norm.
+        q_norm, k_norm: (D,) weights, or None without an RMSNorm.
         q_scale, k_scale, v_scale: fp32, one element or one per head, or None.
         key_block_scale, value_block_scale: (blocks, page, ``kv_heads``, D/16) float8_e4m3fn, any strides, or None.
         q: (M, ``q_heads``, D) of ``q_dtype``, contiguous.
