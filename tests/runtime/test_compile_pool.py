@@ -14,7 +14,7 @@ from torch_cute_ops import registry
 from torch_cute_ops.runtime import compile_pool, compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compile_pool import Ranks, Task, compile_ahead, compile_all
-from torch_cute_ops.runtime.workers import Died
+from torch_cute_ops.runtime.workers import Died, Workers
 
 SM90 = ARCHS["sm_90a"]
 WIDTHS = (64, 96, 128, 160)
@@ -175,3 +175,39 @@ def test_ranks_divide_the_processors_and_begin_at_different_kernels(pool, monkey
     for own in (1, 5):  # an engine knows its ranks, whatever torchrun's variables say
         dict(compile_all(tasks, ranks=Ranks(4, own)))
         assert pool == {"count": 3, "order": tasks[1:] + tasks[:1]}
+
+
+def test_the_longest_kernels_begin_first(pool):
+    """Check that kernels with large output tiles, which take several times as long, do not begin last. Kernels of equal
+    size keep their order."""
+    gemm = {"n": 28672, "k": 4096, "dtype": torch.bfloat16, "static_weight": True}
+    rows = (1, 8, 2048, 16)
+    kernels = [registry.kernels_of("mm_fp4_weight_only", "sm_90a", m=m, **gemm)[-1] for m in rows]
+    tasks = [Task(each, "sm_90a") for each in (KERNELS[0], *kernels, KERNELS[2])]
+    dict(compile_all(tasks))
+    areas = [each.config.tile_m * each.config.tile_n for each in kernels]
+    assert len({*areas}) == 4 and areas.index(max(areas)) == 2
+    by_area = sorted(tasks[1:5], key=lambda task: -task.kernel.config.tile_m * task.kernel.config.tile_n)
+    assert pool["order"] == [*by_area, tasks[0], tasks[5]]
+
+
+def probe(task):
+    """Compile a kernel. Return how often the DSL looked for a GPU, and whether it prepared the kernel for calls."""
+    from cutlass.base_dsl import env_manager
+
+    looked = []
+    env_manager.detect_gpu_arch = lambda prefix: looked.append(prefix) or task.arch
+    compiled = compiler.trace_and_compile(task.kernel.make(), ARCHS[task.arch])
+    return len(looked), compiled.engine is not None
+
+
+@pytest.mark.parametrize("named", [None, "sm_90a"])
+def test_workers_need_no_gpu(named, monkeypatch):
+    """Check that workers neither initialise CUDA nor prepare kernels for calls, with or without a GPU's name in the
+    environment."""
+    if named is None:
+        monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
+    else:
+        monkeypatch.setenv("CUTE_DSL_ARCH", named)
+    with Workers(probe, 1, compile_pool._import_compiler) as processes:
+        assert [result for _, result in processes.map([Task(KERNELS[0], "sm_90a")])] == [(0, False)]

@@ -1,6 +1,7 @@
 """Worker processes: each task gets a result, and no worker outlives the block or the parent process."""
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -63,6 +64,21 @@ def test_a_template_is_prepared_once():
         answers = {answer for _, answer in workers.map(range(5))}
     ((prepared, parent),) = answers
     assert prepared == parent != os.getpid() and len(workers.pids) == 2
+
+
+def collector(_):
+    """Return three flags: the template collected garbage, this worker does, and it ignores the template's objects."""
+    return os.environ["COLLECTS"], gc.isenabled(), gc.get_freeze_count() > 10_000
+
+
+def prepare_collector():
+    os.environ["COLLECTS"] = str(gc.isenabled())
+
+
+def test_the_template_collects_no_garbage():
+    """Check that imports are not slowed down by collections, and that workers collect only their own garbage."""
+    with Workers(collector, 1, prepare_collector) as workers:
+        assert list(workers.map([0])) == [(0, ("False", True, True))]
 
 
 def test_no_zombies():

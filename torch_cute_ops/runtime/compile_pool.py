@@ -32,6 +32,9 @@ MOST_FAILURES: Final = 3
 """Number of failed kernels after which ``compile_ahead`` stops, because the cause, such as a full disk, probably
 affects all kernels."""
 
+DEFAULT_TILE_N: Final = 128
+"""Columns of an output tile in kernels whose configuration does not name them."""
+
 
 class Task(NamedTuple):
     """Kernel to compile.
@@ -67,8 +70,8 @@ def ranks_of_torchrun() -> Ranks:
 def compile_all(
     tasks: Iterable[Task], workers: int | None = None, ranks: Ranks | None = None
 ) -> Generator[tuple[Task, str], None, None]:
-    """Compile kernels in parallel processes. Yield each task in the order of completion, with the error or an empty
-    string.
+    """Compile kernels in parallel processes, those that take longest first. Yield each task in the order of completion,
+    with the error or an empty string.
 
     No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the
     processes are ended.
@@ -79,7 +82,7 @@ def compile_all(
             divided among ``ranks``.
         ranks: processes that share the processors; None for the ranks of ``torchrun``.
     """
-    distinct = list(dict.fromkeys(tasks))
+    distinct = sorted(dict.fromkeys(tasks), key=_duration, reverse=True)
     size, own = ranks or ranks_of_torchrun()
     if workers is None:
         workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // size)
@@ -156,8 +159,20 @@ def _compile(task: Task) -> str:
     return ""
 
 
+def _duration(task: Task) -> int:
+    """Return a number that orders kernels roughly by the time that they take to compile: the elements of a GEMM's
+    output tile, because the code that handles accumulators is unrolled. The kernels of largest tiles take 3 to 4 s,
+    most kernels 0.6 to 1 s. If one of them began last, it would delay the end by its whole duration."""
+    config = task.kernel.config
+    return int(getattr(config, "tile_m", 0) * getattr(config, "tile_n", DEFAULT_TILE_N))
+
+
 def _import_compiler() -> None:
     """Import the DSL. If it is missing, workers report this for each kernel."""
+    # Name a GPU that none of the kernels runs on. Otherwise the DSL initialises CUDA in each worker to find its GPU,
+    # and prepares each kernel to be called in the worker, which takes 0.15 s. ``--gpu-arch`` names the architecture to
+    # compile for.
+    os.environ["CUTE_DSL_ARCH"] = "sm_80"
     with contextlib.suppress(Exception):
         importlib.import_module("torch_cute_ops.kernels.common.core.ptx")
 

@@ -7,6 +7,7 @@ so a script can start workers without ``if __name__ == "__main__"``; and daemoni
 """
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -27,7 +28,10 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _CLOSED_ERRORS = EOFError, BrokenPipeError, ConnectionResetError
 PATIENCE_SECONDS: Final = 10.0
 """Time in seconds to wait for the template to end, after all workers are idle or killed."""
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({control}, {parent})"
+# Without garbage collection, the template's imports take 2.0 s instead of 2.5 s.
+_PROGRAM = (
+    "import gc, sys; gc.disable(); sys.path[:] = {path!r}; from {module} import serve; serve({control}, {parent})"
+)
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,7 @@ def serve(control: int, parent: int) -> None:
         function, prepare = requests.recv()
         if prepare is not None:
             prepare()
+        gc.freeze()  # otherwise each worker's first collection visits all imported objects, which takes 0.2 s
         while (ended := _received(requests)) is not _CLOSED:
             if ended is not None:
                 requests.send(os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1]))
@@ -252,6 +257,7 @@ def _work(function: Callable[[Any], Any], pipe: int, parent: int) -> NoReturn:
     """Run tasks in a worker until its pipe sends an empty message or closes. Then exit."""
     status = 1
     try:
+        gc.enable()
         threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
         with connection.Connection(pipe) as tasks:
             while (message := _received(tasks)) not in ((), _CLOSED):
