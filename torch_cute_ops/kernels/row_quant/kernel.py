@@ -1,6 +1,7 @@
 """Device code of the kernel that quantises rows. The package's docstring describes roles and data path."""
 
 from functools import reduce
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -34,7 +35,14 @@ def sum_of_squares(values: list) -> Float32:
 
 
 class RowQuantKernel:
-    """Kernel that quantises rows, compiled for a ``Config``."""
+    """Kernel that quantises rows, compiled for a ``Config``.
+
+    Attributes:
+        exchange: device code that replaces each row of the input by the sum of several GPUs' rows, an
+            ``all_reduce_rows.exchange.Exchange``; or None.
+    """
+
+    exchange: Any = None
 
     def __init__(self, config: Config):
         self.config = config
@@ -132,16 +140,16 @@ class RowQuantKernel:
         scale = scale_matrix(scale, layout)
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.spec.swiglu) else None
         outputs = y, scale, scale_linear, norm, row_scale
-        given = input, residual, weight, factor, *outputs, offsets, counts, eps, gate
+        given = input, residual, weight, factor, *outputs, offsets, counts, eps, gate, None
         if const_expr(self.few_rows_config is None):
-            self._launch(allowed, given, max_ctas, stream)
+            self.launch(allowed, given, max_ctas, stream)
         elif input.shape[0] <= FEW_ROWS:
-            self.few_rows_config._launch(allowed, given, max_ctas, stream)
+            self.few_rows_config.launch(allowed, given, max_ctas, stream)
         else:
-            self._launch(allowed, given, max_ctas, stream)
+            self.launch(allowed, given, max_ctas, stream)
 
     @cute.jit
-    def _launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
+    def launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
         """Launch the kernel if ``allowed`` is 1. If it is 0, launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
@@ -167,7 +175,21 @@ class RowQuantKernel:
 
     @cute.kernel
     def kernel(
-        self, input, residual, weight, factor, y, scale, scale_linear, norm, row_scale, offsets, counts, eps, gate
+        self,
+        input,
+        residual,
+        weight,
+        factor,
+        y,
+        scale,
+        scale_linear,
+        norm,
+        row_scale,
+        offsets,
+        counts,
+        eps,
+        gate,
+        peers,
     ):
         c = self.config
         spec = c.spec
@@ -216,6 +238,8 @@ class RowQuantKernel:
         # warp.
         cute.arch.sync_warp()
         pdl_start(c.pdl)
+        if const_expr(self.exchange is not None):
+            thread.peers = self.exchange.start(peers)
         if const_expr(spec.has_table):
             fill_table(smem.experts, offsets, counts, input.shape[0], tid, c.threads)
             cute.arch.sync_threads()
@@ -251,6 +275,10 @@ class RowQuantKernel:
                 self.rows.issue_first(memory_row, second_row, thread, smem)
         else:
             self.rows.issue_first(memory_row, second_row, thread, smem)
+        if const_expr(self.exchange is not None):
+            if const_expr(c.stages == 2):
+                self.exchange.push(Int32(0), thread, smem)
+            self.exchange.count_launch(thread)
         if const_expr(not spec.layout.is_linear):
             self.scales.zero_padding_rows(thread)
         global_scale = None
@@ -271,6 +299,9 @@ class RowQuantKernel:
             # Look up the row that will be copied next, while this iteration's row is still in flight.
             later_row = self.rows.memory_row_at(iteration + c.stages, thread, smem)
             ptx.wait(smem.full + stage, (iteration // c.stages) & 1)
+            if const_expr(self.exchange is not None):
+                self.exchange.push(iteration + (c.stages - 1), thread, smem)
+                self.exchange.sum_row(row, stage, thread, smem)
             blocks, amax, reduced = self._load_row(stage, weights, row, thread, smem)
             rstd = None
             if const_expr(spec.reductions > 0):

@@ -157,7 +157,7 @@ class Rows:
         load = functools.partial(bulk_load, source=source, target=smem.weight, barrier=smem.weight_barrier, policy=None)
         self.copy_slice(load, thread)
 
-    def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
+    def block_words(self, pointer: cute.Pointer, dtype, block) -> list:
         """Return one block in shared memory as words."""
         c = self.config
         words = words_per(c.spec.block_elements, dtype)
@@ -166,7 +166,7 @@ class Rows:
 
     def weight(self, j: int, thread, smem) -> list:
         """Return the factors of the norm for the thread's j-th block, in fp32: the weight, or 1 + weight."""
-        words = self._block_words(smem.weight, self.weight_dtype, self._safe_block(j, thread))
+        words = self.block_words(smem.weight, self.weight_dtype, self._safe_block(j, thread))
         weight = unpack(words, self.weight_dtype)
         if self.config.spec.weight_plus_one:
             return [ptx.add_rn(each, Float32(1.0)) for each in weight]
@@ -208,10 +208,10 @@ class Rows:
         spec = self.config.spec
         block = self._safe_block(j, thread)
         if again and spec.source == "add":
-            words = self._block_words(self.buffer(1, stage, thread.row, smem), self.dtype, block)
+            words = self.block_words(self.buffer(1, stage, thread.row, smem), self.dtype, block)
             return unpack(words, self.dtype), words
         words = [
-            self._block_words(self.buffer(i, stage, thread.row, smem), self.dtype, block) for i in range(spec.inputs)
+            self.block_words(self.buffer(i, stage, thread.row, smem), self.dtype, block) for i in range(spec.inputs)
         ]
         if spec.source == "rows":
             return unpack(words[0], self.dtype), words[0]

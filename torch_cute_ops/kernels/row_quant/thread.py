@@ -1,7 +1,7 @@
 """State of a thread, and pointers into shared memory. The classes of the kernel pass them to each other."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -32,9 +32,10 @@ class Thread:
         rows: number of rows of the launch. For experts' rows, it is known only after the table is filled.
         first_row: first row in the input, if the experts' rows are one range.
         quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the fields
-            below.
+            below, except ``peers``.
         quad_iterations, iterations: number of this walker's iterations over rows of quads, which come first, and number
             of all its iterations.
+        peers: state of the exchange with other GPUs, an ``all_reduce_rows.exchange.Peers``, or None.
     """
 
     tid: Int32
@@ -63,6 +64,7 @@ class Thread:
     quads: Int32 | None = None
     quad_iterations: Int32 | None = None
     iterations: Int32 | None = None
+    peers: Any = None
 
 
 class Smem(NamedTuple):

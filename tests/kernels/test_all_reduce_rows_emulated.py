@@ -1,0 +1,255 @@
+"""The kernel that sums rows of several GPUs, executed in the PTX emulator for one of the GPUs. The test lays the peers'
+rows in the staging and reads what the kernel sends to them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.emulated import BLACKWELL, CONSUMER, HOPPER, equal, poisoned
+from support.kernel_fit import REGISTERS_PER_SM
+from support.kernel_grid import BF16, FP16, FP32
+from test_row_quant_emulated import EPS, Outcome, check, expected
+
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx, run_kernel
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW
+from torch_cute_ops.kernels import all_reduce_rows, row_quant
+from torch_cute_ops.kernels.all_reduce_rows.config import CONTROL_WORDS, FAILED, MAX_CTAS
+from torch_cute_ops.kernels.all_reduce_rows.kernel import AllReduceRowsKernel
+from torch_cute_ops.runtime.arch import ARCHS
+
+ABSENT = -1
+TIMER = r"mov\.u64 (\S+), %globaltimer"
+LATE = 2**62
+"""Value of the timer, in ns, after all waits have ended."""
+
+
+class Run(NamedTuple):
+    """Launch of the kernel on GPU ``rank`` of ``ranks``."""
+
+    fmt: Any
+    layout: Any
+    width: int
+    rows: int
+    ranks: int
+    rank: int
+    dtype: torch.dtype = BF16
+    weight: torch.dtype = BF16
+    arch: str = HOPPER
+    max_ctas: int = 2
+    epoch: int = 0
+    seed: int | None = 0
+
+    @property
+    def kernel(self) -> AllReduceRowsKernel:
+        spec = row_quant.RowQuantSpec(
+            "add", self.dtype, self.weight, self.width, self.width, self.fmt, self.layout, writes_norm=self.fmt is None
+        )
+        return AllReduceRowsKernel(all_reduce_rows.plan(spec, ARCHS[self.arch], self.ranks))
+
+
+TILES = SCALE_LAYOUTS["128x4"]
+RUNS = {
+    # Two ranks: the first and the second; several rows per group, so that rows are sent ahead.
+    "nvfp4": Run(NVFP4, TILES, 1024, 7, 2, 0),
+    "nvfp4-odd-epoch": Run(NVFP4, TILES, 1024, 132, 2, 1, epoch=7, seed=1),
+    "rows-share-a-warp": Run(MXFP4, SCALE_LAYOUTS["8x4"], 128, 19, 2, 1, weight=FP32, arch=BLACKWELL, max_ctas=1),
+    "short-block": Run(FP8_BLOCK128, COLUMN, 576, 5, 2, 0, arch=CONSUMER),
+    # More ranks: the sum depends on the order.
+    "middle-of-three": Run(FP8_TOKEN, ROW, 1040, 5, 3, 1, dtype=FP16, weight=FP16, epoch=2**31 + 1),
+    "last-of-four": Run(None, ROW, 1536, 5, 4, 3, dtype=FP32, weight=FP32, seed=None),
+    "first-of-eight": Run(NVFP4, SCALE_LAYOUTS["linear"], 512, 3, 8, 0, arch=BLACKWELL),
+    "cluster": Run(None, ROW, 32_768, 3, 2, 1, dtype=FP32, weight=FP32, max_ctas=8),
+}
+
+
+class Given(NamedTuple):
+    """Tensors of a launch.
+
+    Attributes:
+        inputs: rows of all ranks.
+        staging, slots, control, report: as in ``all_reduce_rows.Arguments``.
+    """
+
+    inputs: list[torch.Tensor]
+    residual: torch.Tensor
+    weight: torch.Tensor
+    staging: torch.Tensor
+    slots: list[torch.Tensor]
+    control: torch.Tensor
+    report: torch.Tensor
+
+
+def words_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(torch.int32).reshape(-1)
+
+
+def given_for(run: Run) -> Given:
+    torch.manual_seed(run.rows)
+    inputs = [
+        (torch.randn(run.rows, run.width) * 2.0 ** torch.randint(-9, 9, (run.rows, run.width))).to(run.dtype)
+        for _ in range(run.ranks)
+    ]
+    residual = torch.randn(run.rows, run.width).to(run.dtype)
+    weight = (torch.rand(run.width) + 0.5).to(run.weight)
+    words = words_of(inputs[0]).numel() + 8
+    staging = torch.full((2, run.ranks - 1, words), ABSENT, dtype=torch.int32)
+    for slot, rows in enumerate(inputs[: run.rank] + inputs[run.rank + 1 :]):
+        staging[run.epoch % 2, slot, :-8] = words_of(rows)
+    # A slot at a peer is part of the peer's staging.
+    slots = [torch.full((2, run.ranks - 1, words), ABSENT, dtype=torch.int32)[:, 0] for _ in range(run.ranks - 1)]
+    control = torch.zeros(CONTROL_WORDS, dtype=torch.int32)
+    control[:MAX_CTAS] = torch.tensor(run.epoch, dtype=torch.int64).to(torch.int32)
+    return Given(inputs, residual, weight, staging, slots, control, torch.zeros(run.ranks - 1, dtype=torch.int32))
+
+
+def with_timer(value: int) -> Any:
+    """Return a function that edits PTX: the timer is 0 at the start of the kernel, and ``value`` during waits."""
+
+    def edit(ptx: str) -> str:
+        ptx, count = re.subn(TIMER, lambda match: f"mov.u64 {match[1]}, {value if match[1] == 'now' else 0}", ptx)
+        assert count > 1
+        return ptx
+
+    return edit
+
+
+def execute(run: Run, given: Given, timer: int = 0, **options: Any) -> Outcome:
+    kernel = run.kernel
+    fmt, rows = run.fmt, run.rows
+    y = scale = norm = None
+    if isinstance(fmt, FP4Format):
+        y = poisoned(rows, run.width // 2, dtype=torch.uint8)
+        scale = poisoned(*run.layout.shape((rows,), run.width // fmt.block_size), dtype=fmt.scale_dtype)
+    elif fmt is not None:
+        y = poisoned(rows, run.width, dtype=torch.float8_e4m3fn)
+        count = fmt.scales_per_row(run.width)
+        is_column = run.layout == COLUMN
+        scale = poisoned(count, rows, dtype=FP32).t() if is_column else poisoned(rows, count, dtype=FP32)
+    else:
+        norm = poisoned(rows, run.width, dtype=run.dtype)
+    residual = given.residual.clone()
+    arguments = all_reduce_rows.Arguments(
+        *(given.inputs[run.rank], residual, given.weight, None, y, scale, norm, EPS, run.max_ctas, run.rank),
+        given.staging,
+        *(*given.slots, *(None,) * (8 - run.ranks)),
+        control=given.control,
+        report=given.report,
+        timeout_ms=1000,
+    )
+    strict = not kernel.config.rows.is_cluster
+    options = {"seed": run.seed, "strict": strict, "scoped": True, **options}
+    run_kernel(kernel, ARCHS[run.arch], *arguments, edit=with_timer(timer), **options)
+    return Outcome(y, scale, None, norm, residual)
+
+
+def total_of(inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Add up the ranks' rows in fp32, in the order of the ranks, and round once."""
+    total = inputs[0].float()
+    for rows in inputs[1:]:
+        total += rows.float()
+    return total.to(inputs[0].dtype)
+
+
+def check_sent(run: Run, given: Given) -> None:
+    """Check that the rows were sent to each peer, to the right half, and nothing else."""
+    for slot in given.slots:
+        equal("sent", slot[run.epoch % 2, :-8], words_of(given.inputs[run.rank]))
+        assert (slot[run.epoch % 2, -8:] == ABSENT).all()
+        assert (slot[1 - run.epoch % 2] == ABSENT).all()
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in RUNS.items()])
+def test_results(run: Run) -> None:
+    """Check the results, what is sent, and that the staging is clear and the launch counted afterwards."""
+    given = given_for(run)
+    got = execute(run, given)
+    spec = run.kernel.config.spec
+    check(spec, got, expected(spec, total_of(given.inputs), given.residual, given.weight, None))
+    check_sent(run, given)
+    assert (given.staging == ABSENT).all()
+    assert given.control.tolist() == [(run.epoch + 1 + 2**31) % 2**32 - 2**31] * MAX_CTAS + [0] * 4
+    assert not given.report.any()
+    (resources,) = compile_ptx(run.kernel, ARCHS[run.arch]).resources
+    assert resources.spill_bytes == resources.stack_bytes == resources.smem_bytes == 0
+    assert resources.registers * run.kernel.config.rows.threads <= REGISTERS_PER_SM
+
+
+def test_word_that_stands_for_absence() -> None:
+    """Check that a row of the words that mean "absent", which are NaNs, is sent as other NaNs."""
+    run = RUNS["nvfp4"]
+    given = given_for(run)
+    own = given.inputs[run.rank]
+    words_of(own)[512:514] = ABSENT  # the second row; a view
+    got = execute(run, given)
+    spec = run.kernel.config.spec
+    check(spec, got, expected(spec, total_of(given.inputs), given.residual, given.weight, None))
+    sent = given.slots[0][0, :-8]
+    assert not (sent == ABSENT).any()
+    assert (sent != words_of(own)).nonzero().flatten().tolist() == [512, 513]
+    assert sent[512:514].view(run.dtype).isnan().all()
+
+
+def test_input_and_staging_of_the_previous_kernel() -> None:
+    """Check that the kernel reads the input, the residual and its state only after the previous kernel."""
+    run = RUNS["nvfp4"]
+    given = given_for(run)
+    numbers = [all_reduce_rows.Arguments._fields.index(name) for name in ("input", "control")]
+    late = dict(zip(numbers, (given.inputs[run.rank].clone(), given.control.clone()), strict=True))
+    given.inputs[run.rank].zero_()
+    given.control[:MAX_CTAS] = 1  # the other half
+    got = execute(run, given, written_before=late)
+    inputs = [late[0], *given.inputs[1:]]
+    spec = run.kernel.config.spec
+    check(spec, got, expected(spec, total_of(inputs), given.residual, given.weight, None))
+
+
+def test_rows_that_do_not_arrive() -> None:
+    """Check that a launch waits for each word of a peer."""
+    run = RUNS["nvfp4"]
+    given = given_for(run)
+    for word in (0, 2051, given.staging.shape[2] - 9):
+        lacking = given_for(run)
+        lacking.staging[run.epoch % 2, 0, word] = ABSENT
+        with pytest.raises(EmulationError):
+            execute(run, lacking, max_steps=20_000)
+        assert not lacking.report.any()
+
+
+@pytest.mark.parametrize("name", ["nvfp4-odd-epoch", "middle-of-three"])
+def test_time_out(name: str) -> None:
+    """Check that waits end when the time is over: the peer is reported, and no other peer."""
+    run = RUNS[name]
+    given = given_for(run)
+    given.staging[run.epoch % 2, -1, 600] = ABSENT
+    execute(run, given, timer=LATE)
+    assert given.control[FAILED] == 1
+    assert given.report.tolist() == [0] * (run.ranks - 2) + [1]
+    check_sent(run, given)
+
+
+def test_launch_after_a_failure() -> None:
+    """Check that a launch after a failed wait neither sends nor waits nor reports."""
+    run = RUNS["middle-of-three"]
+    given = given_for(run)
+    before = given.staging.fill_(ABSENT).clone()
+    given.control[FAILED] = 1
+    execute(run, given, timer=LATE)
+    assert all((slot == ABSENT).all() for slot in given.slots)
+    assert torch.equal(given.staging, before)
+    assert not given.report.any()
+
+
+def test_too_many_rows_are_refused() -> None:
+    """Check that rows that do not fit into a slot are refused before the launch."""
+    run = RUNS["nvfp4"]
+    given = given_for(run)
+    small = given._replace(
+        staging=given.staging[..., :-12].contiguous(), slots=[slot[:, :-12].contiguous() for slot in given.slots]
+    )
+    with pytest.raises(ValueError, match="a launch of no CTAs"):
+        execute(run, small)

@@ -1,0 +1,184 @@
+"""Exchange of rows between GPUs: pushes of this GPU's rows, and sums of all GPUs' rows.
+
+The threads of a row divide it into vectors of 16 bytes: thread i processes vectors i, i + threads_per_row, and so on.
+So a warp sends 512 contiguous bytes at a time. (With the blocks of ``row_quant``, it would send halves of sectors.)
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, range_constexpr
+
+from torch_cute_ops.kernels.all_reduce_rows import instructions
+from torch_cute_ops.kernels.all_reduce_rows.config import FAILED, MAX_CTAS, Config
+from torch_cute_ops.kernels.all_reduce_rows.instructions import ABSENT, OTHER_NAN
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words, unpack
+from torch_cute_ops.kernels.row_quant.config import ceil_div
+from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
+
+VECTOR_WORDS = 4
+VECTOR_BYTES = 16
+AT_ONCE = 8
+"""Largest number of vectors that a thread loads before it waits for the first of them, unless there are more peers."""
+
+
+class Peers(NamedTuple):
+    """State of an exchange in one launch.
+
+    Attributes:
+        rank: index of this GPU.
+        epoch: number of launches before this one.
+        has_failed: 1 after a launch that waited in vain. Then nothing is sent and no launch waits.
+        deadline: value of the global timer at which all waits end.
+        staging: address of this GPU's staging.
+        slot_bytes: bytes of a peer's slot in the staging.
+        slots: addresses of this GPU's slots at the peers.
+        half_bytes: bytes of half of a staging.
+        control, report: addresses of ``Arguments.control`` and ``Arguments.report``.
+    """
+
+    rank: Int32
+    epoch: Uint32
+    has_failed: Uint32
+    deadline: Int64
+    staging: Int64
+    slot_bytes: Int64
+    slots: tuple
+    half_bytes: Int64
+    control: Int64
+    report: Int64
+
+
+class Exchange:
+    """Device code that exchanges rows. ``thread`` is a ``Thread`` and ``smem`` an ``Smem`` of ``row_quant``; the
+    thread's ``peers`` are a ``Peers``."""
+
+    def __init__(self, config: Config, rows: Rows):
+        self.config, self.rows = config, rows
+        c = config.rows
+        self.block_bytes = c.spec.block_elements * c.spec.dtype.itemsize
+        self.slice_vectors = c.slice_width * c.spec.dtype.itemsize // VECTOR_BYTES
+        self.vectors_per_thread = ceil_div(self.slice_vectors, c.threads_per_row)
+
+    def start(self, given) -> Peers:
+        """Read the state of the exchange. Call this function after the wait for the previous kernel.
+
+        The state is not used at once, because the copies of the first rows should not wait for it.
+        """
+        rank, staging, slots, control, report, timeout_ms = given
+        control_at = Int64(control.iterator.toint())
+        cta, _, _ = cute.arch.block_idx()
+        slot_bytes = Int64(staging.shape[2]) * 4
+        return Peers(
+            rank=rank,
+            epoch=instructions.load_word(control_at + cta * 4),
+            has_failed=instructions.load_word(control_at + 4 * FAILED),
+            deadline=instructions.now() + Int64(timeout_ms) * 1_000_000,
+            staging=Int64(staging.iterator.toint()),
+            slot_bytes=slot_bytes,
+            slots=tuple(Int64(slot.iterator.toint()) for slot in slots),
+            half_bytes=slot_bytes * (self.config.ranks - 1),
+            control=control_at,
+            report=Int64(report.iterator.toint()),
+        )
+
+    @cute.jit
+    def count_launch(self, thread):
+        """Increment this CTA's copies of the number of launches: its own copy, which no other CTA reads, and some of
+        the copies that CTAs of other grids read. Call this function after a synchronisation that follows ``start``."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        for i in range(cta + thread.tid * ctas, MAX_CTAS, thread.threads * ctas):
+            instructions.store_word(thread.peers.control + i * 4, thread.peers.epoch + 1)
+
+    @cute.jit
+    def push(self, iteration, thread, smem):
+        """Send the row of an iteration, if there is one, to all peers. Its bulk copy to shared memory was started
+        before."""
+        c = self.config.rows
+        if iteration < thread.iterations:
+            stage = iteration % c.stages
+            ptx.wait(smem.full + stage, (iteration // c.stages) & 1)
+            row = self.rows.row_at(iteration, thread) + thread.row
+            buffer = self._vectors(self.rows.buffer(0, stage, thread.row, smem))
+            offset = self._row_offset(row, thread)
+            for i in range_constexpr(self.vectors_per_thread):
+                vector = self._vector(i, thread)
+                condition = self._takes(vector, row, thread)
+                words = load_words(buffer[None, ptx.select(condition != 0, vector, Int32(0))])
+                words = [ptx.select(word == ABSENT, Uint32(OTHER_NAN), word) for word in words]
+                for slot in thread.peers.slots:
+                    instructions.store_far_if(slot + offset + vector * VECTOR_BYTES, words, condition)
+
+    def sum_row(self, row, stage, thread, smem):
+        """Replace the input's row in shared memory by the sum over all GPUs.
+
+        Wait for the peers' vectors, and clear them in the staging.
+        """
+        peers = thread.peers
+        offset = peers.staging + self._row_offset(row, thread)
+        buffer = self._vectors(self.rows.buffer(0, stage, thread.row, smem))
+        slots = [offset + peers.slot_bytes * k for k in range(self.config.ranks - 1)]
+        at_once = max(1, AT_ONCE // len(slots))
+        for first in range(0, self.vectors_per_thread, at_once):
+            some = range(first, min(first + at_once, self.vectors_per_thread))
+            vectors = [self._vector(i, thread) for i in some]
+            conditions = [self._takes(vector, row, thread) for vector in vectors]
+            loaded = [
+                [instructions.load_far_if(slot + vector * VECTOR_BYTES, condition) for slot in slots]
+                for vector, condition in zip(vectors, conditions, strict=True)
+            ]
+            for vector, condition, staged in zip(vectors, conditions, loaded, strict=True):
+                self._sum_vector(vector, condition, staged, slots, buffer, thread)
+        sync_group(self.config.rows, thread)
+
+    @cute.jit
+    def _sum_vector(self, vector, condition, staged: list, slots: list, buffer: cute.Tensor, thread):
+        """Wait for the peers' vectors, which were loaded once, and store the sum in shared memory."""
+        peers = thread.peers
+        absent = [Uint32(ABSENT)] * VECTOR_WORDS
+        others = []
+        for k in range_constexpr(self.config.ranks - 1):
+            address = slots[k] + vector * VECTOR_BYTES
+            failed, report = peers.control + 4 * FAILED, peers.report + 4 * k
+            others.append(instructions.await_far_if(staged[k], address, condition, peers.deadline, failed, report))
+            instructions.store_far_if(address, absent, condition)
+        if condition != 0:
+            target = buffer[None, vector]
+            store_words(self._sum(load_words(target), others, peers.rank), target)
+
+    def _sum(self, own: list, others: list[list], rank) -> list:
+        """Add up the ranks' words in the order of the ranks, in fp32, and round the sum once."""
+        total = None
+        for r in range(self.config.ranks):
+            before = others[r] if r < len(others) else None
+            after = others[r - 1] if r > 0 else None
+            words = []
+            for i, word in enumerate(own):
+                other = (before or after)[i]
+                if before is not None and after is not None:
+                    other = ptx.select(rank > r, before[i], after[i])
+                words.append(ptx.select(rank == r, word, other))
+            values = unpack(words, self.rows.dtype)
+            total = values if total is None else [ptx.add_rn(a, b) for a, b in zip(total, values, strict=True)]
+        return pack(total, self.rows.dtype)
+
+    def _vector(self, i: int, thread) -> Int32:
+        """Return the index, in the CTA's slice of a row, of the thread's i-th vector."""
+        return thread.column + i * self.config.rows.threads_per_row
+
+    def _takes(self, vector, row, thread) -> Uint32:
+        """Return 1 if the thread exchanges a vector of a row: both exist, and no launch has failed."""
+        exists = (vector < thread.cta_blocks * (self.block_bytes // VECTOR_BYTES)) & (row < thread.rows)
+        return Uint32(exists & (thread.peers.has_failed == 0))
+
+    def _vectors(self, buffer: cute.Pointer) -> cute.Tensor:
+        """View a row in shared memory as a matrix of words, one column per vector."""
+        layout = cute.make_layout((VECTOR_WORDS, self.slice_vectors), stride=(1, VECTOR_WORDS))
+        return cute.make_tensor(cute.recast_ptr(buffer, dtype=Uint32), layout)
+
+    def _row_offset(self, row, thread) -> Int64:
+        """Return the offset in bytes, in a staging whose slots begin at the staging, of the CTA's slice of a row."""
+        half = Int64(thread.peers.epoch & 1) * thread.peers.half_bytes
+        return half + Int64(row) * self.config.row_bytes + thread.first_block * self.block_bytes

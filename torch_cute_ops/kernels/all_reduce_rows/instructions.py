@@ -1,0 +1,97 @@
+"""Loads and stores of memory that several GPUs share, and the loop that waits for a peer's words."""
+
+from typing import Final
+
+from cutlass import Int64, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+ABSENT: Final = 0xFFFFFFFF
+"""Word of a staging buffer that no peer has written yet. In each dtype it consists of NaNs."""
+OTHER_NAN: Final = 0xFFFF7FFF
+"""Word that is sent instead of ``ABSENT``: NaNs as well, with other payloads, which the sum does not keep."""
+
+
+def _asm(result, operands: list, text: str, constraints: str, loc, ip):
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True, loc=loc, ip=ip)
+
+
+def _u32(value, loc, ip):
+    return Uint32(value).ir_value(loc=loc, ip=ip)
+
+
+def _u64(value, loc, ip):
+    return Int64(value).ir_value(loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_far_if(address, words: list, condition, *, loc=None, ip=None) -> None:
+    """Store four words in global memory of any GPU if ``condition``. Each word is stored as a whole."""
+    operands = [_u64(address, loc, ip), _u32(Uint32(condition), loc, ip), *(_u32(word, loc, ip) for word in words)]
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.relaxed.sys.global.v4.u32 [$0], {$2, $3, $4, $5};}"
+    _asm(None, operands, text, "l,r,r,r,r,r", loc, ip)
+
+
+@dsl_user_op
+def load_far_if(address, condition, *, loc=None, ip=None) -> list:
+    """Load four words that another GPU may be writing, or return zeros if not ``condition``."""
+    operands = [_u64(address, loc, ip), _u32(Uint32(condition), loc, ip)]
+    text = (
+        "{.reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$4];}"
+    )
+    result = llvm.StructType.get_literal([T.i32()] * 4)
+    values = _asm(result, operands, text, "=&r,=&r,=&r,=&r,l,r", loc, ip)
+    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def await_far_if(words: list, address, condition, deadline, failed, report, *, loc=None, ip=None) -> list:
+    """Load four words again until none is ``ABSENT``, and return them, if ``condition``. Otherwise return ``words``.
+
+    If the time ``deadline`` passes first, store 1 in the words at ``failed`` and ``report``, and return the words that
+    were loaded last.
+
+    Args:
+        words: words that were loaded before.
+        address: address of the words.
+        condition: True to wait.
+        deadline: value of the GPU's global timer, in ns, at which the wait ends.
+        failed, report: addresses of a word in this GPU's memory, and of a word that the host can read.
+    """
+    operands = [_u32(word, loc, ip) for word in words]
+    operands += [_u64(address, loc, ip), _u32(Uint32(condition), loc, ip)]
+    operands += [_u64(value, loc, ip) for value in (deadline, failed, report)]
+    absent = " ".join(f"setp.eq.or.b32 p, ${i}, {ABSENT:#x}, p;" for i in range(1, 4))
+    text = (
+        "{.reg .pred p, q; .reg .b64 now; .reg .b32 one; "
+        "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; "
+        "setp.eq.u32 q, $9, 0; @q bra DONE; "
+        f"AGAIN: setp.eq.b32 p, $0, {ABSENT:#x}; {absent} @!p bra DONE; "
+        f"ld.relaxed.sys.global.v4.u32 {{$0, $1, $2, $3}}, [$8]; "
+        "mov.u64 now, %globaltimer; setp.lt.u64 q, now, $10; @q bra AGAIN; "
+        f"setp.eq.b32 p, $0, {ABSENT:#x}; {absent} @!p bra DONE; "
+        "mov.b32 one, 1; st.relaxed.gpu.global.u32 [$11], one; st.relaxed.sys.global.u32 [$12], one; DONE:}"
+    )
+    result = llvm.StructType.get_literal([T.i32()] * 4)
+    values = _asm(result, operands, text, "=&r,=&r,=&r,=&r,r,r,r,r,l,r,l,l,l", loc, ip)
+    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def now(*, loc=None, ip=None) -> Int64:
+    """Return the GPU's global timer, in ns."""
+    return Int64(_asm(T.i64(), [], "mov.u64 $0, %globaltimer;", "=l", loc, ip))
+
+
+@dsl_user_op
+def load_word(address, *, loc=None, ip=None) -> Uint32:
+    """Load a word of this GPU's memory, bypassing L1."""
+    return Uint32(_asm(T.i32(), [_u64(address, loc, ip)], "ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", loc, ip))
+
+
+@dsl_user_op
+def store_word(address, word, *, loc=None, ip=None) -> None:
+    """Store a word in this GPU's memory."""
+    operands = [_u64(address, loc, ip), _u32(word, loc, ip)]
+    _asm(None, operands, "st.relaxed.gpu.global.u32 [$0], $1;", "l,r", loc, ip)
