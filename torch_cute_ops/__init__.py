@@ -15,6 +15,9 @@ from torch_cute_ops.ops.add_rmsnorm_fp4quant_per_token import add_rmsnorm_fp4qua
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm_both_layouts import add_rmsnorm_fp4quant_with_norm_both_layouts
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
+from torch_cute_ops.ops.all_reduce_add_rmsnorm import all_reduce_add_rmsnorm
+from torch_cute_ops.ops.all_reduce_add_rmsnorm_fp4quant import all_reduce_add_rmsnorm_fp4quant
+from torch_cute_ops.ops.all_reduce_add_rmsnorm_fp8quant import all_reduce_add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
@@ -63,6 +66,9 @@ __all__ = [
     "add_rmsnorm_fp4quant_with_norm",
     "add_rmsnorm_fp4quant_with_norm_both_layouts",
     "add_rmsnorm_fp8quant",
+    "all_reduce_add_rmsnorm",
+    "all_reduce_add_rmsnorm_fp4quant",
+    "all_reduce_add_rmsnorm_fp8quant",
     "as_tiles",
     "autotune",
     "backends",

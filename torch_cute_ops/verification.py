@@ -126,12 +126,12 @@ def _scales_of(spec: OpSpec) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _chosen(rows: int, device: torch.device) -> Tensor:
-    """Return the indices of the first row, the last row, and two other rows, which vary from call to call; or of all
-    rows."""
+def _chosen(rows: int, device: torch.device, call: int | None = None) -> Tensor:
+    """Return the indices of the first row, the last row, and two other rows, which vary with the number ``call`` (by
+    default, from call to call); or of all rows."""
     if _compares_all.get():
         return torch.arange(rows, device=device)
-    number = next(_calls) * 7919
+    number = (next(_calls) if call is None else 1 + call) * 7919
     return torch.tensor([0, rows - 1, number % rows, number // 3 % rows][:ROWS], device=device)
 
 
@@ -165,7 +165,8 @@ def _rows(
     """Compare the results of an op whose outputs contain one row for each row of ``input``."""
     lead, width = before["input"].shape[:-1], before["input"].shape[-1]
     count = lead.numel()
-    rows = _chosen(count, before["input"].device)
+    # Rows that are summed over ranks must be the same on all ranks.
+    rows = _chosen(count, before["input"].device, 0 if "group" in before else None)
     own = {name: before[name].reshape(count, width)[rows].contiguous() for name in ("input", *spec.updated)}
     named = {**before, **own}
     fmt = None

@@ -223,7 +223,8 @@ def test_host_calls_run():
 
 
 def test_every_op_has_a_benchmark():
-    assert ops.names() == list(OPS)
+    # `python -m benchmarks all_reduce` measures the ops that sum over ranks, which need several GPUs.
+    assert ops.names() == [name for name in OPS if not name.startswith("all_reduce_")]
     assert cli.parse(["all"]).what == [*ops.names(), "host"]
     assert cli.parse(["host", "fp4_quantize", "host"]).what == ["host", "fp4_quantize"]
     assert cli.parse(["fp4_quantize", "--sizes", "full"]).sizes == "full"

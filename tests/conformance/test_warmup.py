@@ -37,6 +37,8 @@ def properties_of_call(op, sample) -> dict:
     given = given.arguments
     choices = ("block_size", "scale_format", "scale_layout", "granularity", "interleaved", "weight_plus_one", "gate")
     found = {name: given[name] for name in choices if name in given}
+    if "group" in given:
+        found |= {"group": given["group"], "ranks": 1}
     if "global_scale" in given:
         found["global_scale"] = given["global_scale"] is not None
     if "out_dtype" in given:

@@ -17,6 +17,7 @@ from torch_cute_ops.distributed.parallel import ColumnParallel, RowParallel
 from torch_cute_ops.distributed.plans import decoder_plan
 from torch_cute_ops.distributed.sharding import full_tensor, reason_unsharded, redistribute, register
 from torch_cute_ops.distributed.start import check_ranks, watched_ranks
+from torch_cute_ops.runtime.groups import reset_all_reduce
 
 __all__ = [
     "ColumnParallel",
@@ -36,6 +37,7 @@ __all__ = [
     "reason_unsharded",
     "redistribute",
     "reduce_scatter",
+    "reset_all_reduce",
     "watched_ranks",
 ]
 

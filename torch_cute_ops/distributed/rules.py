@@ -43,6 +43,10 @@ WITHOUT: Final[dict[str, str]] = {
     "of each rank by themselves, as ExpertParallel does",
     "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route the tokens of each rank by "
     "themselves, as ExpertParallel does",
+    **dict.fromkeys(
+        ("all_reduce_add_rmsnorm", "all_reduce_add_rmsnorm_fp4quant", "all_reduce_add_rmsnorm_fp8quant"),
+        "the op itself sums over the ranks of a group; pass each rank's local tensors",
+    ),
     "qkv_norm_rope_append": "a row holds the heads of q, then of k, then of v; call the op on each rank with the heads "
     "of that rank",
 }
@@ -103,7 +107,7 @@ REPLICATED: Final = Rule("", {}, {})
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     """Return all ways to shard a call. The first rule replicates all tensors."""
-    if _has_foreign_tiles(call):
+    if spec.name in WITHOUT or _has_foreign_tiles(call):
         return [REPLICATED]
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
@@ -128,7 +132,7 @@ def has_rules(spec: OpSpec) -> bool:
     """Return True if calls of the op can be sharded at all."""
     if isinstance(spec.path, BackendPath):
         return spec.path.over in _GEMMS
-    return isinstance(spec.path, RowQuant) or spec.name in _OTHERS
+    return spec.name not in WITHOUT and (isinstance(spec.path, RowQuant) or spec.name in _OTHERS)
 
 
 def reason_without(op: str) -> str:

@@ -203,8 +203,8 @@ class RowQuant(KernelPath[RowCall]):
         fixed: as in ``CallPath``.
     """
 
-    call_type = RowCall
-    launcher_type = RowLauncher
+    call_type: ClassVar[Any] = RowCall
+    launcher_type: ClassVar[Any] = RowLauncher
     renames: ClassVar = {"global_scale": "factor", "scale": "factor"}
     # The kernel stores these outputs one element at a time, so they need no alignment.
     any_address = frozenset(("scale_linear", "scale_out", "row_scale"))
@@ -229,6 +229,8 @@ class RowQuant(KernelPath[RowCall]):
             *(call.interleaved, call.weight_plus_one, call.gate),
             device,
         )
+
+    run_by_launcher = KernelPath.run
 
     def run(
         self,

@@ -1,0 +1,19 @@
+"""Samples (valid calls) and error inputs of ``all_reduce_add_rmsnorm``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._all_reduce import all_reduce_error_inputs, all_reduce_samples
+from samples._inputs import ErrorInput, Sample
+from samples._rounded import ROUNDED
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Yield calls that the op accepts, each named after what it tests."""
+    return all_reduce_samples(ROUNDED, device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Yield calls that the op refuses, each with the expected error."""
+    return all_reduce_error_inputs(ROUNDED, device)
