@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_per_token import add_rmsnorm_fp4quant_per_token
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
+from torch_cute_ops.ops.all_reduce_add_rmsnorm_fp4quant import all_reduce_add_rmsnorm_fp4quant
+from torch_cute_ops.ops.all_reduce_add_rmsnorm_fp8quant import all_reduce_add_rmsnorm_fp8quant
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_per_token import rmsnorm_fp4quant_per_token
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
@@ -22,6 +25,9 @@ _NORMS = {
 }
 """Op for each (format of the result, whether a residual is added)."""
 
+_SUMMED_NORMS = {"fp4": all_reduce_add_rmsnorm_fp4quant, "fp8": all_reduce_add_rmsnorm_fp8quant}
+"""Op that first sums over ranks, for each format of the result."""
+
 
 def normed_rows(
     layer: QuantLinear,
@@ -30,6 +36,7 @@ def normed_rows(
     residual: Tensor | None = None,
     eps: float = 1e-6,
     weight_plus_one: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> QuantizedRows:
     """Apply RMSNorm to rows and quantise them for the next layer, in one pass over memory.
 
@@ -44,16 +51,28 @@ def normed_rows(
             ``x``.
         eps: number added to the mean square.
         weight_plus_one: ``True`` if the norm multiplies by ``1 + weight``, as in Gemma.
+        group: ranks whose ``x`` are first added up, in float32 and in the order of the ranks, as partial sums of a
+            :class:`RowParallel` layer with ``partial=True``. All ranks get all rows, in the same launch. ``None`` adds
+            up nothing. A residual is required.
 
     Raises:
         ValueError, TypeError: for a wrong shape, dtype or device, as the norm ops raise; for a ``layer`` that takes
-            16-bit activations.
+            16-bit activations; for a ``group`` without a residual, or with per-token FP4 activations.
     """
     quantization = layer.quantization()
     if quantization is None:
         raise ValueError(f"normed_rows: the layer has activations={layer.activations!r}; expected 'fp4' or 'fp8'")
     lead, rows = (*x.shape[:-1],), x.view(-1, x.shape[-1])
     sums = () if residual is None else (residual.view(-1, x.shape[-1]),)
+    given = {"eps": eps, "weight_plus_one": weight_plus_one, **quantization.arguments}
+    if group is not None:
+        summed: Any = _SUMMED_NORMS.get(quantization.to)
+        if residual is None or summed is None:
+            raise ValueError(
+                f"normed_rows: got group with residual={'None' if residual is None else 'a tensor'} and a layer with "
+                f"activations={layer.activations!r}; expected a residual, and activations 'fp4' or FP8"
+            )
+        return QuantizedRows(summed(rows, *sums, weight, group.group_name, **given), lead, x.dtype)
     norm: Any = _NORMS[quantization.to, bool(sums)]
-    operands = norm(rows, *sums, weight, eps=eps, weight_plus_one=weight_plus_one, **quantization.arguments)
+    operands = norm(rows, *sums, weight, **given)
     return QuantizedRows(operands, lead, x.dtype)

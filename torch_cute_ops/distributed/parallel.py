@@ -289,6 +289,8 @@ class _Row(Divided):
         else:
             dtype = input.dtype
             y = self.base.forward(self, input).to(self.style.sums or dtype)
+        if self.style.partial:
+            return y
         y = reduce_scatter(y, self.group) if self.style.sequence else all_reduce(y, self.group)
         return y.to(dtype)
 
@@ -516,14 +518,24 @@ class RowParallel(LinearStyle):
             tensor-parallel layers do, so each partial sum and each sum is rounded to it. ``torch.float32`` rounds only
             once, but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return
             float32 on a GPU, so each call decodes the weight.
+        partial: True to return this rank's partial sums, for :func:`normed_rows`, which adds up the partial sums of all
+            ranks in the launch that adds the residual, normalises and quantises. The partial sums are rounded to the
+            dtype of the activations, and added in float32.
+
+    Raises:
+        ValueError: for ``partial`` together with ``sequence`` or ``sums``.
     """
 
     dim = 1
     _kind = _Row
 
-    def __init__(self, *, sequence: bool = False, sums: torch.dtype | None = None) -> None:
-        super().__init__(sequence=sequence, sums=None if sums is None else str(sums))
-        self.sequence, self.sums = sequence, sums
+    def __init__(self, *, sequence: bool = False, sums: torch.dtype | None = None, partial: bool = False) -> None:
+        super().__init__(
+            sequence=sequence, sums=None if sums is None else str(sums), **({"partial": True} if partial else {})
+        )
+        if partial and (sequence or sums is not None):
+            raise ValueError("RowParallel: got partial=True with sequence or sums; expected partial=True alone")
+        self.sequence, self.sums, self.partial = sequence, sums, partial
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
         """Make a sharded layer communicate with the other ranks; see ``LinearStyle.bind_layer``."""

@@ -11,6 +11,7 @@ import torch_cute_ops  # noqa: F401  registers the ops
 
 aten: Final = torch.ops.aten
 cute: Final = torch.ops.cute
+c10d: Final = torch.ops._c10d_functional
 Node: TypeAlias = Any
 """``torch.fx.Node``. Typed as Any, because the types of its arguments are too wide for pattern matching."""
 

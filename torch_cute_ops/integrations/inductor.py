@@ -11,7 +11,7 @@ Models need no changes.
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch._inductor.config as inductor_config
@@ -25,6 +25,7 @@ from torch_cute_ops.integrations._inductor_graph import (
     all_named,
     are_before,
     aten,
+    c10d,
     call_op,
     cute,
     ends_at,
@@ -43,6 +44,7 @@ from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.ops._row_quant import gates_plainly
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, is_prefetchable, prefetches_with_gemm, quantises_with_gemm
+from torch_cute_ops.runtime import groups
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -87,9 +89,12 @@ _PURE: Final = frozenset(
     }
 )
 """Ops without side effects that quantise: a repeated call with equal arguments is redundant."""
-_FILES: Final = (__file__, *(each.__file__ for each in (_inductor_graph, _inductor_patterns, _with_gemm, _row_quant)))
-"""Source files that are hashed into the pass's cache key. The last two decide which ops fuse into a GEMM and which
-gates are plain."""
+_FILES: Final = (
+    __file__,
+    *(each.__file__ for each in (_inductor_graph, _inductor_patterns, _with_gemm, _row_quant, groups)),
+)
+"""Source files that are hashed into the pass's cache key. The last three decide which ops fuse into a GEMM, which gates
+are plain, and over which groups ops can sum."""
 
 
 class FuseQuantization(CustomGraphPass):
@@ -102,6 +107,10 @@ class FuseQuantization(CustomGraphPass):
       of one tensor with equal arguments become one.
     - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
       they end (programmatic dependent launch).
+    - A sum over the ranks of a process group (``torch.distributed.all_reduce``) before such an addition is fused too if
+      the group has up to 8 ranks on one host, no other node reads the sum, and the residual can be overwritten: the
+      op becomes ``all_reduce_add_rmsnorm`` or its FP4 or FP8 form. The ranks' numbers are then added in float32, in the
+      order of the ranks, and rounded once.
     - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that computes the gate in its
       prologue. The number of rows must be static in the graph. On other GPUs the gate stays separate, because
       Inductor's kernel is as fast.
@@ -148,7 +157,7 @@ class FuseQuantization(CustomGraphPass):
         """Return the key for Inductor's cache. If a pass in ``before`` lacks a uuid, return None, which disables
         caching."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
-        return None if None in others else (get_hash_for_files(_FILES), *others)
+        return None if None in others else (get_hash_for_files(_FILES), groups.layout(), *others)
 
 
 def enable() -> None:
@@ -357,12 +366,19 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     # The sum will overwrite an operand. Nodes that read the sum rely on its strides, so the operand must have the same
     # strides.
     alike = [each for each in operands if value_of(each).stride() == value_of(total).stride()]
+    # Rather overwrite the residual than a sum over ranks, which can then be fused.
+    alike.sort(key=lambda each: _sum_over_ranks(each, total) is not None)
     spent = next((each for each in alike if ends_at(each, total)), None)
     if spent is None or not are_before(total, named.values()):
         return None
     other = operands[1] if spent is operands[0] else operands[0]
     if storage_of(other) is storage_of(spent):
         return None
+    summed = _sum_over_ranks(other, total)
+    unused: Any = other
+    if summed is not None and hasattr(cute, f"all_reduce_{name}"):
+        name, named = f"all_reduce_{name}", {**named, "group": summed.group}
+        other = _reshaped(summed.input, value_of(total).shape, total)
     op = getattr(cute, name).default
     every = all_named(op, {"input": other, "residual": spent, **named})
     with total.graph.inserting_before(total):
@@ -372,7 +388,45 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     results = [result_of(new, i) for i in range(count + 1)]
     total.replace_all_uses_with(results[count])
     total.graph.erase_node(total)
+    if summed is not None and summed.group == named.get("group"):
+        # Erase the all-reduce, which the graph's elimination of dead code would keep, from the last node on.
+        while unused is not summed.input:
+            unused, erased = unused.args[0], unused
+            erased.graph.erase_node(erased)
     return results[:count]
+
+
+class _Sum(NamedTuple):
+    """Matched sum over the ranks of the process group named ``group``."""
+
+    input: Node
+    group: str
+
+
+def _sum_over_ranks(node: Node, reader: Node) -> _Sum | None:
+    """Match the result of an all-reduce, perhaps with other leading dimensions, that only ``reader`` reads. Return None
+    if the node is something else, or if ops of this package cannot sum over the group."""
+    waited, _ = without_reshape(node)
+    if not is_call(waited, c10d.wait_tensor.default) or [*readers_of(waited)] != [reader]:
+        return None
+    reduced = waited.args[0]
+    if not is_call(reduced, c10d.all_reduce.default) or [*reduced.users] != [waited]:
+        return None
+    input, operation, group = reduced.args
+    if operation != "sum" or groups.reason_unsupported(group) is not None:
+        return None
+    return _Sum(input, group)
+
+
+def _reshaped(node: Node, shape: Sequence[Any], anchor: Node) -> Node:
+    """Insert a reshape before ``anchor``, unless the node has this shape."""
+    value = value_of(node)
+    if tuple(value.shape) == tuple(shape):
+        return node
+    with anchor.graph.inserting_before(anchor):
+        made = anchor.graph.call_function(aten.reshape.default, (node, [*shape]))
+    made.meta["val"] = value.reshape(shape)
+    return made
 
 
 def _take_over(node: Node, results: Sequence[Node]) -> None:
