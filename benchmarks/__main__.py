@@ -1,7 +1,7 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
 measures whole models as they are served. `tactics` measures every tactic of a GEMM, and prints the measured time next
-to the time that the cost model predicts.
+to the time that the cost model predicts. `all_reduce` measures the op that sums rows over several GPUs.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from . import (
+    all_reduce,
     blackwell,
     compare,
     distributed,
@@ -46,6 +47,7 @@ from .runner import run, warm_up
 
 NO_GPU = 2
 COMMANDS = {
+    "all_reduce": all_reduce.main,
     "blackwell": blackwell.main,
     "compare": compare.main,
     "distributed": distributed.main,

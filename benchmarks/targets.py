@@ -33,6 +33,12 @@ QKV_DECODE_US = 3.0
 QKV_SAVED_US = 2.5
 """Smallest difference in µs to the time of separate steps, with up to 64 rows."""
 
+# --- sums over GPUs ---
+
+ALL_REDUCE_OVER_NCCL = {1: 0.6, 64: 0.7, 1024: 0.9}
+"""Largest accepted time of `all_reduce_add_rmsnorm_fp4quant` on two GPUs, divided by the time of NCCL's all-reduce and
+`add_rmsnorm_fp4quant`, by rows."""
+
 # --- FP4 GEMMs ---
 
 FP4_DECODE_US = 42.0
