@@ -495,7 +495,7 @@ class ScaleLoader:
                     if first + i * warps < work.end:
                         turn = before + (first + i * warps - work.begin)
                         stage = turn % c.stages
-                        smem.stages.wait_empty(stage, turn // c.stages % 2 ^ 1, SLEEP)
+                        ptx.wait(smem.stages.empty + stage, turn // c.stages % 2 ^ 1, SLEEP, smem.stages.empty_scope)
                         is_last = first + i * warps + 1 == work.end
                         self.scales.store(loaded[i], begun, is_last, stage, lane, work, smem)
                         arrive(smem.copies.full + stage, lane)
