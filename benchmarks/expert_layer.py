@@ -7,9 +7,9 @@ many      `nn.ExpertLayer.forward_many`, with activations in FP8: `moe_route`, `
 many-fp8  peer: `many` with weights in FP8, which `grouped_mm_fp8` multiplies
 bf16      peer: `torch._grouped_mm` with the decoded weights in bf16, on rows sorted by expert
 
-The calls in a captured graph use several sets of tokens with different experts, and two sets of weights, in turn. So L2
-contains almost none of the weights that a call reads. The router's GEMM and shared experts are not measured, because
-they are the same for all of these implementations.
+The calls in a captured graph alternate between several sets of tokens with different experts, and between two sets of
+weights. So L2 contains almost none of the weights that a call reads. The router's GEMM and shared experts are not
+measured, because they are the same for all of these implementations.
 
 Routing: a token's experts are drawn without replacement. With "uniform", all experts are equally likely. With "zipf",
 the r-th likeliest expert has a probability proportional to 1/r. With "hot", all tokens take one expert, and their other

@@ -205,8 +205,8 @@ class Bench:
             self.made(label)
 
     def decode(self) -> None:
-        """Measure a decode step, captured in a CUDA graph, at the last position of the cache. Models are timed in
-        turn."""
+        """Measure a decode step, captured in a CUDA graph, at the last position of the cache. Each round times every
+        model."""
         unmade: dict[str, str] = {}
         labels = [label for label in self.with_w4a8() if self.batches_of(label)]
         models = self.all_made(labels, unmade)

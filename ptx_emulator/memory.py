@@ -124,8 +124,8 @@ class Memory:
     def span(self, bank: int, offset: int, size: int, reads: bool) -> slice:
         """Check the bytes that a bulk copy reads or writes, and return their indices as a slice.
 
-        The bytes must be aligned, in bounds, allocated and no part of an mbarrier. If ``reads``, they must also be
-        initialised.
+        The bytes must be aligned, in bounds and allocated, and must not be part of an mbarrier. If ``reads``, they must
+        also be initialised.
         """
         if offset % 16 or size % 16:
             raise Fault(Misaligned, 0, f"{self.name} offset {offset:#x}, {size} bytes in bulk")

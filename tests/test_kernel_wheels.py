@@ -42,7 +42,7 @@ def test_kernels_of_a_dense_model():
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].experts is not None])
 def test_kernels_of_experts(name):
-    """The two grouped GEMMs of the experts, with the model's sizes and biases."""
+    """Check that the two grouped GEMMs of the experts are found, with the model's sizes and biases."""
     model = MODELS[name]
     experts = model.experts
     found = {(each.kernel.split(".")[-1], each.config) for each in kernels_of_model(name, SM90, (64,))}
@@ -85,7 +85,7 @@ def test_a_format_with_some_gemms(caplog):
 
 
 def test_formats_of_the_command(monkeypatch, tmp_path, capsys):
-    """The wheel gets the kernels of the chosen formats, and its description names them."""
+    """Check that the wheel gets the kernels of the chosen formats, and that its description names the formats."""
     built = []
 
     def build_wheel(folder, arch, kernels, text, **how):

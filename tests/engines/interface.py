@@ -10,7 +10,7 @@ from typing import Any
 
 STUBS = ("support.vllm_stub", "support.sglang_stub")
 LAYERS = ("LinearBase", "ParallelLMHead")
-"""Classes that the integration only tests for."""
+"""Classes that the integration uses only in ``isinstance``."""
 BUILT = ("RoutedExperts", "FusedMoEConfig")
 """Classes that tests build with fewer arguments than the engine does."""
 CONFIGURED = ("__init__", "from_config")

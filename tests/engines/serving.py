@@ -28,7 +28,7 @@ from torch_cute_ops.integrations.vllm import METHODS
 PROMPTS = [[1, 5, 9, 33, 7], [1, *range(40, 61)], [1, 100]]
 TOKENS = 12
 GAP = 0.1
-"""Difference of log probabilities within which either of two tokens is right."""
+"""Difference of log probabilities up to which either of two tokens counts as right."""
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
@@ -115,8 +115,8 @@ def serve(
 
 @torch.no_grad()
 def differences(model: nn.Module, answers: list[Answer]) -> tuple[int, float]:
-    """Return the number of tokens that are less likely than the likeliest by ``GAP``, and the mean difference of the
-    log probabilities, by a model of transformers."""
+    """Compare the answers with a model of transformers. Return the number of tokens whose log probability in the model
+    is more than ``GAP`` below the likeliest token's, and the mean difference of the log probabilities."""
     wrong, apart = 0, []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         logits = model(torch.tensor([prompt + answer.tokens])).logits.float()

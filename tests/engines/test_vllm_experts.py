@@ -98,7 +98,8 @@ def in_transformers(folder: Path) -> nn.Module:
 
 
 def check_as_transformers(folder: Path, unquantised: nn.Module | None = None) -> None:
-    """Check that vLLM says what transformers says of the checkpoint, and that the unquantised model says otherwise."""
+    """Check that vLLM answers as transformers does with the checkpoint, and that the unquantised model answers
+    differently."""
     model = in_transformers(folder)
     check = ExpertsAgree(model)
     served = serve(folder, check=check)

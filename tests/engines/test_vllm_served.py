@@ -28,7 +28,8 @@ from torch_cute_ops.runtime import settings
 
 
 def check_as_transformers(folder: Path, served: Served, unquantised: nn.Module | None = None) -> None:
-    """Check that vLLM says what transformers says of the checkpoint, and that the unquantised model says otherwise."""
+    """Check that vLLM answers as transformers does with the checkpoint, and that the unquantised model answers
+    differently."""
     assert [*served.methods] == [CuteLinearMethod.__name__]
     wrong, apart = differences(cute_transformers.from_pretrained(folder), served.answers)
     assert wrong == 0 and apart < 0.03, (wrong, apart)

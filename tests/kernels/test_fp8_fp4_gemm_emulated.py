@@ -529,7 +529,7 @@ BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", 
 PAIR_ACQUIRES = 6
 """Number of waits at cluster scope in ``PAIR``."""
 OF_OWN_UNITS = (6, 7)
-"""Numbers of the waits that only ``OWN_UNITS`` executes: they are in the loop for rows in which each k tile needs
+"""Indices of the waits that only ``OWN_UNITS`` executes: they are in the loop for rows in which each k tile needs
 another exponent. ``WRITTEN`` executes all others."""
 FAULTS = {
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),

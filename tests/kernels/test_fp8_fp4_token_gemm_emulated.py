@@ -259,14 +259,14 @@ MMAS_DONE = changed(r"wgmma\.wait_group\.sync\.aligned", None)
 
 EXCHANGE = Run(case(NVFP4, "plain", (128, 128, 2), True, BF16), (130,), 72, 2816, 2)
 WAITS = {"two k tiles": (PAIRED, 5), "K groups": (K_GROUPS, 7), "slots": (FAST, 13), "exchange": (EXCHANGE, 7)}
-"""Runs, and the numbers of waits in their kernels."""
+"""Runs, each with the number of waits in its kernel."""
 OF_STAGES = 0
-"""Number, in ``FAST``, of the producer's wait for an empty stage. This wait is not needed as long as ``a`` uses fewer
-slots than three stages hold k tiles: before, the producer already waited for a slot that becomes empty later than the
-stage."""
+"""Index, in ``FAST``, of the producer's wait for an empty stage. This wait is not needed as long as ``a`` has fewer
+slots than three stages have k tiles: earlier, the producer has already waited for a slot that becomes empty later than
+the stage."""
 OF_SUMS = 5
-"""Number of the wait, in ``K_GROUPS``, of the second K group until the first has read the previous tile's accumulators.
-It is needed only if the first K group is late by a whole tile."""
+"""Index, in ``K_GROUPS``, of the wait in which the second K group waits until the first has read the previous tile's
+accumulators. This wait is needed only if the first K group is late by a whole tile."""
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ COVERING = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
 def test_gemm(run: Run) -> None:
-    """Check equal bits for exact sums, in two orders of events. Rows of padding are not used and not written."""
+    """Check that results equal the exact sums bit for bit, in two orders of events. Rows of padding are not used and
+    not written."""
     for seed in (None, 1):
         got, want = execute(run, seed, late=seed is not None)
         assert torch.equal(got, want)

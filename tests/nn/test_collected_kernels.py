@@ -49,7 +49,8 @@ CASES = [("nvfp4", "fp4"), ("nvfp4", "16bit"), ("mxfp4", "fp8"), ("fp8_block", "
 
 @pytest.mark.parametrize(("scheme", "activations"), CASES)
 def test_every_launched_kernel_is_collected(launches, scheme, activations):  # noqa: F811
-    """A model of fake tensors needs at least the kernels that ``warmup`` launches for it on a GPU with 132 SMs."""
+    """Check that a model of fake tensors needs at least the kernels that ``warmup`` launches for it on a GPU with 132
+    SMs."""
     torch.manual_seed(0)
     model = model_of(scheme, activations)
     with Launch():
@@ -82,7 +83,7 @@ def test_a_call_returns_zeros_and_launches_nothing():
 
 
 def test_a_cpu_computes():
-    """Without an architecture, only calls on a GPU are collected."""
+    """Check that, without an architecture, only calls on a GPU are collected."""
     x = torch.randn(3, 64)
     want = torch_cute_ops.rmsnorm(x, torch.ones(64))
     with CollectKernels() as collected:
@@ -92,7 +93,7 @@ def test_a_cpu_computes():
 
 
 def test_refused_calls():
-    """A wrong call raises. A call that only the architecture does not support is noted."""
+    """Check that a wrong call raises, and that a call that only the architecture does not support is noted."""
     a = torch.zeros(4, 128, dtype=torch.bfloat16, device="meta")
     b = torch.zeros(64, 64, dtype=torch.uint8, device="meta").t()
     scale = torch.zeros(64, 8, dtype=torch.float8_e4m3fn, device="meta")

@@ -443,7 +443,7 @@ NUMBERS = {
     "swiglu_beta": (1.0, (torch.nan, -torch.inf)),
     "swiglu_limit": (7.0, (0.0, -1.0, torch.nan, torch.inf)),
 }
-"""Numbers that are in no static key: a valid value, and invalid values."""
+"""Number arguments that are not part of a static key: a valid value, and invalid values."""
 
 
 @pytest.mark.parametrize(

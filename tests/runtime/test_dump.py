@@ -37,7 +37,8 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("op", op_cases())
 def test_a_replay_gives_the_same_bits(op, tmp_path):
-    """For samples of all kinds: tensors return with dtype, shape, strides and alignment, and the op with its bits."""
+    """Check, for samples of all kinds, that a replay restores the dtype, shape, strides and alignment of each tensor,
+    and that the op then returns the same bits."""
     every = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
     every = [each for each in every if each.args[0].numel() < 2**16]
     recorder = recorder_of(op.name, tmp_path)
@@ -81,7 +82,7 @@ def test_what_a_dump_says(tmp_path):
 
 
 def test_one_tensor_twice(tmp_path):
-    """Arguments that are the same tensor are stored once, and are one tensor again."""
+    """Check that arguments that are the same tensor are stored once, and are one tensor again in a replay."""
     recorder, x = recorder_of("add_rmsnorm", tmp_path), torch.randn(3, 64)
     recorder.record((x, x, torch.ones(64)), {})
     dump = Dump.read(recorder.path)
@@ -100,7 +101,7 @@ def test_the_largest_tensors_are_left_out(tmp_path):
 
 
 def test_given_outputs(tmp_path):
-    """A call of ``.out`` is replayed as one, with outputs of the same strides."""
+    """Check that a call of ``.out`` is replayed as a call of ``.out``, with outputs of the same strides."""
     recorder, x = recorder_of("fp8_quantize", tmp_path), torch.randn(5, 256)
     y, scale = torch.empty(5, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 8).t()[:5]
     outputs = dict(zip(OPS["fp8_quantize"].out_names, (y, scale), strict=True))
@@ -166,7 +167,7 @@ def test_the_name_of_a_dump(host, rank, name, tmp_path, monkeypatch):
 
 
 def test_the_rank_of_a_process_group(tmp_path, monkeypatch):
-    """Without the variable of torchrun, the rank is the process group's."""
+    """Check that, without torchrun's variable, the rank in the name is the rank in the process group."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_rank", lambda: 5)

@@ -513,7 +513,7 @@ def test_processes_share_real_kernels(tmp_path):
 
 @pytest.mark.parametrize("linker", [None, "/bin/false"])
 def test_without_a_linker_the_object_file_is_kept(tmp_path, monkeypatch, linker):
-    """Also if linking fails. The DSL loads object files."""
+    """Check that the object file, which the DSL can load too, is stored if there is no linker, or if linking fails."""
     compiled = SimpleNamespace(export_to_c=lambda path, function_name: Path(path).write_bytes(content_of(1)))
     monkeypatch.setattr(compiler, "find_linker", lambda: linker)
     store = Store(tmp_path, MEGABYTE)

@@ -93,7 +93,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("case", EXPECTED)
 def test_expected_flavour(case, dsl, monkeypatch):
-    """The DSL's rule, before its import. Afterwards, the loaded build counts."""
+    """Check that the DSL's own rule gives the expected build until the DSL is imported. Afterwards, the loaded build
+    counts."""
     driver, packages, flavour = EXPECTED[case]
     dsl(cuda(12), ["base", *packages])
     monkeypatch.setattr(toolchain, "driver_version", lambda: driver)
@@ -104,7 +105,8 @@ def test_expected_flavour(case, dsl, monkeypatch):
 
 
 def test_packages_are_looked_for_once(monkeypatch):
-    """Each kernel's key contains the versions, and looking for them takes a millisecond."""
+    """Check that versions are looked up only once. Each kernel's key contains them, and looking them up takes a
+    millisecond."""
     asked = []
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: asked.append(name) or real(name))
@@ -118,7 +120,7 @@ def test_packages_are_looked_for_once(monkeypatch):
 
 
 def test_the_installed_build_is_expected():
-    """In a process that has imported the DSL, and in this one before that, the answer is the same."""
+    """Check that the build that is expected before the DSL is imported is the build that is then loaded."""
     toolchain._chosen_flavour.cache_clear()
     assert toolchain._chosen_flavour() == compiler_flavour()
 

@@ -39,7 +39,7 @@ class Family:
     Attributes:
         rows: function that yields rows with the arguments that say how to quantise them.
         errors: function that yields wrong rows, formats, layouts and factors.
-        plain: arguments for samples that test something else than the format. They also fit rows of 96 elements.
+        plain: arguments for samples that do not test the format. They also fit rows of 96 elements.
         small: same as ``plain``, for the format with the smallest scales.
         positional: positional arguments: the factor (global or static scale), if ops take one, and then a format and
             layout that use the factor.

@@ -39,7 +39,8 @@ OLD = "torch_cute_ops-0.1.0.tar.gz", "torch_cute_ops-0.1.0-py3-none-any.whl"
 
 
 def test_old_packages_are_deleted(tmp_path):
-    """Nothing else is: a folder with other files, or with folders, is refused before anything is deleted."""
+    """Check that nothing else is deleted: a folder with other files, or with folders, is refused before anything is
+    deleted."""
     release.delete_packages(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()
     for name in (*OLD, "thesis.txt"):
@@ -59,7 +60,7 @@ def test_old_packages_are_deleted(tmp_path):
 
 
 def test_a_release_deletes_no_other_files(tmp_path, monkeypatch):
-    """The command stops before it builds anything."""
+    """Check that the command stops before it builds anything."""
     (tmp_path / "thesis.txt").write_bytes(b"")
     monkeypatch.setattr(release.sys, "argv", ["release.py", "--dist", str(tmp_path)])
     monkeypatch.setattr(release, "run", lambda *command, cwd: pytest.fail("a command runs"))

@@ -255,7 +255,7 @@ class FP4ExpertsKernel:
                     loaded += 1
                 ahead += c.pipelines
             cute.arch.griddepcontrol_wait()
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         done, index = Int32(0), Int32(0)
         for m_tile in range(pipeline, work.m_tiles, c.pipelines):

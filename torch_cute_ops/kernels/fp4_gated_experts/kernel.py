@@ -412,7 +412,7 @@ class FP4GatedExpertsKernel:
                 ahead += 1
             cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         issued, signalled, index = Int32(0), Int32(0), Int32(0)
         first_tile, end_tile = self._work_tiles(work)

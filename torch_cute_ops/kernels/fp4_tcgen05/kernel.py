@@ -147,7 +147,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         """Run the producer warp, which fills the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, self.stage.cta_mma_n), self.mma.boxes(b_map, MMA_M)
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:

@@ -83,7 +83,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
-    """Kernels for one ``Config``: one finds the experts to compute, one multiplies, and one adds up partial sums."""
+    """Kernels for one ``Config``. They find the experts to compute, multiply, and add up partial sums."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -266,7 +266,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         """Run the producer warp, which fills the stages."""
         c = self.config
         a_boxes, b_boxes = self.mma.boxes(a_map, MMA_M), self.mma.boxes(b_map, c.tile_n)
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         number = work.first
         while number < work.num_work_tiles:

@@ -166,7 +166,7 @@ class Loads:
                         loaded += 1
                     iteration -= count
             cute.arch.griddepcontrol_wait()
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         a_stage, a_parity = Int32(0), Int32(1)
         iteration = work.end

@@ -36,7 +36,8 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Each number is a multiple of the number of decoder teams, so that a stage belongs to the same team in every round.
+    # Each number of stages is a multiple of the number of decoder teams, so that a stage belongs to the same team in
+    # every round.
     stage_counts: ClassVar = (8, 6, 4)
     in_flight: ClassVar = LINE_SPAN
     line: ClassVar = LINE_SPAN * K_TILE // 2

@@ -11,7 +11,8 @@ accumulators. The results are stored in whole cache lines, only in rows that the
 mbarriers.
 
 A lane reads 16 bytes (four words) of a row at once, and uses each word in a different MMA with K = 32. The order in
-which the elements of a k tile are multiplied thus differs from their order in memory. It is the same for both operands.
+which the elements of a k tile are multiplied thus differs from their order in memory. The order of multiplication is
+the same for both operands.
 
 Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,
 mostly from L2. The result is written once.

@@ -33,7 +33,7 @@ class FP8Tcgen05Kernel(FP8GemmKernel):
         half = work.rank if const_expr(self.stage.cta_group == 2) else Int32(0)
         b_boxes = self.copies.boxes(b_map, MMA_M)
         b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, tid % WARP, work, smem)

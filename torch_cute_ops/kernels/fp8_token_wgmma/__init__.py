@@ -16,8 +16,8 @@ cores:
 
 - False: MMAs add up 512 elements of K, and these sums are added to accumulators in fp32. Such a sum is then too small
   by 0.2 %.
-- True: MMAs add up all of K. A second set of accumulators, which fp32 sums would need, then holds the previous tile
-  until it is stored.
+- True: MMAs add up all of K. The registers that would otherwise hold fp32 sums then hold the previous tile's
+  accumulators until these are stored.
 
 Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,
 mostly from L2. The result is written once.

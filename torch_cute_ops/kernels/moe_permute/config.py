@@ -40,7 +40,7 @@ class Config:
     @property
     def threads_per_token(self) -> int:
         """Number of threads per token. Each thread processes ``FP8_UNIT`` elements. If the last block is short, the
-        threads of its missing half process none."""
+        threads of its missing half process no elements."""
         return self.scales * SCALE_THREADS
 
     @property

@@ -253,7 +253,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 
     def _first_mma_state(self) -> MmaState:
-        # Starting with parity 1, the first waits for empty scale buffers return immediately.
+        # The parity starts at 1, so that the first waits for empty scale buffers return immediately.
         return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
     def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:

@@ -395,7 +395,7 @@ class Producer:
         b_stages = cute.group_modes(self.weight.stages(c.stages, smem), 0, 2)
         one = cute.make_layout(1)
         policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
-        # Starting with parity 1, the first waits for empty stages return immediately.
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         slot, slot_parity = Int32(0), Int32(1)
         ahead = Int32(0)  # number of stages for which the weight copy has started
