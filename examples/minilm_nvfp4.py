@@ -222,7 +222,7 @@ def modules(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
 
 def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
     """Run the model. Return the embeddings, and for each quantised layer the relative error of its result. The error is
-    the Frobenius norm of the difference from the result of ``decoded``, divided by the norm of the latter."""
+    the Frobenius norm of the difference from the result of ``decoded``, divided by the norm of that result."""
     errors = {}
 
     def watch(name: str) -> Callable[..., None]:

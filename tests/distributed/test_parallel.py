@@ -135,7 +135,7 @@ def columns_and_rows(rank: int) -> None:
 @torch.no_grad()
 def what_travels(rank: int) -> None:
     """Check that only the codes and scales of the normalised rows are sent, and how many bytes these have. They must
-    equal the codes and scales of a norm of all rows."""
+    equal the codes and scales that one rank computes for all rows."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = mesh.get_group()
     torch.manual_seed(1)

@@ -77,8 +77,8 @@ def test_tactics(make, rows, k, m):
 
 @BOTH
 def test_estimates_are_near_the_limits(make):
-    """Check estimates against a B200's data sheet: few rows read the weight at 7.1 TB/s; many rows compute at 4.1
-    PFLOP/s, or less with block scales, because promotion takes longer than the MMAs."""
+    """Check estimates against a B200's data sheet: with few rows, the weight is read at 7.1 TB/s. With many rows, 4.1
+    PFLOP/s are computed, or less with block scales, because promotion takes longer than the MMAs."""
     problem, backend = make(8192, 8192), of(make)
 
     def least(m):

@@ -100,7 +100,7 @@ def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
 
 
 def round_activations(twin: nn.Module) -> None:
-    """Make the unquantised model ``twin`` round activations as quantised layers would."""
+    """Make the unquantised model ``twin`` round activations in the same way as quantised layers."""
 
     def rounded(linear: nn.Linear, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         (x,) = inputs

@@ -190,8 +190,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
-    """Check that each wait for a previous kernel is needed: the first kernel waits, and so do the GEMM's producer and
-    consumer warps, or all of its threads."""
+    """Check that each wait for a previous kernel is needed: the wait of the first kernel, and the waits of the GEMM's
+    producer and consumer warps, or of all its threads."""
     kernel, arch = kernel_for(awaited), awaited.case.arch
     waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[arch]).ptx)))
     assert len(waits) == (3 if isinstance(awaited.case, WgmmaCase) or kernel.config.scans else 2)

@@ -466,7 +466,7 @@ ORDERED = {
     ],
 )
 def test_barriers_of_routes_are_needed(launch: str, number: int) -> None:
-    """Check that the emulator finds a race or a wrong row, in some order of events, if the barrier with this number is
+    """Check that the emulator finds a race or a wrong row, in some order of events, if the barrier with this index is
     removed."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
@@ -556,7 +556,7 @@ rows needs the bits of all warps; its source is also the first kernel's."""
     ],
 )
 def test_barriers_of_route_ids_are_needed(one: Placed, number: int) -> None:
-    """Check that the emulator finds a race or a wrong row, in some order of events, if the barrier with this number is
+    """Check that the emulator finds a race or a wrong row, in some order of events, if the barrier with this index is
     removed."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):

@@ -71,7 +71,8 @@ def test_key_contains_every_field_of_a_config(name):
 
 @pytest.fixture
 def forget_versions():
-    """Return a function that makes the next key look for the installed versions again, as the test's end does."""
+    """Return a function after which the next key looks up the installed versions again. The end of the test has the
+    same effect."""
     yield installed_packages.cache_clear
     installed_packages.cache_clear()
 

@@ -79,10 +79,10 @@ class QuantLinear(nn.Module):
     """A linear layer with a quantised weight, for inference: ``y = x · Wᵀ + bias``.
 
     Base class of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`FP8TensorLinear` and
-    :class:`FP8ChannelLinear`. Weight and scales are buffers: ``.to``, ``.bfloat16()`` and the like move them but never
-    cast them. The bias is cast as in ``nn.Linear``. ``state_dict`` uses the layout of checkpoints, with linear block
-    scales; in memory the block scales of FP4 use the 128x4 layout, without a second copy. Until tensors are loaded,
-    scales are NaN, so the layer's results are NaN.
+    :class:`FP8ChannelLinear`. The weight and its scales are buffers: ``.to``, ``.bfloat16()`` and the like move them
+    but never cast them. The bias is cast as in ``nn.Linear``. ``state_dict`` uses the layout of checkpoints, with
+    linear block scales; in memory the block scales of FP4 use the 128x4 layout, without a second copy. Until tensors
+    are loaded, scales are NaN, so the layer's results are NaN.
 
     The formats and the rounding are fixed when the layer is constructed and do not depend on the batch.
 

@@ -17,7 +17,8 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 1200.0, 256: 1080.0}
-"""SM clocks per k tile, keyed by ``tile_m``: measured on an H200, for 80 and 96 on an H100; 48 is interpolated.
+"""SM clocks per k tile, keyed by ``tile_m``. They were measured on an H200, or for 80 and 96 rows on an H100. The value
+for 48 rows is interpolated.
 
 Decoding the weight takes most of the clocks and hides transfers. The two CTAs of a tile of 256 rows share this work."""
 NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55, 128: 0.57}
