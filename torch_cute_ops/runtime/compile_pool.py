@@ -161,8 +161,9 @@ def _compile(task: Task) -> str:
 
 def _duration(task: Task) -> int:
     """Return a number that orders kernels roughly by the time that they take to compile: the elements of a GEMM's
-    output tile, because the code that handles accumulators is unrolled. The kernels of largest tiles take 3 to 4 s,
-    most kernels 0.6 to 1 s. If one of them began last, it would delay the end by its whole duration."""
+    output tile, because the code that handles accumulators is unrolled. Kernels with the largest tiles take 3 to 4 s to
+    compile, and most kernels 0.6 to 1 s. If a kernel with the largest tile began last, the other processes would be
+    idle until its end."""
     config = task.kernel.config
     return int(getattr(config, "tile_m", 0) * getattr(config, "tile_n", DEFAULT_TILE_N))
 
