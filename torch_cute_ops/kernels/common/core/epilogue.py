@@ -22,7 +22,7 @@ GELU_POLYNOMIAL: Final = (
 )
 """Coefficients of P in ``gelu_mul``, highest power first."""
 HALF_LOG2E: Final = (-0.7213475108146667, -0.7213475204444817 + 0.7213475108146667)
-"""-log2(e)/2 as the sum of an fp32 number and the rest."""
+"""-log2(e)/2 as the sum of two numbers: its fp32 approximation, and the error of this approximation."""
 
 Finish = Callable[..., Float32]
 """Function that applies the epilogue to an accumulator. Its second argument is the accumulator's column, counted from
