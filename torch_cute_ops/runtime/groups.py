@@ -145,6 +145,7 @@ class SharedMemory:
             buffer = self.handle.get_buffer(peer, (2, peers, words), torch.int32)
             slots.append(buffer[:, self.rank - (self.rank > peer)])
         self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=self.device)
+        self._between_streams = torch.zeros(1, device=self.device)
         self._pinned = torch.zeros(peers, dtype=torch.int32, pin_memory=True)
         self._report, self._nothing = self._pinned.numpy(), bytes(4 * peers)
         report = torch.as_tensor(_Mapped(self._pinned))
@@ -186,6 +187,11 @@ class SharedMemory:
         if stream != self.stream:
             if self.stream is not None and _is_capturing(self.stream) == _is_capturing(stream):
                 stream.wait_stream(self.stream)
+                # A launch with programmatic dependent launch may begin as soon as the previous kernel of its stream
+                # allows it. If that kernel still waits for a peer, the launch was seen to overtake the wait for the
+                # other stream (driver 580). An ordinary kernel in between does not begin before the other stream is
+                # done, and the launch waits for it.
+                self._between_streams.zero_()
             self.stream = stream
 
     def _peers(self) -> Iterator[int]:
