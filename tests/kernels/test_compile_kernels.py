@@ -153,3 +153,26 @@ def test_a_spill_is_found():
     _, (resources,) = compile_for(SpillingKernel(), ARCHS["sm_90a"])
     assert resources.spill_bytes >= 4 * (SpillingKernel.config - 255)
     assert resources.stack_bytes > 0
+
+
+OPERATIONS = {"fp8_fp4_recode-nvfp4-128x4-plain-128x128-float32": 31_000}
+"""Limits for the operations in the DSL's representation of kernels with many accumulators, keyed by the beginning of
+the case's id."""
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_large_kernels_consist_of_few_operations(name, monkeypatch):
+    """Check the number of operations, because the time to compile a kernel grows with it."""
+    from cutlass.base_dsl.compiler import Compiler
+
+    class Traced(Exception):
+        pass
+
+    def compile(self, module, *args, **kwargs):
+        raise Traced(str(module).count("\n"))
+
+    monkeypatch.setattr(Compiler, "compile", compile)
+    case = next(run.case for run in FP8 if run.case.id.startswith(name))
+    with pytest.raises(Traced) as traced:
+        compile_for(case.kernel, ARCHS[case.arch])
+    assert traced.value.args[0] < OPERATIONS[name]

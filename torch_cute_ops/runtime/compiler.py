@@ -164,7 +164,9 @@ def _find(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
     try:
         return _from_store(kernel, arch)
     except ModuleNotFoundError as error:
-        lacking = "no bundle is in use" if kernels is None else f"the bundle {kernels.root} lacks it"
+        sources = [] if kernels is None else [f"the bundle {kernels.root} lacks it"]
+        sources += [f"the package {each.root.parent.name} lacks it" for each in packaged_bundles()]
+        lacking = ", and ".join(sources) or "no bundle is in use"
         raise RuntimeError(f"a kernel cannot be compiled here ({error}), and {lacking}: {kernel}") from None
 
 

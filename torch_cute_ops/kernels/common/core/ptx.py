@@ -6,7 +6,7 @@ The functions for arithmetic have no side effects, so the compiler may merge, mo
 import cutlass.experimental.primitives as primitives
 from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir.dialects import arith, llvm, vector
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 EVICT_FIRST = 0x12F0000000000000
@@ -70,6 +70,25 @@ def opaque(value, *, loc=None, ip=None) -> Int32:
     """Return ``value``, but hide from the compiler that it is unchanged. The compiler then cannot compute results that
     depend on it ahead of an enclosing loop."""
     return Int32(_asm(T.i32(), [Int32(value).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))
+
+
+@dsl_user_op
+def load_vector(pointer, count: int, after: int = 0, *, loc=None, ip=None) -> list:
+    """Load ``count`` words at ``pointer + after``, an address that is a multiple of the size of all words."""
+    at = (pointer + after if after else pointer).to_llvm_ptr(loc=loc, ip=ip)
+    if count == 1:
+        return [Uint32(llvm.load(T.i32(), at, alignment=4, loc=loc, ip=ip))]
+    loaded = llvm.load(ir.VectorType.get([count], T.i32()), at, alignment=4 * count, loc=loc, ip=ip)
+    return [Uint32(vector.extract(loaded, [], [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+@dsl_user_op
+def store_vector(pointer, words: list, after: int = 0, *, loc=None, ip=None) -> None:
+    """Store words at ``pointer + after``, an address that is a multiple of the size of all words."""
+    values, vector_type = [_u32(word, loc, ip) for word in words], ir.VectorType.get([len(words)], T.i32())
+    value = values[0] if len(values) == 1 else vector.from_elements(vector_type, values, loc=loc, ip=ip)
+    at = (pointer + after if after else pointer).to_llvm_ptr(loc=loc, ip=ip)
+    llvm.store(value, at, alignment=4 * len(values), loc=loc, ip=ip)
 
 
 @dsl_user_op
