@@ -516,8 +516,7 @@ WAITS = {
     "swapped": (SWAPPED, 11),
     "units": (UNITS, 7),
     "pair": (PAIR, 9),
-    "recoded": (WRITTEN, 22),
-    "own units": (OWN_UNITS, 22),
+    "recoded": (WRITTEN, 18),
     "codes": (CODES, 5),
     "registers": (IN_REGISTERS, 7),
     "registers, shared": (IN_REGISTERS_SHARED, 9),
@@ -528,9 +527,6 @@ BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", 
 """Waits for other groups of decoders in kernels with more groups. The cases in ``LATE`` contain the same code."""
 PAIR_ACQUIRES = 6
 """Number of waits at cluster scope in ``PAIR``."""
-OF_OWN_UNITS = (6, 7)
-"""Indices of the waits that only ``OWN_UNITS`` executes: they are in the loop for rows in which each k tile needs
-another exponent. ``WRITTEN`` executes all others."""
 FAULTS = {
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
     "decoded before the MMAs": changed(r"fence\.proxy\.async", None),
@@ -570,7 +566,6 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
         for name, (run, count) in WAITS.items()
         for wait in range(count)
         if (name, wait) not in (*LATE, *BETWEEN_TEAMS)
-        and (not run.case.is_recoded or (wait in OF_OWN_UNITS) == (run is OWN_UNITS))
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:

@@ -161,27 +161,23 @@ class NoteScales:
 class RecodedLoop:
     """Main loop for a recoded weight.
 
-    If all weight rows of the tile use their units in all k tiles, it runs the main loop of ``fp8_wgmma``. Otherwise it
-    multiplies the results of each k tile by powers of two that convert them to the rows' units.
+    If all weight rows of the tile use their units in all k tiles, whole rounds through the stages run as in
+    ``fp8_wgmma``. Otherwise, and in the k tiles before and after whole rounds, ``Units`` multiplies the results of a
+    k tile, if its flags ask for it, by powers of two that convert them to the rows' units.
     """
 
     def __init__(self, config: Config, stages: Stages, units: Units, results: Results):
-        self.config, self.stages, self.units, self.results = config, stages, units, results
-        self.plain = MainLoop(config, stages, TokenScaled(config, stages), results)
-        self.changing = MainLoop(config, stages, units, results)
+        self.units = units
+        self.loop = MainLoop(config, stages, TokenScaled(config, stages), results, units)
 
     @cute.jit
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
         Return the next stage and its parity."""
         (flags,) = load_words(self.units.flag_word(stage, smem))
-        if flags != Uint32(0):
-            self.results.store_pending(acc, pending, consumer, work)
-            count = work.end - work.begin
-            stage, parity = self.changing.add(multiply, acc, partials, count, 0, stage, parity, consumer, smem)
-        else:
-            stage, parity = self.plain.run(multiply, acc, partials, pending, stage, parity, consumer, work, smem)
-        return stage, parity
+        return self.loop.run(
+            multiply, acc, partials, pending, stage, parity, consumer, work, smem, is_plain=flags == Uint32(0)
+        )
 
 
 class UnitEpilogue:
@@ -190,13 +186,13 @@ class UnitEpilogue:
     def __init__(self, config: Config):
         self.plain: Any = GemmEpilogue(config)
 
-    def of_tile(self, expert, work) -> TileEpilogue:
+    def of_tile(self, expert, tile_column, work) -> TileEpilogue:
         """Return a function that loads units, alpha and bias for columns of a tile, and applies the epilogue."""
-        of_tile = self.plain.of_tile(expert, work)
+        of_tile, notes = self.plain.of_tile(expert, tile_column, work), notes_of(expert, tile_column, work)
 
         def of_columns(column, count: int, after: int = 0) -> Finish:
             finish = of_tile(column, count, after)
-            at = notes_of(expert, column, work) + column % NOTE_ROWS
+            at = notes + column % NOTE_ROWS
             at = work.b_scale.iterator + cute.assume(at, divby=count)
             # Load two words at a time, because few aligned groups of four registers are free (see ``load_terms``).
             starts = range(0, count, 2)

@@ -70,7 +70,7 @@ class UnitEpilogue:
     def __init__(self, config: Config, weight: PreparedWeight):
         self.is_plain, self.ops, self.weight = config.rows.is_plain, EpilogueOps(config.epilogue), weight
 
-    def of_tile(self, expert, work) -> TileEpilogue:
+    def of_tile(self, expert, tile_column, work) -> TileEpilogue:
         """Return a function that loads alpha, bias and units for columns of a tile and applies the epilogue."""
         owner = None if self.is_plain else expert
         factor = self.ops.factor(work.alpha, owner)
@@ -349,7 +349,7 @@ class DecodingConsumers:
 
     def _of_rows(self, column, expert, consumer, work) -> tuple:
         """Return the functions that apply the epilogue to the accumulators of the thread's two weight rows."""
-        epilogue = self.results.epilogue.of_tile(expert, work)
+        epilogue = self.results.epilogue.of_tile(expert, column, work)
         return tuple(epilogue(column + (consumer.row ^ r), 1) for r in range(2))
 
     def _token_scales(self, row, rows, tid, work) -> list:

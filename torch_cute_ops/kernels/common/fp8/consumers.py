@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
@@ -243,24 +243,28 @@ class MainLoop:
         stages: pipeline.
         promotion: object with the methods of a promotion (see the module docstring).
         results: object that stores the previous tile while the first MMAs of this tile run.
+        general: promotion for the k tiles before and after whole rounds through the stages, and for all k tiles of
+            tiles that are not plain; None to use ``promotion`` there too.
     """
 
-    def __init__(self, config: FP8GemmConfig, stages: Stages, promotion: Any, results: Any):
+    def __init__(self, config: FP8GemmConfig, stages: Stages, promotion: Any, results: Any, general: Any = None):
         self.config, self.stages, self.promotion, self.results = config, stages, promotion, results
+        self.general = general or promotion
 
     @cute.jit
-    def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
+    def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem, is_plain=True):
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
         If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). The previous tile is
-        stored after the first MMAs have started. Return the next stage and its parity.
+        stored after the first MMAs have started. ``is_plain`` is False for a tile of which ``general`` must promote all
+        k tiles. Return the next stage and its parity.
         """
         c = self.config
         count = work.end - work.begin
         if const_expr(c.is_swapped):
             acc.fill(0.0)
         else:
-            if count >= c.in_flight:
+            if (count >= c.in_flight) & Boolean(is_plain):
                 count = count - c.in_flight
                 store = functools.partial(self.results.store_pending, acc, pending, consumer, work)
                 stage, parity = self._add_together(multiply, acc, partials, count, stage, parity, consumer, smem, store)
@@ -268,32 +272,50 @@ class MainLoop:
                 self.results.store_pending(acc, pending, consumer, work)
         if const_expr(c.unrolls):
             # First finish the round through the stages that the previous tile began. Then run whole rounds, then the
-            # remainder.
+            # remainder. A loop around both, instead of two calls of ``add``, makes the kernel shorter.
             begun = cutlass.min((c.stages - stage) % c.stages, count)
-            stage, parity = self.add(multiply, acc, partials, begun, count - begun, stage, parity, consumer, smem)
-            for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
-                for place in range_constexpr(0, c.stages, c.in_flight):
-                    follow = rest + (c.stages - c.in_flight - place)
-                    _, parity = self._add_together(multiply, acc, partials, follow, place, parity, consumer, smem)
-            count = (count - begun) % c.stages
+            begun = ptx.select(Boolean(is_plain), begun, count)
+            follow = count - begun
+            for _ in cutlass.range(2, unroll=1):
+                stage, parity = self.add(multiply, acc, partials, begun, follow, stage, parity, consumer, smem)
+                for rest in cutlass.range(follow - c.stages, -1, -c.stages, unroll=1):
+                    for place in range_constexpr(0, c.stages, c.in_flight):
+                        later = rest + (c.stages - c.in_flight - place)
+                        _, parity = self._add_together(multiply, acc, partials, later, place, parity, consumer, smem)
+                begun, follow = follow % c.stages, Int32(0)
+            return stage, parity
         return self.add(multiply, acc, partials, count, 0, stage, parity, consumer, smem)
 
     @cute.jit
     def add(self, multiply, acc, partials: list, count, follow, stage, parity, consumer, smem):
         """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. Return the next stage
-        and its parity."""
+        and its parity. ``general`` promotes their results."""
         in_flight = self.config.in_flight
         for rest in cutlass.range(count - in_flight, -1, -in_flight, unroll=1):
-            stage, parity = self._add_together(multiply, acc, partials, rest + follow, stage, parity, consumer, smem)
+            stage, parity = self._add_together(
+                multiply, acc, partials, rest + follow, stage, parity, consumer, smem, rule=self.general
+            )
         for _ in cutlass.range(count % in_flight, unroll=1):
-            stage, parity = self._add_together(multiply, acc, partials[:1], follow, stage, parity, consumer, smem)
+            stage, parity = self._add_together(
+                multiply, acc, partials[:1], follow, stage, parity, consumer, smem, rule=self.general
+            )
         return stage, parity
 
     def _add_together(
-        self, multiply, acc, partials: list, follow, stage, parity, consumer, smem, meanwhile: Any = None
+        self,
+        multiply,
+        acc,
+        partials: list,
+        follow,
+        stage,
+        parity,
+        consumer,
+        smem,
+        meanwhile: Any = None,
+        rule: Any = None,
     ) -> tuple:
-        """Multiply one stage per entry of ``partials``, and promote each result while the later stages' MMAs run.
-        Return the next stage and its parity.
+        """Multiply one stage per entry of ``partials``, and promote each result by ``rule`` (default: the loop's
+        ``promotion``) while the later stages' MMAs run. Return the next stage and its parity.
 
         The caller has waited for the first stage. After these stages, ``follow`` stages of the tile remain.
         ``meanwhile`` is called after all MMAs have started.
@@ -301,7 +323,7 @@ class MainLoop:
         While a consumer promotes its last k tile, the tensor cores run only the other consumer's MMAs. To shorten this
         time, a consumer loads factors, and waits for the next stage, before its last MMAs end.
         """
-        rule, reads = self.promotion, []
+        rule, reads = rule or self.promotion, []
         for i, partial in enumerate(partials):
             if i > 0:
                 smem.stages.wait_full(stage, parity)
@@ -487,7 +509,7 @@ class GemmEpilogue:
     def __init__(self, config: FP8GemmConfig):
         self.config, self.ops = config, EpilogueOps(config.epilogue)
 
-    def of_tile(self, expert, work) -> TileEpilogue:
+    def of_tile(self, expert, tile_column, work) -> TileEpilogue:
         """Return a function that loads alpha and bias for columns of a tile and applies the epilogue."""
         return self.ops.of_tile(work.alpha, work.bias, work.n, None if self.config.rows.is_plain else expert)
 
@@ -550,7 +572,7 @@ class Results:
         The result is one function for each of the thread's two columns. Under split-K, it is one function for the
         columns of ``thread_columns``.
         """
-        c, epilogue = self.config, self.epilogue.of_tile(expert, work)
+        c, epilogue = self.config, self.epilogue.of_tile(expert, column, work)
         if c.split_k > 1:
             return epilogue(*thread_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
         return tuple(epilogue(column + consumer.row + 8 * r, 1) for r in range(2))
@@ -585,7 +607,7 @@ class Results:
             pending.rows - consumer.first,
             pending.column,
             consumer.lane,
-            self.epilogue.of_tile(pending.expert, work),
+            self.epilogue.of_tile(pending.expert, pending.column, work),
         )
         acc.fill(0.0)
 

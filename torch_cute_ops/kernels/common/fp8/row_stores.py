@@ -11,7 +11,7 @@ from cutlass import Float32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import Finish, TileEpilogue
-from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words, unpack, words_per
+from torch_cute_ops.kernels.common.core.memory import pack, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.fp8.layouts import STORE_LINE, STORE_PITCH, STORE_ROWS
 
 PIECE: Final = 16  # number of bytes that a lane stores at once
@@ -44,6 +44,12 @@ def store_rows(
     pieces = groups * dtype.width // PIECE
     columns_of_piece = PIECE * 8 // dtype.width
     n = out.shape[1]
+    # Addresses of this lane's first pair of columns, and of its first piece of a line.
+    pair_bytes = const_expr(2 * dtype.width // 8)
+    pair = base + cute.assume(lane // 4 * STORE_PITCH + lane % 4 * pair_bytes, divby=pair_bytes)
+    piece_at = base + cute.assume(lane // pieces * STORE_PITCH + lane % pieces * PIECE, divby=PIECE)
+    pair, piece_at = cute.recast_ptr(pair, dtype=Uint32), cute.recast_ptr(piece_at, dtype=Uint32)
+    own_column = first_column + lane % 4 * 2
     for line in range_constexpr(cute.size(acc) // (4 * groups)):
         for group in range_constexpr(groups):
             # Apply the epilogue to 16-bit results now, because rounded results are exchanged between lanes. Apply it to
@@ -51,28 +57,23 @@ def store_rows(
             # two registers spilled.
             finish = _unfinished
             if const_expr(dtype is not Float32):
-                finish = epilogue(first_column + lane % 4 * 2, 2, after=(line * groups + group) * 8)
+                finish = epilogue(own_column, 2, after=(line * groups + group) * 8)
             for r in range_constexpr(2):
                 at = (line * groups + group) * 4 + 2 * r
                 words = pack([finish(acc[at + i], i) for i in range(2)], dtype)
-                place = (lane // 4 + 8 * r) * STORE_PITCH + (group * 4 + lane % 4) * (4 * len(words))
-                to = cute.recast_ptr(base + cute.assume(place, divby=4 * len(words)), dtype=Uint32)
-                store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
+                ptx.store_vector(pair, words, 2 * r * STORE_PITCH + 4 * group * len(words))
         cute.arch.sync_warp()
         column = first_column + line * groups * 8 + lane % pieces * columns_of_piece
-        places = [i * (32 // pieces) + lane // pieces for i in range(STORE_ROWS * pieces // 32)]
         finish = _unfinished
         if const_expr(dtype is Float32):
             finish = epilogue(
                 first_column + lane % pieces * columns_of_piece, columns_of_piece, after=line * groups * 8
             )
-        loaded = []
-        for row in places:
-            at = cute.recast_ptr(
-                base + cute.assume(row * STORE_PITCH + lane % pieces * PIECE, divby=PIECE), dtype=Uint32
-            )
-            loaded.append(load_words(cute.make_tensor(at, cute.make_layout(4))))
-        for row, piece in zip(places, loaded, strict=True):
+        rows_at_once = const_expr(32 // pieces)
+        places = const_expr(range(0, STORE_ROWS, rows_at_once))
+        loaded = [ptx.load_vector(piece_at, PIECE // 4, STORE_PITCH // 4 * place) for place in places]
+        for place, piece in zip(places, loaded, strict=True):
+            row = lane // pieces + place
             if const_expr(dtype is Float32):
                 piece = pack([finish(value, i) for i, value in enumerate(unpack(piece, dtype))], dtype)
             to = _place(columns_of_piece, out, first_row + row, column)

@@ -87,11 +87,12 @@ class Units:
                     for i in range_constexpr(self.config.mma_n // 2):
                         values[i] = ptx.mul_rn(values[i], of_rows[i // 2 % 2])
             else:
+                acc_powers, partial_powers = self.powers(slot, smem, ACC), self.powers(slot, smem, PARTIAL)
                 for i in range_constexpr(self.config.tile_n // 32):
                     if (flags & Uint32(1 << i | IS_LAST)) != Uint32(0):
                         for group in range_constexpr(4 * i, 4 * i + 4):
-                            of_acc = pair(self.powers(slot, smem, ACC), group, consumer)
-                            of_partial = pair(self.powers(slot, smem, PARTIAL), group, consumer)
+                            of_acc = pair(acc_powers, group, consumer)
+                            of_partial = pair(partial_powers, group, consumer)
                             for j in range_constexpr(4):
                                 at = 4 * group + j
                                 acc[at] = ptx.mul_rn(acc[at], of_acc[j % 2])
