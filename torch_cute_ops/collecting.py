@@ -1,5 +1,6 @@
 """Collection of the kernels that a program's calls need, without compiling or launching them."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch._subclasses import FakeTensor
@@ -20,6 +21,7 @@ class CollectKernels(TorchDispatchMode):
     Args:
         arch: architecture whose kernels are collected; the tensors may then be on any device. By default, kernels are
             collected for each tensor's CUDA device, and calls on other devices run as usual.
+        found: function that is called with the kernels and the architecture of each call; None for no function.
 
     Attributes:
         kernels: kernels by architecture, each once, in the order of the calls.
@@ -28,9 +30,11 @@ class CollectKernels(TorchDispatchMode):
         served: names of the ops whose kernels are collected.
     """
 
-    def __init__(self, arch: Arch | None = None) -> None:
+    def __init__(
+        self, arch: Arch | None = None, found: Callable[[Iterable[KernelSpec], Arch], None] | None = None
+    ) -> None:
         super().__init__()
-        self.arch = arch
+        self.arch, self.found = arch, found
         self.kernels: dict[Arch, dict[KernelSpec, None]] = {}
         self.refused: list[tuple[str, ValueError]] = []
         self.served: set[str] = set()
@@ -57,11 +61,14 @@ class CollectKernels(TorchDispatchMode):
     def _collect(self, spec: OpSpec, call: Any) -> None:
         device = call[0].device
         try:
-            kernels = spec.path.kernels(call, self.arch or device)
+            kernels = dict.fromkeys(spec.path.kernels(call, self.arch or device))
         except ValueError as error:
             if self.arch is None:
                 raise
             self.refused.append((spec.name, error))
         else:
             self.served.add(spec.name)
-            self.kernels.setdefault(self.arch or arch_of_device(device.index), {}).update(dict.fromkeys(kernels))
+            arch = self.arch or arch_of_device(device.index)
+            self.kernels.setdefault(arch, {}).update(kernels)
+            if self.found is not None:
+                self.found(kernels, arch)

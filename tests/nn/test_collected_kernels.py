@@ -66,8 +66,8 @@ def test_every_launched_kernel_is_collected(launches, scheme, activations):  # n
 
 def test_a_call_returns_zeros_and_launches_nothing():
     x, weight = torch.ones(3, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
-    out = torch.ones_like(x)
-    with CollectKernels(SM90) as collected:
+    out, calls = torch.ones_like(x), []
+    with CollectKernels(SM90, lambda kernels, arch: calls.append((arch, *kernels))) as collected:
         y, scale = torch_cute_ops.fp4_quantize(x)
         torch_cute_ops.rmsnorm(x, weight, out=out)
         torch_cute_ops.rmsnorm(x[:0], weight)
@@ -80,6 +80,7 @@ def test_a_call_returns_zeros_and_launches_nothing():
         *OPS["rmsnorm"].kernels(SM90, x, weight),
     ]
     assert [*kernels] == expected and all(type(each) is KernelSpec for each in expected)
+    assert calls == [(SM90, each) for each in expected]
 
 
 def test_a_cpu_computes():

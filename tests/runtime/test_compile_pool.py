@@ -13,7 +13,7 @@ import torch
 from torch_cute_ops import registry
 from torch_cute_ops.runtime import compile_pool, compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compile_pool import Ranks, Task, compile_ahead, compile_all
+from torch_cute_ops.runtime.compile_pool import EarlyPool, Ranks, Task, compile_ahead, compile_all
 from torch_cute_ops.runtime.workers import Died, Workers
 
 SM90 = ARCHS["sm_90a"]
@@ -33,7 +33,7 @@ def asked(monkeypatch, tmp_path):
     """Return the tasks that ``compile_ahead`` hands to the pool, which compiles nothing. The cache is empty."""
     tasks = []
 
-    def compile_all(given, workers, ranks):
+    def compile_all(given, workers, ranks, pool):
         tasks.append((workers, [*given]))
         yield from ((task, "") for task in tasks[-1][1])
 
@@ -79,7 +79,7 @@ def test_failures(failing, tried, asked, monkeypatch, caplog):
     each failed kernel."""
     seen = []
 
-    def compile_all(given, workers, ranks):
+    def compile_all(given, workers, ranks, pool):
         for i, task in enumerate(given):
             seen.append(task.kernel)
             yield task, "OSError: no space" if i in failing else ""
@@ -211,3 +211,68 @@ def test_workers_need_no_gpu(named, monkeypatch):
         monkeypatch.setenv("CUTE_DSL_ARCH", named)
     with Workers(probe, 1, compile_pool._import_compiler) as processes:
         assert [result for _, result in processes.map([Task(KERNELS[0], "sm_90a")])] == [(0, False)]
+
+
+@pytest.fixture
+def early(monkeypatch, tmp_path):
+    """Replace the processes by a record of what happens to a pool. The cache is empty."""
+    events = []
+
+    class Workers:
+        def __init__(self, function, count, prepare):
+            events.append(count)
+
+        def begin(self):
+            events.append("begin")
+
+        def map(self, tasks):
+            events.append([task.kernel for task in tasks])
+            yield from ((task, "") for task in tasks)
+
+        def __exit__(self, *error):
+            events.append("exit")
+
+    monkeypatch.setattr(compile_pool, "Workers", Workers)
+    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    return events
+
+
+def test_a_pool_starts_when_enough_kernels_are_missing(early):
+    """Check that the pool starts with the third missing kernel, and that it compiles all kernels and is closed."""
+    compiler._compiled[KERNELS[3], "sm_90a"] = object()
+    with EarlyPool() as pool:
+        pool.expect([KERNELS[0], KERNELS[3]], SM90)
+        pool.expect([KERNELS[0], KERNELS[1]], SM90)
+        assert not early
+        pool.expect([KERNELS[2]], SM90)
+        assert early == [4, "begin"]
+        pool.expect([kernel(192)], SM90)
+        pool.compile_ahead([*KERNELS, kernel(192)], SM90)
+    assert early == [4, "begin", [*KERNELS[:3], kernel(192)], "exit"]
+
+
+def test_a_pool_that_is_not_needed(early, monkeypatch):
+    """Check that a pool is closed after an error, and that none starts if kernels cannot be kept."""
+    with pytest.raises(ZeroDivisionError), EarlyPool(3) as pool:
+        pool.expect(KERNELS, SM90)
+        raise ZeroDivisionError
+    assert early == [3, "begin", "exit"]
+    monkeypatch.setattr(settings, "CACHE", False)
+    with EarlyPool() as pool:
+        pool.expect(KERNELS, SM90)
+    assert len(early) == 3
+
+
+def test_an_early_pool_compiles(monkeypatch, tmp_path):
+    """Check that kernels are compiled by the processes that started early."""
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    monkeypatch.setenv("TORCH_CUTE_OPS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_pool.os, "sched_getaffinity", lambda _: {0, 1})
+    with EarlyPool(2) as pool:
+        pool.expect(KERNELS, SM90)
+        workers = pool._pool
+        pool.compile_ahead(KERNELS, SM90)
+    assert len(workers.pids) == 2 and all(compiler.is_kept(each, SM90) for each in KERNELS)

@@ -22,7 +22,7 @@ from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compile_pool import compile_ahead
+from torch_cute_ops.runtime.compile_pool import EarlyPool
 
 _ACTIVATIONS: Final = {"GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 """Gates, keyed by the name of the class of activation functions in transformers."""
@@ -66,10 +66,11 @@ def warmup(
     """
     calls = _calls_of(model, _numbers_of(rows), dtype, tune, fused)
     if any(each.is_cuda for each in (*model.parameters(), *model.buffers())):
-        with CollectKernels() as collected:
-            calls()
-        for arch, kernels in collected.kernels.items():
-            compile_ahead(kernels, arch, workers)
+        with EarlyPool(workers) as pool:
+            with CollectKernels(found=pool.expect) as collected:
+                calls()
+            for arch, kernels in collected.kernels.items():
+                pool.compile_ahead(kernels, arch)
     calls()
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from torch_cute_ops.runtime.arch import ARCHS, Arch
 from torch_cute_ops.runtime.bundle import symbol_of
@@ -50,6 +50,9 @@ class Task(NamedTuple):
     path: Path | None = None
 
 
+Pool: TypeAlias = Workers[Task, str]
+
+
 class Ranks(NamedTuple):
     """Processes of this machine that compile the same kernels at the same time.
 
@@ -68,7 +71,7 @@ def ranks_of_torchrun() -> Ranks:
 
 
 def compile_all(
-    tasks: Iterable[Task], workers: int | None = None, ranks: Ranks | None = None
+    tasks: Iterable[Task], workers: int | None = None, ranks: Ranks | None = None, pool: Pool | None = None
 ) -> Generator[tuple[Task, str], None, None]:
     """Compile kernels in parallel processes, those that take longest first. Yield each task in the order of completion,
     with the error or an empty string.
@@ -81,48 +84,105 @@ def compile_all(
         workers: number of processes; None for one per processor that this process may use, at most ``MOST_WORKERS``,
             divided among ``ranks``.
         ranks: processes that share the processors; None for the ranks of ``torchrun``.
+        pool: unused pool, which the caller closes; None for a new pool.
     """
     distinct = sorted(dict.fromkeys(tasks), key=_duration, reverse=True)
-    size, own = ranks or ranks_of_torchrun()
-    if workers is None:
-        workers = max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // size)
+    ranks = ranks or ranks_of_torchrun()
     # Ranks that compile the same kernels begin at different kernels, so that they do not wait for each other.
-    first = len(distinct) * (own % size) // size
-    with Workers(_compile, min(workers, len(distinct)), _import_compiler) as processes:
+    first = len(distinct) * (ranks.own % ranks.size) // ranks.size
+    count = min(_count(workers, ranks), len(distinct))
+    with contextlib.nullcontext(pool) if pool else Workers(_compile, count, _import_compiler) as processes:
         for task, result in processes.map(distinct[first:] + distinct[:first]):
             yield task, result if isinstance(result, str) else _fate(result)
 
 
+def _count(workers: int | None, ranks: Ranks) -> int:
+    """Return the number of processes, as :func:`compile_all` describes it."""
+    return max(1, min(len(os.sched_getaffinity(0)), MOST_WORKERS) // ranks.size) if workers is None else workers
+
+
+class EarlyPool:
+    """Block in which a pool starts before all kernels are known: its imports take seconds.
+
+    Args:
+        workers: number of processes, as for :func:`compile_all`.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers, self._missing = workers, set[KernelSpec]()
+        self._pool: Pool | None = None
+
+    def __enter__(self) -> "EarlyPool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.__exit__(None, None, None)
+
+    def expect(self, kernels: Iterable[KernelSpec], arch: Arch) -> None:
+        """Start the pool if, with earlier calls, enough kernels must be compiled."""
+        if self._pool is None and len(self._missing) < FEWEST_KERNELS and _pool_helps(self._workers):
+            self._missing.update(each for each in kernels if _is_missing(each, arch))
+            if len(self._missing) >= FEWEST_KERNELS:
+                with contextlib.suppress(OSError):  # ``compile_ahead`` tries again, and warns
+                    self._pool = Workers(_compile, _count(self._workers, ranks_of_torchrun()), _import_compiler)
+                    self._pool.begin()
+
+    def compile_ahead(self, kernels: Iterable[KernelSpec], arch: Arch) -> None:
+        """Compile kernels as :func:`compile_ahead` does, in the pool if it has started. Close the pool."""
+        try:
+            compile_ahead(kernels, arch, self._workers, pool=self._pool)
+        finally:
+            self.__exit__()
+
+
+def _is_missing(kernel: KernelSpec, arch: Arch) -> bool:
+    """Return True if memory, the bundle and the cache on disk lack a kernel."""
+    return not is_compiled(kernel, arch) and not is_kept(kernel, arch)
+
+
+def _pool_helps(workers: int | None) -> bool:
+    """Return True if compiled kernels can be kept, and several processes may run."""
+    return store() is not None and (workers or len(os.sched_getaffinity(0))) >= 2
+
+
 def compile_ahead(
-    kernels: Iterable[KernelSpec], arch: Arch, workers: int | None = None, ranks: Ranks | None = None
+    kernels: Iterable[KernelSpec],
+    arch: Arch,
+    workers: int | None = None,
+    ranks: Ranks | None = None,
+    pool: Pool | None = None,
 ) -> None:
     """Compile, in parallel processes, the kernels that memory, the bundle and the cache on disk lack. Show the progress
     on a terminal, and log it.
 
     This function only saves time and raises no error if compilation fails: the call that needs a kernel compiles it, or
     raises the error. After a failed kernel, the remaining kernels are still compiled here, until ``MOST_FAILURES``
-    kernels failed. Warnings name the failed kernels, and the reason if no process can start. ``workers`` and ``ranks``
-    are as for :func:`compile_all`.
+    kernels failed. Warnings name the failed kernels, and the reason if no process can start. ``workers``, ``ranks`` and
+    ``pool`` are as for :func:`compile_all`.
     """
-    if store() is None:
+    if not _pool_helps(workers):
         return
-    missing = [each for each in dict.fromkeys(kernels) if not is_compiled(each, arch) and not is_kept(each, arch)]
-    if len(missing) < FEWEST_KERNELS or (workers or len(os.sched_getaffinity(0))) < 2:
+    missing = [each for each in dict.fromkeys(kernels) if _is_missing(each, arch)]
+    if len(missing) < FEWEST_KERNELS:
         return
     try:
-        _compile_missing(missing, arch, workers, ranks)
+        _compile_missing(missing, arch, workers, ranks, pool)
     except (OSError, ImportError) as error:
         log.warning("kernels cannot be compiled in parallel processes: %s: %s", type(error).__name__, error)
 
 
-def _compile_missing(missing: Sequence[KernelSpec], arch: Arch, workers: int | None, ranks: Ranks | None) -> None:
+def _compile_missing(
+    missing: Sequence[KernelSpec], arch: Arch, workers: int | None, ranks: Ranks | None, pool: Pool | None
+) -> None:
     """Compile kernels in a pool, and log failures.
 
     Raises:
         OSError: if a process or a pipe cannot be created.
         ImportError: without tqdm.
     """
-    started, outcomes = time.monotonic(), compile_all((Task(each, arch.name) for each in missing), workers, ranks)
+    started, outcomes = time.monotonic(), compile_all((Task(each, arch.name) for each in missing), workers, ranks, pool)
     log.info("compiling %d kernels for %s in parallel processes", len(missing), arch.name)
     compiled = failures = 0  # not counted by the bar: without a terminal it is disabled and counts nothing
     with contextlib.closing(outcomes), progress(len(missing)) as bar:

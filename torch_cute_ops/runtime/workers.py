@@ -117,12 +117,21 @@ class Workers(Generic[Task, Result]):
                     self._go_on(worker, waiting)
                 yield worker.task, result
 
-    def _start(self, task: Task) -> Iterator[tuple[Task, Died]]:
-        """Start a worker with a task. Yield the task as failed if the template has died."""
+    def begin(self) -> None:
+        """Start the template now, so that its imports, which take seconds, are done when ``map`` needs it.
+
+        Raises:
+            OSError: if the process or a pipe cannot be created.
+        """
         if self._template is None:
             with _interrupts_held():
                 self._template = _Template(self._parent)
             self._template.send(self._functions)
+
+    def _start(self, task: Task) -> Iterator[tuple[Task, Died]]:
+        """Start a worker with a task. Yield the task as failed if the template has died."""
+        self.begin()
+        assert self._template is not None
         pipe, theirs = connection.Pipe()
         pid = None
         try:
