@@ -118,7 +118,24 @@ def with_timer(value: int) -> Any:
     return edit
 
 
-def execute(run: Run, given: Given, timer: int = 0, **options: Any) -> Outcome:
+def arriving_late(ptx: str) -> str:
+    """Edit PTX: first loads of peers' vectors find nothing, and loads in the final check of a vector are faults."""
+    statements = ptx.split("// begin inline asm")
+    first = r"@p ld\.relaxed\.sys\.global\.v4\.u32 \{(\S+), (\S+), (\S+), (\S+)\}, \[\S+\];"
+    absent = " ".join(rf"@p mov.b32 \{i}, {2**32 - 1};" for i in range(1, 5))
+    counts = [0, 0]
+    for i, statement in enumerate(statements):
+        if "ld.relaxed.sys" in statement and ", 0; @p ld" in statement:
+            statements[i], found = re.subn(first, absent, statement)
+            counts[0] += found
+        elif "polls" in statement and "st.relaxed.sys.global.v4" in statements[i + 1]:
+            statements[i], found = re.subn(r"ld\.relaxed\.sys\.global\.v4\.u32 .*?;", "trap;", statement)
+            counts[1] += found
+    assert counts[0] == counts[1] > 1
+    return "// begin inline asm".join(statements)
+
+
+def execute(run: Run, given: Given, timer: int = 0, more: Any = str, **options: Any) -> Outcome:
     kernel = run.kernel
     fmt, rows = run.fmt, run.rows
     y = scale = norm = None
@@ -143,7 +160,8 @@ def execute(run: Run, given: Given, timer: int = 0, **options: Any) -> Outcome:
     )
     strict = not kernel.config.rows.is_cluster
     options = {"seed": run.seed, "strict": strict, "scoped": True, **options}
-    run_kernel(kernel, ARCHS[run.arch], *arguments, edit=with_timer(timer), **options)
+    edit = with_timer(timer)
+    run_kernel(kernel, ARCHS[run.arch], *arguments, edit=lambda ptx: more(edit(ptx)), **options)
     return Outcome(y, scale, None, norm, residual)
 
 
@@ -218,6 +236,17 @@ def test_rows_that_do_not_arrive() -> None:
         with pytest.raises(EmulationError):
             execute(run, lacking, max_steps=20_000)
         assert not lacking.report.any()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "short-block", "middle-of-three", "first-of-eight"])
+def test_vectors_that_arrive_during_the_wait(name: str) -> None:
+    """Check that a thread which waited for the last of its vectors loads all others again before it waits for them."""
+    run = RUNS[name]
+    given = given_for(run)
+    got = execute(run, given, more=arriving_late)
+    spec = run.kernel.config.spec
+    check(spec, got, expected(spec, total_of(given.inputs), given.residual, given.weight, None))
+    assert (given.staging == ABSENT).all()
 
 
 @pytest.mark.parametrize("name", ["nvfp4-odd-epoch", "middle-of-three"])

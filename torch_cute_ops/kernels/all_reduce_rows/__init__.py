@@ -9,8 +9,9 @@ with an ``Exchange``:
 
 1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its blocks of the row to all
    peers, one row ahead of the arithmetic if there are two stages.
-2. Each thread loads the peers' blocks of its row from the staging until they have arrived, sets them in the staging to
-   ``ABSENT``, and replaces its own block in shared memory by the sum.
+2. Each thread loads the peers' blocks of its row from the staging. If they have not arrived, it waits for the last of
+   them and then loads all others again, at once. It sets them in the staging to ``ABSENT``, and replaces its own block
+   in shared memory by the sum.
 3. The row is processed as any other row of ``row_quant``.
 
 There are no flags: the words show if they have arrived. A word of the staging is ``ABSENT``, a pair of NaNs, until the

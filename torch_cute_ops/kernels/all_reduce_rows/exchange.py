@@ -129,9 +129,40 @@ class Exchange:
                 [instructions.load_far_if(slot + vector * VECTOR_BYTES, condition) for slot in slots]
                 for vector, condition in zip(vectors, conditions, strict=True)
             ]
+            if len(vectors) * len(slots) > 1:
+                self._await_last(vectors, conditions, loaded, slots, thread)
             for vector, condition, staged in zip(vectors, conditions, loaded, strict=True):
                 self._sum_vector(vector, condition, staged, slots, buffer, thread)
         sync_group(self.config.rows, thread)
+
+    def _await_last(self, vectors: list, conditions: list, loaded: list[list], slots: list, thread):
+        """Wait for the last of the thread's vectors, which peers send last. Then load absent vectors again, at once.
+
+        Without this method, the thread would load the absent vectors one after the other. The method updates
+        ``loaded``.
+        """
+        peers = thread.peers
+        later_exists = Uint32(0)
+        # A thread's last vector may be beyond the end of the row. Then wait for the vector before it.
+        for i in reversed(range(max(0, len(vectors) - 2), len(vectors))):
+            condition = ptx.select(later_exists != 0, Uint32(0), conditions[i])
+            later_exists = later_exists | conditions[i]
+            for k, slot in enumerate(slots):
+                address = slot + vectors[i] * VECTOR_BYTES
+                loaded[i][k] = self._await(loaded[i][k], k, address, condition, peers)
+                if k == 0:
+                    for other in range(1, len(slots)):
+                        address = slots[other] + vectors[i] * VECTOR_BYTES
+                        loaded[i][other] = instructions.load_again_if(loaded[i][other], address, condition)
+        for i, vector in enumerate(vectors):
+            for k, slot in enumerate(slots):
+                address = slot + vector * VECTOR_BYTES
+                loaded[i][k] = instructions.load_again_if(loaded[i][k], address, conditions[i])
+
+    def _await(self, words: list, k: int, address, condition, peers: Peers) -> list:
+        """Wait for a vector of the peer with slot ``k``, if ``condition``."""
+        failed, report = peers.control + 4 * FAILED, peers.report + 4 * k
+        return instructions.await_far_if(words, address, condition, peers.deadline, failed, report)
 
     @cute.jit
     def _sum_vector(self, vector, condition, staged: list, slots: list, buffer: cute.Tensor, thread):
@@ -141,8 +172,7 @@ class Exchange:
         others = []
         for k in range_constexpr(self.config.ranks - 1):
             address = slots[k] + vector * VECTOR_BYTES
-            failed, report = peers.control + 4 * FAILED, peers.report + 4 * k
-            others.append(instructions.await_far_if(staged[k], address, condition, peers.deadline, failed, report))
+            others.append(self._await(staged[k], k, address, condition, peers))
             instructions.store_far_if(address, absent, condition)
         if condition != 0:
             target = buffer[None, vector]

@@ -10,6 +10,14 @@ ABSENT: Final = 0xFFFFFFFF
 """Word of a staging buffer that no peer has written yet. In each dtype it consists of NaNs."""
 OTHER_NAN: Final = 0xFFFF7FFF
 """Word that is sent instead of ``ABSENT``: NaNs as well, with other payloads, which the sum does not keep."""
+POLLS: Final = 4
+PAUSE_NS: Final = 40
+"""Number of loads of a waiting thread without pauses, which take about 1 µs, and pause before each later load. Loads of
+many waiting threads delay other loads and the peers' stores."""
+_ANY_ABSENT: Final = f"setp.eq.b32 p, $0, {ABSENT:#x}; " + " ".join(
+    f"setp.eq.or.b32 p, ${i}, {ABSENT:#x}, p;" for i in range(1, 4)
+)
+"""PTX that sets the predicate p if one of the words $0 to $3 is ``ABSENT``."""
 
 
 def _asm(result, operands: list, text: str, constraints: str, loc, ip):
@@ -46,6 +54,21 @@ def load_far_if(address, condition, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
+def load_again_if(words: list, address, condition, *, loc=None, ip=None) -> list:
+    """Load four words again if one of them is ``ABSENT`` and ``condition``. Return the words."""
+    operands = [_u32(word, loc, ip) for word in words]
+    operands += [_u64(address, loc, ip), _u32(Uint32(condition), loc, ip)]
+    text = (
+        "{.reg .pred p; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; "
+        f"{_ANY_ABSENT} setp.ne.and.u32 p, $9, 0, p; "
+        "@p ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$8];}"
+    )
+    result = llvm.StructType.get_literal([T.i32()] * 4)
+    values = _asm(result, operands, text, "=&r,=&r,=&r,=&r,r,r,r,r,l,r", loc, ip)
+    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
 def await_far_if(words: list, address, condition, deadline, failed, report, *, loc=None, ip=None) -> list:
     """Load four words again until none is ``ABSENT``, and return them, if ``condition``. Otherwise return ``words``.
 
@@ -62,15 +85,15 @@ def await_far_if(words: list, address, condition, deadline, failed, report, *, l
     operands = [_u32(word, loc, ip) for word in words]
     operands += [_u64(address, loc, ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u64(value, loc, ip) for value in (deadline, failed, report)]
-    absent = " ".join(f"setp.eq.or.b32 p, ${i}, {ABSENT:#x}, p;" for i in range(1, 4))
     text = (
-        "{.reg .pred p, q; .reg .b64 now; .reg .b32 one; "
+        "{.reg .pred p, q; .reg .b64 now; .reg .b32 one, polls; "
         "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; "
-        "setp.eq.u32 q, $9, 0; @q bra DONE; "
-        f"AGAIN: setp.eq.b32 p, $0, {ABSENT:#x}; {absent} @!p bra DONE; "
+        "setp.eq.u32 q, $9, 0; @q bra DONE; mov.b32 polls, 0; "
+        f"AGAIN: {_ANY_ABSENT} @!p bra DONE; "
+        f"setp.ge.u32 q, polls, {POLLS}; add.u32 polls, polls, 1; @q nanosleep.u32 {PAUSE_NS}; "
         f"ld.relaxed.sys.global.v4.u32 {{$0, $1, $2, $3}}, [$8]; "
         "mov.u64 now, %globaltimer; setp.lt.u64 q, now, $10; @q bra AGAIN; "
-        f"setp.eq.b32 p, $0, {ABSENT:#x}; {absent} @!p bra DONE; "
+        f"{_ANY_ABSENT} @!p bra DONE; "
         "mov.b32 one, 1; st.relaxed.gpu.global.u32 [$11], one; st.relaxed.sys.global.u32 [$12], one; DONE:}"
     )
     result = llvm.StructType.get_literal([T.i32()] * 4)
