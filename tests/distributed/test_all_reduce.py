@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_cute_ops
-from torch_cute_ops.distributed import RowParallel, normed_rows
+from torch_cute_ops.distributed import RowParallel, decoder_plan, normed_rows
 from torch_cute_ops.integrations import inductor
-from torch_cute_ops.nn import FP8BlockLinear, NVFP4Linear
+from torch_cute_ops.nn import FP8BlockLinear, NVFP4Linear, merge
 from torch_cute_ops.runtime import groups
 
 ROWS = 5
@@ -207,3 +209,92 @@ def check_layers(rank: int) -> None:
 
 def test_divided_layers() -> None:
     run_ranks(2, check_layers)
+
+
+HIDDEN, HEAD, HEADS, INNER, LAYERS = 256, 128, 2, 512, 2
+
+
+class Layer(nn.Module):
+    """Layer of a decoder with FP8 weights: attention and a gated MLP, each after an RMSNorm whose weights are ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.qkv_proj = merge([self.made(HIDDEN, HEADS * HEAD) for _ in range(3)])
+        self.self_attn.o_proj = self.made(HEADS * HEAD, HIDDEN)
+        self.mlp.gate_up_proj = merge([self.made(HIDDEN, INNER) for _ in range(2)])
+        self.mlp.down_proj = self.made(INNER, HIDDEN)
+
+    @staticmethod
+    def made(k: int, n: int) -> FP8BlockLinear:
+        return FP8BlockLinear.from_float(nn.Linear(k, n, bias=False).bfloat16(), activations="fp8")
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, groups: tuple[Any, Any]) -> torch.Tensor:
+        """Return the result of the MLP. The groups are the ranks whose inputs of the two norms are partial sums."""
+        weight, (before_attention, before_mlp) = torch.ones(HIDDEN), groups
+        qkv_proj, gate_up_proj = self.self_attn.qkv_proj, self.mlp.gate_up_proj
+        qkv = qkv_proj(normed_rows(qkv_proj, x, weight, residual, group=before_attention))
+        q, k, v = (each.unflatten(1, (-1, HEAD)).transpose(0, 1) for each in qkv.chunk(3, 1))
+        attention = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.self_attn.o_proj(attention.transpose(0, 1).flatten(1))
+        gate_and_up = gate_up_proj(normed_rows(gate_up_proj, x, weight, residual, group=before_mlp))
+        return self.mlp.down_proj(torch_cute_ops.silu_mul(gate_and_up))
+
+
+class Calls(TorchDispatchMode):
+    """Count calls of this package's ops and of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function).removesuffix(".default")
+        if "c10d" in name or "all_reduce" in name:
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def check_decoder(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+    x, weight = torch.randn(ROWS, HIDDEN).bfloat16(), torch.ones(HIDDEN)
+    with torch.no_grad():
+        want, sums = x, torch.zeros_like(x)
+        for layer in model.model.layers:
+            want = layer(want, sums, (None, None))
+        want = torch_cute_ops.add_rmsnorm(want, sums, weight)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), decoder_plan(HEAD, partial=True))
+        got, residual, calls = x, torch.zeros_like(x), Calls()
+        with calls:
+            for i, layer in enumerate(model.model.layers):
+                # The embedding before the first norm is complete on each rank.
+                got = layer(got, residual, (dist.group.WORLD if i else None, dist.group.WORLD))
+            got = torch_cute_ops.all_reduce_add_rmsnorm(got, residual, weight, name())
+    # Two sums over ranks in each layer, each in the launch of the norm after it, and no other collective.
+    ours = {each: count for each, count in calls.found.items() if each.startswith("cute.")}
+    assert ours == {"cute.all_reduce_add_rmsnorm_fp8quant": 2 * LAYERS - 1, "cute.all_reduce_add_rmsnorm": 1}
+    assert not any("reduce" in each for each in calls.found if each not in ours), calls.found
+    assert (got.double() - want.double()).norm() < 0.03 * want.double().norm()
+    for each in (got, residual):
+        everywhere = [torch.empty_like(each) for _ in range(2)]
+        dist.all_gather(everywhere, each)
+        assert_same(everywhere[:1], everywhere[1:])
+
+
+def test_launches_of_a_decoder() -> None:
+    run_ranks(2, check_decoder)
+
+
+def test_plans_with_partial_sums() -> None:
+    styles = decoder_plan(HEAD, partial=True)
+    assert {each for each, style in styles.items() if isinstance(style, RowParallel) and style.partial} == {
+        "model.layers.*.self_attn.o_proj",
+        "model.layers.*.mlp.down_proj",
+    }
+    with pytest.raises(ValueError, match="expected no partial=True with experts"):
+        decoder_plan(HEAD, partial=True, experts="tensor")
+    with pytest.raises(ValueError, match="expected partial=True alone"):
+        decoder_plan(HEAD, partial=True, sequence=True)

@@ -15,6 +15,7 @@ def decoder_plan(
     experts: Literal["expert", "tensor"] | None = None,
     sequence: bool = False,
     sums: torch.dtype | None = None,
+    partial: bool = False,
     prefix: str = "model.layers.*",
 ) -> dict[str, ColumnParallel | RowParallel | DividedExperts]:
     """Return the plan for a decoder whose layers are named as in Llama, Mistral and Qwen.
@@ -27,17 +28,22 @@ def decoder_plan(
         sequence: True if each rank processes different tokens between the divided layers, as in :class:`ColumnParallel`
             and :class:`RowParallel`.
         sums: as in :class:`RowParallel`.
+        partial: True if o and down return partial sums, as in :class:`RowParallel`. The model passes them with the
+            group to :func:`normed_rows`, or to an op that sums over ranks.
         prefix: name pattern of the decoder layers.
 
     Raises:
         ValueError: for experts with ``sequence``; use :class:`ExpertParallel` for tokens that are divided among ranks.
+            For ``partial`` with ``experts``, ``sequence`` or ``sums``.
     """
     if experts is not None and sequence:
         raise ValueError("decoder_plan: experts take the tokens of all ranks; with sequence=True use ExpertParallel")
+    if experts is not None and partial:
+        raise ValueError("decoder_plan: experts return sums over all ranks; expected no partial=True with experts")
     heads, column, row = (
         ColumnParallel(unit=head_dim, sequence=sequence),
         ColumnParallel(sequence=sequence),
-        RowParallel(sequence=sequence, sums=sums),
+        RowParallel(sequence=sequence, sums=sums, partial=partial),
     )
     plan: dict[str, ColumnParallel | RowParallel | DividedExperts] = {
         f"{prefix}.self_attn.{'qkv_proj' if merged else '[qkv]_proj'}": heads,
