@@ -9,7 +9,8 @@ import pytest
 import torch
 from samples import sample_inputs
 from support.cases import arguments, copy_updated, op_cases, overload, with_usable_backend
-from support.interpreters import forked
+from support.interpreters import forked, python_in_groups
+from support.ranks import free_port
 
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
@@ -145,6 +146,50 @@ def test_the_setting():
     )
     assert "cute::rmsnorm: out is wrong: 256 of 256 compared elements differ" in done.stdout, done
     assert "cute::fp4_quantize: global_scale holds" in done.stdout
+
+
+RANKS = """
+import os, torch, torch.distributed as dist
+import torch_cute_ops as tco
+from torch_cute_ops.reference import all_reduce_add_rmsnorm as reference
+
+rank, port = int(os.environ["RANK"]), os.environ["PORT"]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+group, weight = dist.group.WORLD.group_name, torch.ones(128)
+right, calls = reference.sum_over_ranks, []
+
+def lacks_a_rank(input, group):
+    calls.append(1)
+    total = right(input, group)
+    return input if len(calls) == 1 and rank == 1 else total
+
+def call(op):
+    torch.manual_seed(rank)
+    return getattr(tco, f"all_reduce_add_{op}")(torch.randn(9, 128), torch.zeros(9, 128), weight, group)
+
+for _ in range(3 * rank):  # the ranks compare the same rows, although they made different calls before
+    tco.rmsnorm(torch.randn(9, 128), weight)
+for op in ("rmsnorm", "rmsnorm_fp4quant", "rmsnorm_fp8quant"):
+    call(op)
+reference.sum_over_ranks = lacks_a_rank
+try:
+    call("rmsnorm")
+except RuntimeError as error:
+    print(error)
+call("rmsnorm")
+dist.barrier()
+print("done", len(calls))
+"""
+
+
+def test_the_setting_with_two_ranks():
+    """Check ops that sum over ranks: correct calls pass, a rank whose sum is wrong raises, and the ranks' later calls
+    match."""
+    given = {"TORCH_CUTE_OPS_CHECK": "1", "PORT": str(free_port())}
+    right, wrong = python_in_groups(RANKS, [{**given, "RANK": rank} for rank in "01"])
+    assert right.stdout == "done 4\n", right
+    assert wrong.stdout.startswith("cute::all_reduce_add_rmsnorm: out is wrong: 512 of 512 compared elements"), wrong
+    assert wrong.stdout.endswith("done 4\n")
 
 
 def test_nothing_is_added_without_the_setting():
