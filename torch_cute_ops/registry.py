@@ -52,6 +52,20 @@ def _packed(output: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tens
     return output if output.stride() == packed.stride() else packed.copy_(output)
 
 
+def _register_fake(overload: str, fake: Any) -> None:
+    """Register a fake implementation as ``torch.library.register_fake`` does, in less time: ``register_fake`` finds and
+    reads the caller's source, which takes a fifth of the time of this package's import."""
+    name, code = f"{NAMESPACE}::{overload}", fake.__code__
+    library: Any = torch._library
+    try:
+        holder, handles = library.simple_registry.singleton.find(name).fake_impl, _library._registration_handles
+        handle = holder.register(fake, f"{code.co_filename}:{code.co_firstlineno}", lib=_library)
+    except (AttributeError, TypeError):  # a later version of torch
+        torch.library.register_fake(name, fake, lib=_library)
+    else:
+        handles.append(handle)
+
+
 def _register(spec: OpSpec) -> None:
     path, bind = spec.path, spec.bind
 
@@ -141,8 +155,8 @@ def _register(spec: OpSpec) -> None:
     if spec.updated and below_inplace is not None:
         functional = getattr(torch.ops.cute, spec.name).default
         _library.impl(spec.name, written, "ADInplaceOrView", with_keyset=True)
-    torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
-    torch.library.register_fake(f"{NAMESPACE}::{spec.name}.out", fake_out, lib=_library)
+    _register_fake(spec.name, fake)
+    _register_fake(f"{spec.name}.out", fake_out)
 
 
 def _register_flops(flop_counter: ModuleType) -> None:
