@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +18,10 @@ from torch_cute_ops import add_rmsnorm_fp4quant, all_reduce_add_rmsnorm_fp4quant
 from . import environment, report, targets
 from .case import Mark, at_most
 from .measure import CudaGraphs, measure
-from .performance import RESULTS
 
+RESULTS: Final = Path(__file__).parent / "results"
+NOTES: Final = "all_reduce"
+"""Name of the file of notes on these ops."""
 HIDDEN: Final = 8192
 ROWS: Final = (1, 8, 64, 256, 1024)
 SETS, CALLS, ROUNDS = 4, 20, 31
@@ -103,11 +105,12 @@ def run(rank: int, ranks: int, port: int, output: Path) -> None:
         dist.barrier()
         measured.append({"M": rows, "us": {name: timing.us for name, timing in timings.items()}})
     if rank == 0:
-        about = ABOUT.format(ranks=ranks, hidden=HIDDEN, rounds=ROUNDS, calls=CALLS)
         result = {"ranks": ranks, "hidden": HIDDEN, "environment": environment.collect(device), "rows": measured}
         output.mkdir(parents=True, exist_ok=True)
-        report.write_json(result, marks(measured), output / f"all_reduce_{ranks}.json")
-        print(f"{about}\n\n{tables(measured)}")
+        file = output / f"all_reduce_{ranks}.json"
+        report.write_json(result, marks(measured), file)
+        file.with_suffix(".md").write_text(f"{markdown(result)}\n", encoding="utf-8")
+        print(markdown(result))
     dist.destroy_process_group()
 
 
@@ -124,6 +127,13 @@ def ratio(row: dict[str, Any]) -> float:
     """Return our time divided by the time of NCCL's all-reduce and our op."""
     quotient: float = row["us"]["ours"] / row["us"]["separate"]
     return quotient
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Return the report in Markdown."""
+    about = ABOUT.format(ranks=result["ranks"], hidden=result["hidden"], rounds=ROUNDS, calls=CALLS)
+    title = f"# Sums over {result['ranks']} GPUs"
+    return "\n\n".join([title, environment.headline(result["environment"]), about, tables(result["rows"])])
 
 
 def tables(measured: Sequence[dict[str, Any]]) -> str:
