@@ -51,6 +51,17 @@ class Run(NamedTuple):
         )
         return AllReduceRowsKernel(all_reduce_rows.plan(spec, ARCHS[self.arch], self.ranks))
 
+    @property
+    def is_in_two_shots(self) -> bool:
+        """True if two shots save at least 1 MiB per GPU. In all runs, each GPU then owns a row."""
+        saved = self.rows * self.width * self.dtype.itemsize * (self.ranks - 1 - 2 * (self.ranks - 1) / self.ranks)
+        return saved >= 2**20
+
+    @property
+    def owners(self) -> torch.Tensor:
+        """(rows,), rank that sums each row in two shots: the same for rows that share a warp."""
+        return torch.arange(self.rows) // self.kernel.config.rows.group_rows % self.ranks
+
 
 TILES = SCALE_LAYOUTS["128x4"]
 RUNS = {
@@ -63,6 +74,10 @@ RUNS = {
     "middle-of-three": Run(FP8_TOKEN, ROW, 1040, 5, 3, 1, dtype=FP16, weight=FP16, epoch=2**31 + 1),
     "last-of-four": Run(None, ROW, 1536, 5, 4, 3, dtype=FP32, weight=FP32, seed=None),
     "first-of-eight": Run(NVFP4, SCALE_LAYOUTS["linear"], 512, 3, 8, 0, arch=BLACKWELL),
+    # Rows that are exchanged in two shots: with their owner, which sends the sum.
+    "two-shots-of-four": Run(None, ROW, 8192, 23, 4, 2, dtype=FP32, weight=FP32, epoch=3),
+    "two-shots-of-eight": Run(NVFP4, TILES, 16_384, 9, 8, 0, max_ctas=4),
+    "two-shots-share-a-warp": Run(MXFP4, SCALE_LAYOUTS["8x4"], 128, 790, 8, 3, arch=BLACKWELL),
     "cluster": Run(None, ROW, 32_768, 3, 2, 1, dtype=FP32, weight=FP32, max_ctas=8),
 }
 
@@ -88,6 +103,20 @@ def words_of(rows: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(torch.int32).reshape(-1)
 
 
+def peers_of(run: Run) -> list[int]:
+    return [rank for rank in range(run.ranks) if rank != run.rank]
+
+
+def words_from(run: Run, inputs: list[torch.Tensor], sender: int, receiver: int) -> torch.Tensor:
+    """Return the words that a rank sends to another: its rows, or in two shots its rows to their owner, and sums from
+    their owner."""
+    rows = words_of(inputs[sender]).reshape(run.rows, -1)
+    if run.is_in_two_shots:
+        sums, owners = words_of(total_of(inputs)).reshape(run.rows, -1), run.owners[:, None]
+        rows = torch.where(owners == receiver, rows, torch.where(owners == sender, sums, ABSENT))
+    return rows.flatten()
+
+
 def given_for(run: Run) -> Given:
     torch.manual_seed(run.rows)
     inputs = [
@@ -98,8 +127,8 @@ def given_for(run: Run) -> Given:
     weight = (torch.rand(run.width) + 0.5).to(run.weight)
     words = words_of(inputs[0]).numel() + 8
     staging = torch.full((2, run.ranks - 1, words), ABSENT, dtype=torch.int32)
-    for slot, rows in enumerate(inputs[: run.rank] + inputs[run.rank + 1 :]):
-        staging[run.epoch % 2, slot, :-8] = words_of(rows)
+    for slot, peer in enumerate(peers_of(run)):
+        staging[run.epoch % 2, slot, :-8] = words_from(run, inputs, peer, run.rank)
     # A slot at a peer is part of the peer's staging.
     slots = [torch.full((2, run.ranks - 1, words), ABSENT, dtype=torch.int32)[:, 0] for _ in range(run.ranks - 1)]
     control = torch.zeros(CONTROL_WORDS, dtype=torch.int32)
@@ -169,14 +198,14 @@ def total_of(inputs: list[torch.Tensor]) -> torch.Tensor:
     """Add up the ranks' rows in fp32, in the order of the ranks, and round once."""
     total = inputs[0].float()
     for rows in inputs[1:]:
-        total += rows.float()
+        total = total + rows.float()
     return total.to(inputs[0].dtype)
 
 
 def check_sent(run: Run, given: Given) -> None:
     """Check that the rows were sent to each peer, to the right half, and nothing else."""
-    for slot in given.slots:
-        equal("sent", slot[run.epoch % 2, :-8], words_of(given.inputs[run.rank]))
+    for slot, peer in zip(given.slots, peers_of(run), strict=True):
+        equal("sent", slot[run.epoch % 2, :-8], words_from(run, given.inputs, run.rank, peer))
         assert (slot[run.epoch % 2, -8:] == ABSENT).all()
         assert (slot[1 - run.epoch % 2] == ABSENT).all()
 
@@ -238,7 +267,7 @@ def test_rows_that_do_not_arrive() -> None:
         assert not lacking.report.any()
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "short-block", "middle-of-three", "first-of-eight"])
+@pytest.mark.parametrize("name", ["nvfp4", "short-block", "middle-of-three", "first-of-eight", "two-shots-of-four"])
 def test_vectors_that_arrive_during_the_wait(name: str) -> None:
     """Check that a thread which waited for the last of its vectors loads all others again before it waits for them."""
     run = RUNS[name]
@@ -259,6 +288,34 @@ def test_time_out(name: str) -> None:
     assert given.control[FAILED] == 1
     assert given.report.tolist() == [0] * (run.ranks - 2) + [1]
     check_sent(run, given)
+
+
+def test_owners_of_rows_that_share_a_warp() -> None:
+    """Check that all rows of a warp have one owner: otherwise, lanes of two GPUs could wait for each other's sums."""
+    run = RUNS["two-shots-share-a-warp"]
+    assert run.kernel.config.rows.group_rows == 8 and run.is_in_two_shots
+    given = given_for(run)
+    execute(run, given)
+    sums = words_of(total_of(given.inputs)).reshape(run.rows, -1)
+    for slot in given.slots:
+        sent = slot[run.epoch % 2, :-8].reshape(run.rows, -1)
+        owned = ((sent == sums).all(1)).nonzero().flatten().tolist()
+        assert owned == [row for row in range(run.rows) if row // 8 % run.ranks == run.rank]
+
+
+def test_time_out_in_two_shots() -> None:
+    """Check that an owner sends no sum of a vector that did not arrive, so that the peers' waits fail too."""
+    run = RUNS["two-shots-of-four"]
+    given = given_for(run)
+    half, row, word = run.epoch % 2, 2 * run.width, 600
+    assert run.is_in_two_shots and run.owners[2] == run.rank
+    given.staging[half, 0, row + word] = ABSENT
+    execute(run, given, timer=LATE)
+    assert given.control[FAILED] == 1 and given.report.tolist() == [1, 0, 0]
+    for slot, peer in zip(given.slots, peers_of(run), strict=True):
+        want = words_from(run, given.inputs, run.rank, peer)
+        assert (slot[half, :-8] != want).nonzero().flatten().tolist() == [row + word + i for i in range(4)]
+        assert (slot[half, row + word : row + word + 4] == ABSENT).all()
 
 
 def test_launch_after_a_failure() -> None:

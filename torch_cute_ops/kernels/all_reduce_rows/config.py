@@ -10,6 +10,8 @@ from torch_cute_ops.runtime.arch import Arch
 
 MAX_RANKS: Final = 8
 """Largest number of GPUs. Each pair of them needs direct access to each other's memory."""
+SAVED_BYTES: Final = 1 << 20
+"""Number of bytes that two shots must save per GPU. NVLink sends this many in about the time of another trip."""
 MAX_CTAS: Final = 1024
 """Number of words of ``control`` that count launches."""
 FAILED, CONTROL_WORDS = MAX_CTAS, MAX_CTAS + 4
@@ -32,6 +34,16 @@ class Config:
     def spec(self) -> RowQuantSpec:
         """Specification of what is done with the sums."""
         return self.rows.spec
+
+    @property
+    def two_shot_rows(self) -> int | None:
+        """Smallest number of rows that are exchanged in two shots, or None if rows are never exchanged in this way.
+
+        One shot sends each row to ``ranks - 1`` peers. Two shots send ``2 * (ranks - 1) / ranks`` rows for each row. In
+        two shots each rank owns a row, so each rank waits for each peer.
+        """
+        saved = (self.ranks - 1) * (self.ranks - 2) * self.row_bytes
+        return max(self.ranks * self.rows.group_rows, -(-SAVED_BYTES * self.ranks // saved)) if saved else None
 
     @property
     def waves(self) -> int:

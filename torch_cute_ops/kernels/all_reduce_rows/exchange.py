@@ -7,7 +7,7 @@ So a warp sends 512 contiguous bytes at a time. (With the blocks of ``row_quant`
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, range_constexpr
+from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.all_reduce_rows import instructions
 from torch_cute_ops.kernels.all_reduce_rows.config import FAILED, MAX_CTAS, Config
@@ -108,8 +108,9 @@ class Exchange:
                 condition = self._takes(vector, row, thread)
                 words = load_words(buffer[None, ptx.select(condition != 0, vector, Int32(0))])
                 words = [ptx.select(word == ABSENT, Uint32(OTHER_NAN), word) for word in words]
-                for slot in thread.peers.slots:
-                    instructions.store_far_if(slot + offset + vector * VECTOR_BYTES, words, condition)
+                for k in range_constexpr(len(thread.peers.slots)):
+                    address = thread.peers.slots[k] + offset + vector * VECTOR_BYTES
+                    instructions.store_far_if(address, words, self._sends(k, row, condition, thread))
 
     def sum_row(self, row, stage, thread, smem):
         """Replace the input's row in shared memory by the sum over all GPUs.
@@ -120,22 +121,27 @@ class Exchange:
         offset = peers.staging + self._row_offset(row, thread)
         buffer = self._vectors(self.rows.buffer(0, stage, thread.row, smem))
         slots = [offset + peers.slot_bytes * k for k in range(self.config.ranks - 1)]
+        receives = [self._receives(k, row, thread) for k in range(self.config.ranks - 1)]
         at_once = max(1, AT_ONCE // len(slots))
         for first in range(0, self.vectors_per_thread, at_once):
             some = range(first, min(first + at_once, self.vectors_per_thread))
             vectors = [self._vector(i, thread) for i in some]
-            conditions = [self._takes(vector, row, thread) for vector in vectors]
+            takes = [self._takes(vector, row, thread) for vector in vectors]
+            conditions = [[each & received for received in receives] for each in takes]
             loaded = [
-                [instructions.load_far_if(slot + vector * VECTOR_BYTES, condition) for slot in slots]
-                for vector, condition in zip(vectors, conditions, strict=True)
+                [
+                    instructions.load_far_if(slot + vector * VECTOR_BYTES, condition)
+                    for slot, condition in zip(slots, of_slots, strict=True)
+                ]
+                for vector, of_slots in zip(vectors, conditions, strict=True)
             ]
             if len(vectors) * len(slots) > 1:
-                self._await_last(vectors, conditions, loaded, slots, thread)
-            for vector, condition, staged in zip(vectors, conditions, loaded, strict=True):
-                self._sum_vector(vector, condition, staged, slots, buffer, thread)
+                self._await_last(vectors, takes, conditions, loaded, slots, thread)
+            for vector, exists, of_slots, staged in zip(vectors, takes, conditions, loaded, strict=True):
+                self._sum_vector(row, vector, exists, of_slots, staged, slots, buffer, thread)
         sync_group(self.config.rows, thread)
 
-    def _await_last(self, vectors: list, conditions: list, loaded: list[list], slots: list, thread):
+    def _await_last(self, vectors: list, takes: list, conditions: list, loaded: list[list], slots: list, thread):
         """Wait for the last of the thread's vectors, which peers send last. Then load absent vectors again, at once.
 
         Without this method, the thread would load the absent vectors one after the other. The method updates
@@ -145,19 +151,19 @@ class Exchange:
         later_exists = Uint32(0)
         # A thread's last vector may be beyond the end of the row. Then wait for the vector before it.
         for i in reversed(range(max(0, len(vectors) - 2), len(vectors))):
-            condition = ptx.select(later_exists != 0, Uint32(0), conditions[i])
-            later_exists = later_exists | conditions[i]
+            waits = [ptx.select(later_exists != 0, Uint32(0), condition) for condition in conditions[i]]
+            later_exists = later_exists | takes[i]
             for k, slot in enumerate(slots):
                 address = slot + vectors[i] * VECTOR_BYTES
-                loaded[i][k] = self._await(loaded[i][k], k, address, condition, peers)
+                loaded[i][k] = self._await(loaded[i][k], k, address, waits[k], peers)
                 if k == 0:
                     for other in range(1, len(slots)):
                         address = slots[other] + vectors[i] * VECTOR_BYTES
-                        loaded[i][other] = instructions.load_again_if(loaded[i][other], address, condition)
+                        loaded[i][other] = instructions.load_again_if(loaded[i][other], address, waits[other])
         for i, vector in enumerate(vectors):
             for k, slot in enumerate(slots):
                 address = slot + vector * VECTOR_BYTES
-                loaded[i][k] = instructions.load_again_if(loaded[i][k], address, conditions[i])
+                loaded[i][k] = instructions.load_again_if(loaded[i][k], address, conditions[i][k])
 
     def _await(self, words: list, k: int, address, condition, peers: Peers) -> list:
         """Wait for a vector of the peer with slot ``k``, if ``condition``."""
@@ -165,18 +171,30 @@ class Exchange:
         return instructions.await_far_if(words, address, condition, peers.deadline, failed, report)
 
     @cute.jit
-    def _sum_vector(self, vector, condition, staged: list, slots: list, buffer: cute.Tensor, thread):
-        """Wait for the peers' vectors, which were loaded once, and store the sum in shared memory."""
+    def _sum_vector(self, row, vector, exists, conditions: list, staged: list, slots: list, buffer, thread):
+        """Wait for the peers' vectors, which were loaded before, and store the sum in shared memory. In two shots, the
+        owner of the row sends the sum to the peers, which store it."""
         peers = thread.peers
         absent = [Uint32(ABSENT)] * VECTOR_WORDS
         others = []
         for k in range_constexpr(self.config.ranks - 1):
             address = slots[k] + vector * VECTOR_BYTES
-            others.append(self._await(staged[k], k, address, condition, peers))
-            instructions.store_far_if(address, absent, condition)
-        if condition != 0:
+            others.append(self._await(staged[k], k, address, conditions[k], peers))
+            instructions.store_far_if(address, absent, conditions[k])
+        if exists != 0:
             target = buffer[None, vector]
-            store_words(self._sum(load_words(target), others, peers.rank), target)
+            total = self._sum(load_words(target), others, peers.rank)
+            if const_expr(self.config.two_shot_rows is not None):
+                is_own = self._in_two_shots(thread) & Uint32(self._owner(row) == peers.rank)
+                # If the wait ended without a vector, send no sum, so that the peers' waits fail too.
+                for word in [word for words in others for word in words]:
+                    is_own = is_own & Uint32(word != ABSENT)
+                offset = self._row_offset(row, thread) + vector * VECTOR_BYTES
+                for k in range_constexpr(self.config.ranks - 1):
+                    instructions.store_far_if(peers.slots[k] + offset, total, is_own)
+                for k in range_constexpr(self.config.ranks - 1):
+                    total = self._unless_sent(total, others[k], k, row, thread)
+            store_words(total, target)
 
     def _sum(self, own: list, others: list[list], rank) -> list:
         """Add up the ranks' words in the order of the ranks, in fp32, and round the sum once."""
@@ -193,6 +211,44 @@ class Exchange:
             values = unpack(words, self.rows.dtype)
             total = values if total is None else [ptx.add_rn(a, b) for a, b in zip(total, values, strict=True)]
         return pack(total, self.rows.dtype)
+
+    def _in_two_shots(self, thread) -> Uint32:
+        """Return 1 if rows are exchanged in two shots."""
+        return Uint32(thread.rows >= self.config.two_shot_rows)
+
+    def _owner(self, row) -> Int32:
+        """Return the rank that sums a row in two shots.
+
+        All rows of a warp have the same owner. Otherwise, lanes that wait for a sum could keep other lanes of their
+        warp from sending the sum for which the peer's warp waits.
+        """
+        return row // self.config.rows.group_rows % self.config.ranks
+
+    def _peer(self, k: int, thread) -> Int32:
+        """Return the rank of the peer with slot ``k``."""
+        return ptx.select(thread.peers.rank <= k, Int32(k + 1), Int32(k))
+
+    def _sends(self, k: int, row, condition, thread) -> Uint32:
+        """Return 1 if ``condition``, and this GPU sends its row to the peer with slot ``k``: to its owner in two shots,
+        to all peers in one."""
+        if self.config.two_shot_rows is None:
+            return condition
+        is_owner = Uint32(self._owner(row) == self._peer(k, thread))
+        return condition & ptx.select(self._in_two_shots(thread) != 0, is_owner, Uint32(1))
+
+    def _receives(self, k: int, row, thread) -> Uint32:
+        """Return 1 if the peer with slot ``k`` sends words of a row to this GPU: its row if this GPU computes the sum,
+        otherwise the sum if the peer owns the row."""
+        if self.config.two_shot_rows is None:
+            return Uint32(1)
+        owner = self._owner(row)
+        is_sent = Uint32((owner == thread.peers.rank) | (owner == self._peer(k, thread)))
+        return ptx.select(self._in_two_shots(thread) != 0, is_sent, Uint32(1))
+
+    def _unless_sent(self, total: list, sent: list, k: int, row, thread) -> list:
+        """Return the words that the peer with slot ``k`` sent if it owns the row in two shots, otherwise ``total``."""
+        is_sum = self._in_two_shots(thread) & Uint32(self._owner(row) == self._peer(k, thread))
+        return [ptx.select(is_sum != 0, mine, other) for mine, other in zip(sent, total, strict=True)]
 
     def _vector(self, i: int, thread) -> Int32:
         """Return the index, in the CTA's slice of a row, of the thread's i-th vector."""
