@@ -169,8 +169,8 @@ class Races:
         reaches = cluster or not is_far
         released = self.released.get(is_far) if relaxed and reaches else None
         if is_far:
-            # A thread that learns of the released accesses also learns of this arrival, which accesses the other CTA's
-            # memory.
+            # A thread that is ordered after the released accesses is also ordered after this arrival, which itself
+            # accesses the other CTA's memory.
             clocks = self.clocks if released is None else released
             column = self.column[thread]
             self.visited[cta, column] = max(self.visited[cta, column], clocks[thread, column])

@@ -206,7 +206,8 @@ def test_export(op, device):
 
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
-    most = 128 if op.name.endswith("both_layouts") else 300  # torch specialises a number of rows that is one tile, 128
+    # For ops with both layouts, torch specialises on whether the rows fit into one tile, 128 rows.
+    most = 128 if op.name.endswith("both_layouts") else 300
     rows = torch.export.Dim("rows", max=most)
     shapes = dynamic_shapes(op, tensors, rows)
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()

@@ -210,7 +210,8 @@ def _late_and_lost(rank: int) -> None:
     check_equal(got, torch_cute_ops.add_rmsnorm(summed, torch.zeros_like(summed), weight), "a late rank")
     dist.barrier()
     torch.cuda.synchronize()
-    # A rank does not come: the others go on after the time-out, and their next call names it.
+    # One rank does not join the call. The others continue after the time-out, and their next call raises an error that
+    # names the missing rank.
     if rank != 1:
         began = time.perf_counter()
         torch_cute_ops.all_reduce_add_rmsnorm(x, residual, weight, group)

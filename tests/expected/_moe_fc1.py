@@ -72,8 +72,7 @@ def results(given) -> Tensors:
         for expert in range(value.shape[1])
     ]
     codes, scales = (torch.cat([part[i].view(torch.uint8) for part in parts], 1) for i in range(2))
-    # Count scales of pairs that are not routed as zero, because the op does not write them. The op writes zeros to the
-    # padding.
+    # Treat the scales of unrouted pairs as zero, because the op does not write them. The op writes zeros to padding.
     routed = given["routing"].cpu() != 0
     scales = scales * routed.repeat_interleave(scales.shape[1] // routed.shape[1], 1)
     arranged = torch.from_numpy(spec.arrange(scales.numpy(), layout_of(given)))

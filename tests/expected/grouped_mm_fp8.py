@@ -40,7 +40,7 @@ def results(given):
 
 
 def grouped(given, weight_of):
-    """Return the sums of all rows and their error bounds. ``weight_of`` returns the weight of an expert."""
+    """Return the scaled sums over K for all rows, with their error bounds. ``weight_of`` returns an expert's weight."""
     n, k = given["b"].shape[2], given["a"].shape[-1]
     a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-1, -(-k // 128))
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))

@@ -1,5 +1,6 @@
 """``silu_mul_fp4quant_mm_fp4``: results are checked as in ``mm_fp4``, with the quantised results of the gate as
-activations. If the error of the gate decides between two codes, either code is accepted."""
+activations. If a value is so close to a rounding boundary that the numerical error of the gate can change its code,
+either code is accepted."""
 
 import numpy as np
 

@@ -110,7 +110,8 @@ class Run(NamedTuple):
 def execute(
     run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel; return its result and the expected result, which is poison in rows that no expert owns.
+    """Run the kernel; return its result and the expected result. Rows of the result that no expert owns must keep the
+    poison value with which the output was filled.
 
     Unless ``run.indices`` is given, operands are multiples of 1/2 and scales are powers of two, so that every sum is
     exact. Rows that no expert owns are NaN.

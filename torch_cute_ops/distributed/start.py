@@ -64,8 +64,8 @@ def versions() -> dict[str, Any]:
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the properties of a divided model that must be equal on all ranks: class, shape and dtype of each tensor
-    by name, and the division of each module."""
+    """Return the properties of a sharded model that must be equal on all ranks: class, shape and dtype of each tensor
+    by name, and how each module is sharded."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         divided = getattr(module, "divided", None)

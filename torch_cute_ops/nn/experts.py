@@ -113,7 +113,7 @@ class QuantExperts(nn.Module):
     3. ``grouped_mm_fp8`` or ``grouped_mm_fp8_fp4`` multiplies by ``gate_up_proj``.
     4. ``moe_swiglu_fp8quant`` gates and quantises.
     5. A second grouped GEMM multiplies by ``down_proj``.
-    6. ``moe_finalize`` sums each token's experts with their weights.
+    6. ``moe_finalize`` adds up the outputs of each token's experts, multiplied by their routing weights.
 
     If FP8 weights have one scale per channel (``"fp8_channel"``), activations have one scale per token: in step 2,
     ``fp8_quantize`` quantises the tokens and torch copies its rows into the experts' order; in step 4,
@@ -330,8 +330,8 @@ class QuantExperts(nn.Module):
             (M, H) in the dtype of ``hidden_states``.
 
         Raises:
-            ValueError, TypeError: as the ops, for a wrong shape, dtype or device; and if a weight, a scale or a bias of
-                the experts requires grad while gradients are enabled.
+            ValueError, TypeError: for a wrong shape, dtype or device, as in the ops, or if a weight, a scale or a bias
+                of the experts requires grad while gradients are enabled.
         """
         if is_proxy(hidden_states):
             return one_node(self, hidden_states, top_k_index, top_k_weights)

@@ -292,5 +292,5 @@ def _received(messages: "connection.Connection[Any, Any]") -> Any:
 
 
 def _end_with_parent(parent: int) -> None:
-    os.read(parent, 1)  # returns at the end of the parent
+    os.read(parent, 1)  # returns (end of file) when the parent process exits
     os._exit(1)

@@ -60,8 +60,9 @@ class LinearMethod:
         scheme: format of the layer in the checkpoint.
         prefix: name of the layer, for messages.
         activations: format of activations for FP4 weights.
-        preparation: kernels of the model's layers; this layer adds its own.
-        own: function that returns the engine's method for this layer.
+        preparation: collection of the kernels to compile for the model, to which this layer adds the kernels that it
+            needs.
+        own: function that returns the engine's native method for this layer.
         multiplies_identity: True if the engine multiplies an identity matrix by the weight to decode it. FP4 weights
             then keep 16-bit activations, and the checkpoint's scale of the input is not used, because 1 may be larger
             than its largest value.

@@ -193,8 +193,8 @@ class RowQuantSpec:
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """True if the threads of a row count the row's blocks of unusual magnitude. This is needed if the norm's factor
-        ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
+        """True if the threads that process a row must also count its blocks of unusual magnitude. This is needed if the
+        norm's factor ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
         return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
 
     @property

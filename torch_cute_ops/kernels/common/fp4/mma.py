@@ -52,8 +52,8 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
 
 
 def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: cute.Pointer) -> Callable:
-    """Return a function that starts the MMAs of one word of codes from each of a lane's two rows. The previous word's
-    MMAs may still run.
+    """Return a function that starts the MMAs for one packed word of FP4 codes per weight row. Each lane holds two rows,
+    so it passes two decoded words. The MMAs of the previous words may still run.
 
     Args:
         dtype: dtype of the operands.
