@@ -389,7 +389,7 @@ def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
             assert torch.equal(got, want)
 
 
-WAITS = 20
+WAITS = 18
 
 
 @pytest.mark.parametrize("wait", range(WAITS))

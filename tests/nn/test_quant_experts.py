@@ -168,6 +168,10 @@ def test_errors():
         QuantExperts(gate_up, block_of(Experts(), "mxfp4").mlp.experts.down_proj, E)
     with pytest.raises(ValueError, match="number of experts is 0; expected 1 to 1024"):
         QuantExperts(gate_up, down, 0)
+    with pytest.raises(ValueError, match="gate is 'relu'; expected one of 'silu', 'gelu_tanh', 'gelu'"):
+        QuantExperts(gate_up, down, E, swiglu=SwiGLU(gate="relu"))
+    with pytest.raises(ValueError, match="gate='gelu' takes no alpha, beta or limit"):
+        QuantExperts(gate_up, down, E, swiglu=SwiGLU(1.702, gate="gelu"))
     x, ids, factors = routed(2, "cpu")
     with pytest.raises(ValueError, match="grouped_mm_fp8_fp4"):
         experts(x[:, :128], ids, factors)

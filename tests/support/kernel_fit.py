@@ -26,7 +26,7 @@ ALLOWED_SPILLS: dict[str, str] = {
     "bytes of 96 registers a thread; with CUDA 12's none",
     "experts-float16-nvfp4-linear-linear-32of64by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 148 "
     "bytes of 96 registers a thread; with CUDA 12's none",
-    "gated_experts-bfloat16-mxfp4-128x4-128x4-64by16in2of32-mxfp4-128x4-None-float32-None-True-sm_90a": "with CUDA "
+    "gated_experts-bfloat16-mxfp4-128x4-128x4-64by16in2of32-mxfp4-128x4-None-float32-None-swiglu-sm_90a": "with CUDA "
     "13's ptxas, 132 bytes of 96 registers a thread; with CUDA 12's none",
     "wgmma-bfloat16-mxfp4-128x4-bfloat16-64by0-bfloat16-alpha_one-bias_bfloat16-sm_90a": "with CUDA 13's ptxas, 36 "
     "bytes of 96 registers a thread, once a tile",

@@ -390,7 +390,7 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     total.graph.erase_node(total)
     if summed is not None and summed.group == named.get("group"):
         # Erase the all-reduce, which the graph's elimination of dead code would keep, from the last node on.
-        while unused is not summed.input:
+        while unused is not summed.input and not unused.users:
             unused, erased = unused.args[0], unused
             erased.graph.erase_node(erased)
     return results[:count]

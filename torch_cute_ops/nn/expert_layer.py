@@ -60,6 +60,7 @@ class GatedMLP(nn.Module):
             raise ValueError(
                 f"GatedMLP: the layers are ({got[0]}, {hidden}) and ({got[1]}, {width}); expected (2 · I, H) and (H, I)"
             )
+        swiglu.check()
         self.gate_up_proj, self.down_proj, self.swiglu = gate_up_proj, down_proj, swiglu
 
     def forward(self, x: Tensor) -> Tensor:

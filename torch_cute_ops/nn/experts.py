@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,17 @@ class SwiGLU(NamedTuple):
     limit: float | None = None
     gate: Gate = "silu"
 
+    def check(self) -> None:
+        """Check the name of the gate, and that gates with GELU get no parameters.
+
+        Raises:
+            ValueError: otherwise.
+        """
+        if self.gate not in get_args(Gate):
+            raise ValueError(f"SwiGLU: gate is {self.gate!r}; expected one of {', '.join(map(repr, get_args(Gate)))}")
+        if self.gate != "silu" and self.is_general:
+            raise ValueError(f"SwiGLU: got {self}; gate={self.gate!r} takes no alpha, beta or limit")
+
     @property
     def is_general(self) -> bool:
         """True if SwiGLU has other parameters than its defaults."""
@@ -144,6 +155,7 @@ class QuantExperts(nn.Module):
         topk: int | None = None,
     ) -> None:
         super().__init__()
+        swiglu.check()
         self.experts, self.swiglu, self.topk = experts, swiglu, topk
         self.hidden_size, self.intermediate_size = gate_up_proj.in_features, down_proj.in_features
         if type(gate_up_proj) is not type(down_proj) or gate_up_proj.scheme not in FORMATS:

@@ -58,7 +58,8 @@ class ReducedRowLauncher(RowLauncher):
         if out is not None or self.is_padded or not 0.0 <= call.eps < float("inf"):
             return None
         rows, _ = call.input.shape  # raises unless ``input`` has two dimensions
-        if not rows:
+        # Several launches need the check that no output overlaps the input of a later launch.
+        if not rows or rows > self._most_rows(groups.shared_memory(self.group, self.device.index)):
             return None
         outputs = self.new_outputs(rows, call.input.dtype)
         y, scale, norm = (None, None, outputs) if not self.has_scale else (*outputs, None)
@@ -89,7 +90,7 @@ class ReducedRowLauncher(RowLauncher):
         memory = groups.shared_memory(self.group, self.device.index)
         memory.enter()
         rows, max_ctas = input.shape[0], rest[-1]
-        most = memory.slot_bytes // self.config.row_bytes // self.tile_rows * self.tile_rows
+        most = self._most_rows(memory)
         if most == 0:
             raise ValueError(
                 f"{self.tile_rows} rows of {self.width} elements do not fit into the {memory.slot_bytes} bytes that a "
@@ -98,14 +99,17 @@ class ReducedRowLauncher(RowLauncher):
         if rows <= most:
             self.compiled(input, residual, weight, factor, y, scale, norm, eps, max_ctas, *memory.arguments)
             return
-        for first in range(0, rows, most):
-            part = slice(first, first + most)
+        # Allocate everything before the first launch: an error between launches would leave the ranks out of step.
+        parts, copies = [slice(first, min(first + most, rows)) for first in range(0, rows, most)], []
+        for part in parts:
             own = scale
             if scale is not None and self.has_scale_rows:
-                own = scale[first // self.tile_rows : -(-(first + most) // self.tile_rows)]
+                own = scale[part.start // self.tile_rows : -(-part.stop // self.tile_rows)]
             elif scale is not None and self.is_column:
-                count = min(most, rows - first)
+                count = part.stop - part.start
                 own = scale.new_empty_strided((count, self.scale_width), (1, count))
+            copies.append(own)
+        for part, own in zip(parts, copies, strict=True):
             self.compiled(
                 input[part],
                 residual[part],
@@ -118,8 +122,14 @@ class ReducedRowLauncher(RowLauncher):
                 max_ctas,
                 *memory.arguments,
             )
-            if self.is_column and scale is not None and own is not None:
+        if self.is_column and scale is not None:
+            for part, own in zip(parts, copies, strict=True):
+                assert own is not None
                 scale[part].copy_(own)
+
+    def _most_rows(self, memory: groups.SharedMemory) -> int:
+        """Return the largest number of rows of one launch, whole tiles of scales."""
+        return memory.slot_bytes // self.config.row_bytes // self.tile_rows * self.tile_rows
 
 
 def launcher_of(kernel: KernelSpec, *given: Any) -> RowLauncher:
@@ -139,7 +149,8 @@ class AllReduceRowQuant(RowQuant):
     run: Any = RowQuant.run_by_launcher
 
     def key(self, call: Any, device: int) -> tuple[Any, ...]:
-        return (*super().key(call, device), call.group)
+        # A group that was made again may have the name of the old group, and another size.
+        return (*super().key(call, device), call.group, groups.ranks_of(call.group))
 
     def check(self, call: Any) -> None:
         try:

@@ -23,6 +23,8 @@ _ABSENT: Final = -1
 _NO_GROUP: Final = " ranks"
 
 _shared: dict[tuple[str, int], "SharedMemory"] = {}
+_last_streams: dict[tuple[int, bool], torch.cuda.Stream] = {}
+"""Stream of the last launch on a device, of any group: outside of captures (False), and inside a capture (True)."""
 _creating = threading.Lock()
 
 
@@ -125,7 +127,6 @@ class SharedMemory:
         self.name, self.group, self.device = name, group_of(name), torch.device("cuda", device)
         self.rank, self.ranks = int(self.group.rank()), int(self.group.size())
         self.timeout_s = timeout_of(self.group, self.device)
-        self.stream: torch.cuda.Stream | None = None
         with torch.cuda.device(self.device):
             self._check_equal("SMs", sm_count(device))
             self._allocate()
@@ -137,14 +138,16 @@ class SharedMemory:
         peers = self.ranks - 1
         self.slot_bytes = max(SLOT_BYTES // peers, MIN_SLOT_BYTES) // 128 * 128
         words = self.slot_bytes // 4
-        self.staging = symmetric.empty((2, peers, words), dtype=torch.int32, device=self.device)
+        # All words are in one allocation outside of PyTorch's memory pools, because the first call may be in a pool of
+        # CUDA graphs.
+        every = symmetric.empty(2 * peers * words + _CONTROL_WORDS, dtype=torch.int32, device=self.device)
+        self.staging, self.control = every[:-_CONTROL_WORDS].view(2, peers, words), every[-_CONTROL_WORDS:]
         name: Any = self.name
-        self.handle = symmetric.rendezvous(self.staging, name)
+        self.handle = symmetric.rendezvous(every, name)
         slots = []
         for peer in self._peers():
             buffer = self.handle.get_buffer(peer, (2, peers, words), torch.int32)
             slots.append(buffer[:, self.rank - (self.rank > peer)])
-        self.control = torch.zeros(_CONTROL_WORDS, dtype=torch.int32, device=self.device)
         self._pinned = torch.zeros(peers, dtype=torch.int32, pin_memory=True)
         self._report, self._nothing = self._pinned.numpy(), bytes(4 * peers)
         report = torch.as_tensor(_Mapped(self._pinned))
@@ -166,10 +169,9 @@ class SharedMemory:
             self._gathered(None)
 
     def enter(self) -> None:
-        """Prepare a launch on the current stream. If the last launch was on another stream, the host waits for it.
+        """Prepare a launch on the current stream: let it follow the last launch, which may be on another stream.
 
-        Launches of one group must follow each other. A CUDA graph that is replayed is not seen here: its replays must
-        be ordered by the caller.
+        A CUDA graph that is replayed is not seen here: its replays must be ordered by the caller.
 
         Raises:
             RuntimeError: if the rows of a peer did not arrive in time in an earlier launch.
@@ -182,18 +184,7 @@ class SharedMemory:
                 f"{self.timeout_s:g} s in an earlier call; its results and those of later calls are wrong. Start the "
                 "ranks again, or call torch_cute_ops.distributed.reset_all_reduce(group) on all ranks"
             )
-        stream = torch.cuda.current_stream(self.device)
-        if stream != self.stream:
-            if self.stream is not None:
-                was_capturing, is_capturing = _is_capturing(self.stream), _is_capturing(stream)
-                if is_capturing and was_capturing:
-                    stream.wait_stream(self.stream)
-                elif not (is_capturing or was_capturing):
-                    # Wait on the host. On two H200s with driver 580, launches on two streams in turns were executed in
-                    # another order on one of the ranks although the second stream waited for an event of the first.
-                    # We did not find the reason: the same order held for launches that do not wait for a peer.
-                    self.stream.synchronize()
-            self.stream = stream
+        follow_last_launch(self.device)
 
     def _peers(self) -> Iterator[int]:
         return (rank for rank in range(self.ranks) if rank != self.rank)
@@ -225,6 +216,19 @@ class _Mapped:
         }
 
 
+def follow_last_launch(device: torch.device) -> None:
+    """Let the current stream wait for the last launch of ``all_reduce_rows`` on this device, of any group.
+
+    These kernels wait for the peers' kernels, so all ranks must execute them one at a time, in the order of the calls.
+    """
+    stream, is_capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
+    last = _last_streams.get((device.index, is_capturing))
+    # Compare the handles, because ``stream != None`` is False for torch's streams.
+    if last is not None and last.cuda_stream != stream.cuda_stream and (not is_capturing or _is_capturing(last)):
+        stream.wait_stream(last)
+    _last_streams[device.index, is_capturing] = stream
+
+
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
         return bool(torch.cuda.is_current_stream_capturing())
@@ -241,17 +245,36 @@ def timeout_of(group: Any, device: torch.device) -> float:
 
 
 def shared_memory(name: str, device: int) -> SharedMemory:
-    """Return the memory that the GPUs of a group share. The first call on all ranks creates it."""
-    found = _shared.get((name, device))
-    if found is None or found.group is not group_of(name):
+    """Return the memory that the GPUs of a group share. The first call on all ranks creates it.
+
+    Raises:
+        RuntimeError: if the name stands for any group of some size, so that nothing can be launched.
+    """
+    if name.endswith(_NO_GROUP):
+        raise RuntimeError(
+            f"a call of {name} was planned without a group, so it cannot run; pass group=..., or compile its kernels "
+            "with torch_cute_ops.precompile"
+        )
+    found = _current_memory(name, device)
+    if found is None:
         with _creating:
-            found = SharedMemory(name, device)
+            found = _current_memory(name, device) or SharedMemory(name, device)
             _shared[name, device] = found
+    return found
+
+
+def _current_memory(name: str, device: int) -> SharedMemory | None:
+    """Return the memory of the group with this name. Drop the memory of an earlier group with the name."""
+    found = _shared.get((name, device))
+    if found is not None and found.group is not group_of(name):
+        del _shared[name, device]
+        return None
     return found
 
 
 def reset_all_reduce(name: str) -> None:
     """Bring the memory that the GPUs of a group share into its first state. All ranks call this function."""
-    for (each, _), memory in tuple(_shared.items()):
-        if each == name:
+    for each, device in tuple(_shared):
+        memory = _current_memory(name, device) if each == name else None
+        if memory is not None:
             memory.reset()
