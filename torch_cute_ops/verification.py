@@ -544,7 +544,7 @@ def _gated(
     problem, count = path.problem(call), len(call.a)
     rows = _chosen(count, call.a.device)
     routing = call.routing[rows]
-    gate = gate_arguments(*call.gate)
+    gate = gate_arguments(*call.swiglu)
     given = GatedOperands(
         _bytes_of_codes(call.a, problem.a.format)[rows],
         _bytes_of_codes(call.b, problem.b.format),

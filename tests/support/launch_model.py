@@ -482,7 +482,7 @@ def compute_rows(config: Any, *args: Any) -> None:
     if spec.rows == "experts":
         used = used_rows(len(x), call.offsets, call.counts)
         x = torch.where(used[:, None], x, 0.0)
-        results = quantize_fp8_rows(silu_mul_rows(x, *gate), spec.fmt, None, spec.layout)
+        results = quantize_fp8_rows(silu_mul_rows(x, *gate, gate=spec.gate), spec.fmt, None, spec.layout)
         call.y.data.view(torch.uint8)[used] = results[0].view(torch.uint8)[used]
         call.scale.data[used] = results[1][used]
         return
