@@ -58,15 +58,18 @@ class ReducedRowLauncher(RowLauncher):
         if out is not None or self.is_padded or not 0.0 <= call.eps < float("inf"):
             return None
         rows, _ = call.input.shape  # raises unless ``input`` has two dimensions
+        if not rows:
+            return None
+        memory = groups.shared_memory(self.group, self.device.index)
         # Several launches need the check that no output overlaps the input of a later launch.
-        if not rows or rows > self._most_rows(groups.shared_memory(self.group, self.device.index)):
+        if rows > self._most_rows(memory):
             return None
         outputs = self.new_outputs(rows, call.input.dtype)
         y, scale, norm = (None, None, outputs) if not self.has_scale else (*outputs, None)
         factor = None if call.factor is None else call.factor.reshape(1)
-        unused = (None,) * 3
-        given = call.input, call.residual, call.weight, factor, y, scale, None, norm, *unused
-        self.function(*given, call.eps, *unused, self.max_ctas)
+        memory.enter()
+        given = call.input, call.residual, call.weight, factor, y, scale, norm
+        self.compiled(*given, call.eps, self.max_ctas, *memory.arguments)
         return outputs
 
     def _launch_parts(
