@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torch_cute_ops.kernels.all_reduce_rows import config, instructions
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import groups
 
@@ -115,7 +116,7 @@ def test_torch_streams_are_not_unequal_to_none() -> None:
 
 
 def test_memory_of_a_group_that_was_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a new group with the name of an old group gets memory of its own, created once."""
+    """Check that a new group with the name of an old group gets new memory, which is created once."""
     made: list[Any] = []
 
     class Memory:
@@ -154,3 +155,9 @@ def test_key_contains_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(groups, "ranks_of", lambda name, ranks=ranks: ranks)
         keys.append(path.key(call, 0))
     assert keys[0] != keys[1]
+
+
+def test_memory_has_the_form_that_the_kernel_expects() -> None:
+    """Check the numbers that the host code repeats, because it must not import kernels."""
+    assert groups.MAX_RANKS == config.MAX_RANKS and groups._CONTROL_WORDS == config.CONTROL_WORDS
+    assert groups._ABSENT % 2**32 == instructions.ABSENT

@@ -98,8 +98,8 @@ class QuantizationConfig:
 
 
 class _Checkpoint(vllm_stub._Checkpoint):
-    """Stand-in for SGLang's quantisation configurations, of which SGLang defines one per checkpoint style. Layers whose
-    name contains an ignored name are not quantised."""
+    """Stand-in for SGLang's quantisation configurations. SGLang defines one per checkpoint style. Layers whose name
+    contains an ignored name are not quantised."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)

@@ -278,8 +278,8 @@ class OwnMethod:
 
 
 class _Checkpoint(QuantizationConfig):
-    """Stand-in for vLLM's quantisation configurations, of which vLLM defines one per checkpoint style. Layers whose
-    name contains an ignored name are not quantised."""
+    """Stand-in for vLLM's quantisation configurations. vLLM defines one per checkpoint style. Layers whose name
+    contains an ignored name are not quantised."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

@@ -285,8 +285,8 @@ class DecodingConsumers:
         k_group = group // GROUPS if const_expr(c.k_groups > 1) else Int32(0)
         in_group = tid % K_GROUP_THREADS
         first, pair = in_group // 32 * 16, lane // 4
-        # Of two lanes whose loads are served together, one begins with an even row and one with an odd row, so that
-        # they access different banks.
+        # If the loads of two lanes are served together, one lane begins with an even row and the other with an odd row.
+        # So they access different banks.
         row = first + 2 * pair + pair % 2
         consumer = Consumer(in_group, lane, lane % 4, first, row, Int32(0), smem.stores)
         self.loop.compute_tables(tid, smem)

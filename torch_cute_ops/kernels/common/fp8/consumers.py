@@ -256,8 +256,8 @@ class MainLoop:
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
         If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). The previous tile is
-        stored after the first MMAs have started. ``is_plain`` is False for a tile of which ``general`` must promote all
-        k tiles. Return the next stage and its parity.
+        stored after the first MMAs have started. ``is_plain`` is False if ``general`` must promote all k tiles of
+        the tile. Return the next stage and its parity.
         """
         c = self.config
         count = work.end - work.begin
