@@ -58,9 +58,10 @@ def world_name() -> str:
 
 def rows(rank: int, count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Return the input of a rank, which every rank can compute. Magnitudes of elements differ by up to 2^16."""
-    made = torch.Generator().manual_seed(1000 * seed + rank)
-    values = torch.randn(count, width, generator=made) * 2.0 ** torch.randint(-8, 8, (count, width), generator=made)
-    return values.to(dtype).cuda()
+    made = torch.Generator("cuda").manual_seed(1000 * seed + rank)
+    values = torch.randn(count, width, generator=made, device="cuda")
+    exponents = torch.randint(-8, 8, (count, width), generator=made, device="cuda")
+    return torch.ldexp(values, exponents).to(dtype)
 
 
 def total(count: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
