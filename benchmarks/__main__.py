@@ -1,7 +1,8 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
 measures whole models as they are served. `tactics` measures every tactic of a GEMM, and prints the measured time next
-to the time that the cost model predicts. `all_reduce` measures the op that sums rows over several GPUs.
+to the time that the cost model predicts. `all_reduce` measures the op that sums rows over several GPUs, and `layer_tp`
+a decoder layer that uses it.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
@@ -34,6 +35,7 @@ from . import (
     expert_layer,
     host,
     layer,
+    layer_tp,
     model,
     ops,
     performance,
@@ -53,6 +55,7 @@ COMMANDS = {
     "distributed": distributed.main,
     "expert_layer": expert_layer.main,
     "layer": layer.main,
+    "layer_tp": layer_tp.main,
     "model": model.main,
     "performance": performance.main,
     "plots": plots.main,

@@ -5,7 +5,6 @@ launch and as NCCL's all-reduce followed by our op. One process per GPU; all cal
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch_cute_ops import add_rmsnorm_fp4quant, all_reduce_add_rmsnorm_fp4quant
 from . import environment, report, targets
 from .case import Mark, at_most
 from .measure import CudaGraphs, measure
+from .ranks import joined, start
 
 RESULTS: Final = Path(__file__).parent / "results"
 NOTES: Final = "all_reduce"
@@ -94,24 +94,20 @@ def run(rank: int, ranks: int, port: int, output: Path) -> None:
     """Measure all sizes in the process of one rank. Rank 0 prints and writes the results."""
     import torch.distributed as dist
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    method = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("nccl", init_method=method, rank=rank, world_size=ranks, device_id=device)
-    measured = []
-    for rows in ROWS:
-        timings = measure(variants(rows, device), SETS, CALLS, ROUNDS, CudaGraphs())
-        torch.cuda.synchronize()
-        dist.barrier()
-        measured.append({"M": rows, "us": {name: timing.us for name, timing in timings.items()}})
-    if rank == 0:
-        result = {"ranks": ranks, "hidden": HIDDEN, "environment": environment.collect(device), "rows": measured}
-        output.mkdir(parents=True, exist_ok=True)
-        file = output / f"all_reduce_{ranks}.json"
-        report.write_json(result, marks(measured), file)
-        file.with_suffix(".md").write_text(f"{markdown(result)}\n", encoding="utf-8")
-        print(markdown(result))
-    dist.destroy_process_group()
+    with joined(rank, ranks, port) as device:
+        measured = []
+        for rows in ROWS:
+            timings = measure(variants(rows, device), SETS, CALLS, ROUNDS, CudaGraphs())
+            torch.cuda.synchronize()
+            dist.barrier()
+            measured.append({"M": rows, "us": {name: timing.us for name, timing in timings.items()}})
+        if rank == 0:
+            result = {"ranks": ranks, "hidden": HIDDEN, "environment": environment.collect(device), "rows": measured}
+            output.mkdir(parents=True, exist_ok=True)
+            file = output / f"all_reduce_{ranks}.json"
+            report.write_json(result, marks(measured), file)
+            file.with_suffix(".md").write_text(f"{markdown(result)}\n", encoding="utf-8")
+            print(markdown(result))
 
 
 def marks(measured: Sequence[dict[str, Any]]) -> list[Mark]:
@@ -154,15 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs, 2 to 8 (default 2)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the file written")
     options = parser.parse_args(arguments)
-    if torch.cuda.device_count() < options.ranks:
-        print(f"this benchmark needs {options.ranks} GPUs; torch sees {torch.cuda.device_count()}", file=sys.stderr)
-        return 2
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run, (options.ranks, port, options.output), nprocs=options.ranks)
-    return 0
+    return start("all_reduce", run, options.ranks, options.output)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import all_reduce, expert_layer, host, layer, model, ops, report
+from . import all_reduce, expert_layer, host, layer, layer_tp, model, ops, report
 from .case import Mark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +16,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 HOST_NOTES = "call_path"
 """Name of the file of notes on the host cost of a call."""
-LAYERS: dict[str, Any] = {"all_reduce_2": all_reduce, "expert_layer": expert_layer, "layer": layer}
+LAYERS: dict[str, Any] = {
+    "all_reduce_2": all_reduce,
+    "expert_layer": expert_layer,
+    "layer": layer,
+    "layer_tp_2": layer_tp,
+}
 """Modules of the benchmarks of whole layers, and of sums over GPUs, by name of the result file."""
 
 TEXT = """\

@@ -39,6 +39,10 @@ ALL_REDUCE_OVER_NCCL = {1: 0.6, 64: 0.7, 1024: 0.9}
 """Largest accepted time of `all_reduce_add_rmsnorm_fp4quant` on two GPUs, divided by the time of NCCL's all-reduce and
 `add_rmsnorm_fp4quant`, by rows."""
 
+LAYER_TP_OVER_NCCL = {1: 1.15, 64: 1.15}
+"""Smallest speedup of a 70B decoder layer in W4A4 on two GPUs with `all_reduce_add_rmsnorm_fp4quant`, over the layer
+with NCCL's all-reduce and `add_rmsnorm_fp4quant`, by rows."""
+
 # --- FP4 GEMMs ---
 
 FP4_DECODE_US = 42.0
