@@ -1,8 +1,8 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
-measures whole models as they are served. `tactics` measures every tactic of a GEMM, and prints the measured time next
-to the time that the cost model predicts. `all_reduce` measures the op that sums rows over several GPUs, and `layer_tp`
-a decoder layer that uses it.
+measures whole models as they are served, and `model_paged` decode steps with a paged cache. `tactics` measures every
+tactic of a GEMM, and prints the measured time next to the time that the cost model predicts. `all_reduce` measures the
+op that sums rows over several GPUs, and `layer_tp` a decoder layer that uses it.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
@@ -37,6 +37,7 @@ from . import (
     layer,
     layer_tp,
     model,
+    model_paged,
     ops,
     performance,
     plots,
@@ -57,6 +58,7 @@ COMMANDS = {
     "layer": layer.main,
     "layer_tp": layer_tp.main,
     "model": model.main,
+    "model_paged": model_paged.main,
     "performance": performance.main,
     "plots": plots.main,
     "tactics": tactics.main,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import all_reduce, expert_layer, host, layer, layer_tp, model, ops, report
+from . import all_reduce, expert_layer, host, layer, layer_tp, model, model_paged, ops, report
 from .case import Mark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,8 +21,9 @@ LAYERS: dict[str, Any] = {
     "expert_layer": expert_layer,
     "layer": layer,
     "layer_tp_2": layer_tp,
+    "model_paged": model_paged,
 }
-"""Modules of the benchmarks of whole layers, and of sums over GPUs, by name of the result file."""
+"""Modules of the benchmarks of whole layers, of sums over GPUs and of paged caches, by name of the result file."""
 
 TEXT = """\
 # Performance against targets

@@ -11,7 +11,7 @@ from pathlib import Path
 from . import ops
 from .performance import LAYERS, RESULTS
 
-WITHOUT = ("all_reduce_2", "host", "layer_tp_2", "model")
+WITHOUT = ("all_reduce_2", "host", "layer_tp_2", "model", "model_paged")
 """Names of the result files for which no picture is drawn."""
 
 

@@ -116,6 +116,9 @@ MODEL_GENERATE = {"8B": 1.6}
 MODEL_PREFILL = {"16bit": 0.95, "fp8": 1.4}
 """Smallest speedup over bf16: of decode steps by batch size, of `generate()`, and of prefill by format of
 activations."""
+MODEL_PAGED = {("8B", 1): 0.96}
+"""Largest time of a decode step with a paged cache and `qkv_norm_rope_append`, divided by the time with separate steps,
+by model and batch size."""
 MODEL_LOGITS = 1e-4
 """Largest accepted value of 1 − c, where c is the cosine similarity between our model's logits and the bf16 model's."""
 MODEL_GIGABYTES = {"8B": 6.3, "70B": 43.5}
