@@ -2,6 +2,7 @@
 
 import ast
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def test_kernels_of_a_dense_model():
     norm = {"hidden": 4096, "dtype": BF16, "weight_dtype": BF16}
     assert found >= {*kernels_of("add_rmsnorm_fp4quant", "sm_90a", **norm, global_scale=True)}
     assert found >= {*kernels_of("silu_mul_fp8quant", "sm_90a", hidden=28672, dtype=BF16, granularity="block128")}
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "qwen3-30b-a3b"])
+def test_kernels_of_any_number_of_rows(name):
+    """Check that the kernels that are built by default include those of numbers of rows that are no bucket: without the
+    DSL, a server could not compile them."""
+    built = set(kernels_of_model(name, SM90))
+    for rows in (2, 13, 41, random.randint(1, 8192)):
+        assert set(kernels_of_model(name, SM90, (rows,))) <= built, rows
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].experts is not None])
@@ -186,7 +196,7 @@ def test_an_installed_wheel_is_found(installed, tmp_path):
     kept, loaded, refused, other, error, end = ran(installed, tmp_path)
     assert (kept, other, end) == ("True", "False", "the program goes on")
     assert loaded.startswith("INFO from the package torch_cute_ops_kernels_sm90: KernelSpec(")
-    assert refused.startswith("TypeError Expects 16 parameters when calling")
+    assert refused.startswith("TypeError Expects 17 parameters when calling")
     assert error.startswith("RuntimeError a kernel cannot be compiled here (No module named 'cutlass'), and ")
     assert "and the package torch_cute_ops_kernels_sm90 lacks it: KernelSpec(" in error
 

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.collecting import CollectKernels
+from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn import ExpertLayer, QuantExperts
 from torch_cute_ops.nn._base import Activations, QuantLinear
 from torch_cute_ops.nn.experts import SwiGLU
@@ -36,8 +37,10 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 log = logging.getLogger("torch_cute_ops")
 
 DTYPE: Final = torch.bfloat16
-ROWS: Final = (1, 8, 16, 32, 64, 128, 256, 2048, 8192)
-"""Numbers of rows that kernels are built for by default."""
+MOST_ROWS: Final = 8192
+ROWS: Final = tuple(dict.fromkeys((*range(1, 8), *map(bucket, range(8, MOST_ROWS + 1)))))
+"""Numbers of rows that kernels are built for by default. They lead to the kernels of all numbers of rows up to
+``MOST_ROWS``: calls are planned for buckets of rows, and calls with experts also differ for the fewest tokens."""
 
 
 @dataclass(frozen=True)
