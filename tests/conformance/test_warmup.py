@@ -36,9 +36,12 @@ def properties_of_call(op, sample) -> dict:
     given.apply_defaults()
     given = given.arguments
     choices = ("block_size", "scale_format", "scale_layout", "granularity", "interleaved", "weight_plus_one", "gate")
+    choices += ("subtract_mean",)
     found = {name: given[name] for name in choices if name in given}
     if "group" in given:
         found |= {"group": given["group"], "ranks": 1}
+    if "residual" in given and "subtract_mean" in given:
+        found["residual_dtype"] = given["residual"].dtype
     if "global_scale" in given:
         found["global_scale"] = given["global_scale"] is not None
     if "out_dtype" in given:

@@ -2,7 +2,10 @@
 
 from expected import after_addition, rmsnorm
 
-_ARGUMENTS = "Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-6, bool weight_plus_one=False"
+_ARGUMENTS = (
+    "Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-6, "
+    "bool weight_plus_one=False, Tensor? bias=None, bool subtract_mean=False"
+)
 SCHEMA = f"cute::add_rmsnorm({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::add_rmsnorm.out({_ARGUMENTS}, *, Tensor(b!) out) -> ()"
 

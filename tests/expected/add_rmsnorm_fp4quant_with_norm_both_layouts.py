@@ -10,7 +10,7 @@ from expected import (
 
 _ARGUMENTS = (
     "Tensor input, Tensor(a!) residual, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
-    "str? scale_format=None, bool weight_plus_one=False"
+    "str? scale_format=None, bool weight_plus_one=False, Tensor? bias=None, bool subtract_mean=False"
 )
 _RETURNS = "Tensor y, Tensor scale_128x4, Tensor scale_linear, Tensor norm"
 _OUTPUTS = "Tensor(b!) y, Tensor(c!) scale_128x4, Tensor(d!) scale_linear, Tensor(e!) norm"
@@ -30,4 +30,4 @@ def assert_results(actual, expected, given) -> None:
     *want_scaled, want_norm, total = expected
     add_rmsnorm_fp4quant_both_layouts.assert_results((*scaled, residual), (*want_scaled, total), given)
     assert norm.dtype == given["input"].dtype
-    rmsnorm_fp4quant_with_norm.assert_norm_close(norm.to(want_norm.device), want_norm)
+    rmsnorm_fp4quant_with_norm.assert_norm_close(norm.to(want_norm.device), want_norm, given)

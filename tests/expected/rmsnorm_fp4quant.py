@@ -10,17 +10,20 @@ from torch_cute_ops.testing import assert_fp4_close
 
 ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
-    "str? scale_format=None, str scale_layout='128x4', bool weight_plus_one=False"
+    "str? scale_format=None, str scale_layout='128x4', bool weight_plus_one=False, "
+    "Tensor? bias=None, bool subtract_mean=False"
 )
 SCHEMA = f"cute::rmsnorm_fp4quant({ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp4quant.out({ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
 
 
 def exact_norm(given) -> np.ndarray:
-    weight = rows_of(given["weight"])[0]
+    """Return the normalised rows of a call. Ops that sum over ranks have no bias and subtract no mean."""
+    weight = rows_of(given["weight"])[0] if given["weight"].numel() else np.float32(1)
     if given["weight_plus_one"]:
         weight = np.float32(1) + weight
-    return spec.rms_norm(rows_of(given["input"]), weight, given["eps"])
+    bias = None if given.get("bias") is None else rows_of(given["bias"])[0]
+    return spec.rms_norm(rows_of(given["input"]), weight, given["eps"], bias, given.get("subtract_mean", False))
 
 
 def results(given) -> Tensors:

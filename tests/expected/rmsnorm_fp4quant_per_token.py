@@ -8,7 +8,10 @@ from expected import Tensors, quantised_per_token, rmsnorm_fp4quant
 from torch_cute_ops.formats import NVFP4, resolve_scale_layout
 from torch_cute_ops.testing import assert_fp4_close
 
-_ARGUMENTS = "Tensor input, Tensor weight, float eps=1e-6, str scale_layout='128x4', bool weight_plus_one=False"
+_ARGUMENTS = (
+    "Tensor input, Tensor weight, float eps=1e-6, str scale_layout='128x4', "
+    "bool weight_plus_one=False, Tensor? bias=None, bool subtract_mean=False"
+)
 _OUTPUTS = "Tensor(a!) y, Tensor(b!) scale, Tensor(c!) row_scale"
 SCHEMA = f"cute::rmsnorm_fp4quant_per_token({_ARGUMENTS}) -> (Tensor y, Tensor scale, Tensor row_scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp4quant_per_token.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"

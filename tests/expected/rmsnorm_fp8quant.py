@@ -11,7 +11,7 @@ from torch_cute_ops.testing import assert_fp8_close
 
 _ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? scale=None, float eps=1e-6, str granularity='token', str? scale_layout=None, "
-    "bool interleaved=False, bool weight_plus_one=False"
+    "bool interleaved=False, bool weight_plus_one=False, Tensor? bias=None, bool subtract_mean=False"
 )
 SCHEMA = f"cute::rmsnorm_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale_out) -> ()"

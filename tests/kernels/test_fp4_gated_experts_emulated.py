@@ -282,6 +282,10 @@ GATED = [
         gated(FP16, NVFP4, "linear", None, 256, 8, 64, epilogue=(FP16, None, None, None, None, "gelu"), split_k=4),
         *(9, 1024, 3, 128, "dense", 3, 12),
     ),
+    Gated(
+        gated(BF16, NVFP4, "linear", None, 256, 8, 64, epilogue=(BF16, None, None, None, None, "relu2"), split_k=4),
+        *(9, 1024, 3, 128, "dense", 3, 12),
+    ),
     # Launches whose epilogue multiplies each row by a scale
     Gated(
         gated(

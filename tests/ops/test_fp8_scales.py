@@ -258,7 +258,7 @@ def test_row_major_outputs_take_the_fast_path(launches, slow_calls):
     scale = torch.empty_like(want)
     for _ in range(3):
         op.cuda_out(x, granularity="block128", y=y, scale_out=scale.fill_(torch.nan))
-        assert torch.equal(scale, want) and launches.calls[-1][1][5].data_ptr() == scale.data_ptr()
+        assert torch.equal(scale, want) and launches.calls[-1][1][6].data_ptr() == scale.data_ptr()
     assert len(slow_calls) == 1
 
 

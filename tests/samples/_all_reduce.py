@@ -17,14 +17,14 @@ EVERY = 3
 
 def all_reduce_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     """Yield a part of the samples of the op without the sum, always with the positional one."""
-    for i, sample in enumerate(add_norm_samples(family, device)):
+    for i, sample in enumerate(add_norm_samples(family, device, only_rms=True)):
         if i % EVERY == 0 or sample.name == "positional":
             yield replace(sample, args=(*sample.args[:3], ALONE, *sample.args[3:]))
 
 
 def all_reduce_error_inputs(family: Family, device: torch.device) -> Iterator[ErrorInput]:
     """Yield a part of the error inputs of the op without the sum, and wrong groups."""
-    yield from _with_group(add_norm_error_inputs(family, device))
+    yield from _with_group(add_norm_error_inputs(family, device, only_rms=True))
     rows, weight = random_rows(4, 128, device=device), torch.ones(128, device=device)
     for name in ("nobody", "-1", "0 of 2"):
         text = f"group is {name!r}, which names no process group of this process"

@@ -12,7 +12,7 @@ from samples._inputs import ErrorInput, Sample
 from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha, with_nan_scales
 from samples._row_errors import error_maker, out_errors
 from samples._rows import short
-from samples._silu_mul import GELUS, GPT_OSS, gate_errors, swiglu_errors
+from samples._silu_mul import GPT_OSS, OTHER_GATES, gate_errors, swiglu_errors
 from samples._weights import every_other_expert, scale_stride_errors, stride_errors, unaligned, with_padding
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
@@ -105,7 +105,7 @@ class GatedSamples(FP4Samples):
             "limit": {"swiglu_limit": 0.5},
             "alpha-of-gate": {"swiglu_alpha": 0.5},
             "beta": {"swiglu_beta": -0.75},
-            **{gate: {"gate": gate, "bias": bias} for gate in GELUS},
+            **{gate: {"gate": gate, "bias": bias} for gate in OTHER_GATES},
             "defaults-named": {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None},
             "epilogue-strided": {
                 "alpha": torch.cat((halves, halves), 1)[:, ::2],

@@ -24,17 +24,17 @@ GATES: tuple[tuple[str, dict[str, Any]], ...] = (
 """Parameters of gates that the samples use."""
 
 
-GELUS = ("gelu_tanh", "gelu")
+OTHER_GATES = ("gelu_tanh", "gelu", "relu2")
 """Gates without parameters."""
 
 
 def gate_errors(args: tuple[Any, ...]) -> Iterator[ErrorInput]:
     """Yield calls with the positional arguments ``args``, and unknown gates, or gates without parameters that get
     parameters."""
-    for gate in ("relu2", "GELU", ""):
-        text = f"gate is '{gate}'; expected one of 'silu', 'gelu_tanh', 'gelu'"
+    for gate in ("relu", "GELU", ""):
+        text = f"gate is '{gate}'; expected one of 'silu', 'gelu_tanh', 'gelu', 'relu2'"
         yield ErrorInput(f"gate-{gate}", args, {"gate": gate}, ValueError, text)
-    for gate in GELUS:
+    for gate in OTHER_GATES:
         for name, value in GPT_OSS.items():
             text = f"{name} is {value} with gate='{gate}'; expected .* only gate='silu' takes parameters"
             yield ErrorInput(f"{gate}-{name.replace('_', '-')}", args, {"gate": gate, name: value}, ValueError, text)
@@ -61,7 +61,7 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     for i, (name, gate) in enumerate(GATES):
         rows = torch.randn(19, 5 * 256, device=device).mul_(4).to(DTYPES[i % 3])
         yield Sample(f"swiglu-{name}", (rows,), {**family.plain, **gate})
-    for i, gate in enumerate(GELUS):
+    for i, gate in enumerate(OTHER_GATES):
         rows = torch.randn(19, 5 * 256, device=device).mul_(4).to(DTYPES[i])
         yield Sample(gate, (rows,), {**family.plain, "gate": gate})
         yield Sample(f"{gate}-small", (rows.flip(-1),), {**family.small, "gate": gate})
@@ -90,7 +90,7 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             if name in ("gate", "up", "pairs"):
                 yield Sample(f"swiglu-{name}-{short(dtype)}", (rows,), {**kwargs, **GPT_OSS})
             if name != "identity":
-                for gate in GELUS:
+                for gate in OTHER_GATES:
                     yield Sample(f"{gate}-{name}-{short(dtype)}", (rows,), {**kwargs, "gate": gate})
 
 

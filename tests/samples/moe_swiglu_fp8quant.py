@@ -18,7 +18,7 @@ from samples._moe import (
 )
 from samples._row_errors import input_errors
 from samples._rows import DTYPES, random_rows, short, special_rows, views
-from samples._silu_mul import GATES, GELUS, GPT_OSS, gate_errors, swiglu_errors
+from samples._silu_mul import GATES, GPT_OSS, OTHER_GATES, gate_errors, swiglu_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
@@ -70,7 +70,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     for i, (name, gate) in enumerate(GATES):
         one = sample(f"swiglu-{name}", (640, 2880)[i % 2], DTYPES[i % 3], **small)
         yield replace(one, kwargs={**one.kwargs, **gate})
-    for i, gate in enumerate(GELUS):
+    for i, gate in enumerate(OTHER_GATES):
         one = sample(gate, (640, 2880)[i % 2], DTYPES[i], **small)
         yield replace(one, kwargs={**one.kwargs, "gate": gate})
     for width in (64, 192, 2880):

@@ -491,12 +491,15 @@ def compute_rows(config: Any, *args: Any) -> None:
         x = call.residual
     if spec.source == "silu_mul":
         value = silu_mul_rows(x, *gate, gate=spec.gate)
-    elif call.weight is None:
+    elif not spec.normalises:
         value = x.float()
     else:
         padding = (0, spec.width - spec.norm_width)
         within = slice(0, spec.norm_width)
-        norm = rmsnorm_rows(x[:, within], call.weight[within], call.eps, spec.weight_plus_one)
+        weight = torch.empty(0) if call.weight is None else call.weight[within]
+        bias = None if call.bias is None else call.bias[within]
+        assert (call.weight is None, bias is not None) == (not spec.has_weight, spec.has_bias)
+        norm = rmsnorm_rows(x[:, within], weight, call.eps, spec.weight_plus_one, bias, spec.subtracts_mean)
         value = torch.nn.functional.pad(norm, padding)
     if spec.has_row_scale:
         *results, row_scale = quantize_rows_per_token(value, spec.layout.name)

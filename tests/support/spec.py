@@ -365,6 +365,14 @@ def gelu_mul(value: np.ndarray, gate: str) -> np.ndarray:
         return (first.astype(np.float64) * phi.astype(np.float32)).astype(np.float32) * up
 
 
+def relu2_mul(value: np.ndarray) -> np.ndarray:
+    """Return ``max(a, 0)² · b`` for the halves a and b of rows (M, 2I), rounded to fp32 after each product."""
+    first, up = np.split(value.astype(np.float32), 2, axis=-1)
+    with np.errstate(all="ignore"):
+        positive = np.where(first < 0, np.float32(0), first)
+        return positive * positive * up
+
+
 def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
     """Return ``value · sigmoid(gate)``, computed in float64 and rounded to fp32. The sigmoid is 0 if exp(-gate) exceeds
     fp32."""
@@ -375,12 +383,19 @@ def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
 # The norm
 
 
-def rms_norm(value: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Return ``v / sqrt(mean(v²) + eps) · w`` for rows v (M, H), in float64, but infinite if an fp32 step would
-    overflow."""
+def rms_norm(
+    value: np.ndarray, weight: np.ndarray, eps: float, bias: np.ndarray | None = None, subtracts_mean: bool = False
+) -> np.ndarray:
+    """Return ``v / sqrt(mean(v²) + eps) · w + bias`` for rows v (M, H), in float64, but infinite if an fp32 step would
+    overflow. With ``subtracts_mean``, v is first replaced by the difference to the row's mean."""
     with np.errstate(all="ignore"):
+        if subtracts_mean:
+            total = value.astype(np.float64).sum(-1, keepdims=True)
+            total = np.where(np.abs(total) > FLT_MAX, np.copysign(np.inf, total), total)
+            value = value.astype(np.float64) - total / value.shape[-1]
         squares = (value.astype(np.float32) * value.astype(np.float32)).astype(np.float64)
         total = squares.sum(-1, keepdims=True)
         total = np.where(total > FLT_MAX, np.inf, total)
         rstd = 1 / np.sqrt(total / value.shape[-1] + eps)
-        return value.astype(np.float64) * rstd * weight.astype(np.float64)
+        norm = value.astype(np.float64) * rstd * weight.astype(np.float64)
+        return norm if bias is None else norm + bias.astype(np.float64)

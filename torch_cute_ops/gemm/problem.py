@@ -109,9 +109,9 @@ class GemmProblem:
             counts all experts together.
         grouping: division among experts.
         epilogue: operations that are applied to an accumulator before it is stored.
-        gate: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, ``"swiglu"`` with parameters that calls pass, or None without a
-            gate. With a gate, the result is the gate of the two halves of each expert's weight rows, and the weight has
-            ``2 · n`` rows.
+        gate: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu2"``, ``"swiglu"`` with parameters that calls pass, or
+            None without a gate. With a gate, the result is the gate of the two halves of each expert's weight rows, and
+            the weight has ``2 · n`` rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
         global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
             None without an encode scale.
@@ -133,7 +133,7 @@ class GemmProblem:
     k: int
     epilogue: Epilogue
     grouping: Grouping = Grouping()
-    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu"] | None = None
+    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu", "relu2"] | None = None
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
     prologue_gate: bool = False

@@ -99,7 +99,7 @@ def candidates(module: Any) -> list[SwiGLU]:
         for alpha in dict.fromkeys((1.0, *alphas))
         for beta in (0.0, 1.0)
     ]
-    return [*gates, SwiGLU(gate="gelu_tanh"), SwiGLU(gate="gelu")]
+    return [*gates, *(SwiGLU(gate=gate) for gate in ("gelu_tanh", "gelu", "relu2"))]
 
 
 @torch.no_grad()

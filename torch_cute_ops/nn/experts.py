@@ -72,11 +72,11 @@ def few_tokens(width: int) -> int:
 
 class SwiGLU(NamedTuple):
     """Gate of an expert: ``g · σ(alpha · g) · (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, ±limit)``,
-    or ``gelu(gate) · up``.
+    or ``gelu(gate) · up``, or ``max(gate, 0)² · up``.
 
     Attributes:
-        alpha, beta, limit: parameters of SwiGLU. Gates with GELU need the defaults.
-        gate: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, as of :func:`torch_cute_ops.silu_mul`.
+        alpha, beta, limit: parameters of SwiGLU. Other gates need the defaults.
+        gate: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu2"``, as of :func:`torch_cute_ops.silu_mul`.
     """
 
     alpha: float = 1.0
@@ -85,7 +85,7 @@ class SwiGLU(NamedTuple):
     gate: Gate = "silu"
 
     def check(self) -> None:
-        """Check the name of the gate, and that gates with GELU get no parameters.
+        """Check the name of the gate, and that only SwiGLU gets parameters.
 
         Raises:
             ValueError: otherwise.
@@ -107,6 +107,8 @@ class SwiGLU(NamedTuple):
 
     def of(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute the formula elementwise, in the dtype of the tensors."""
+        if self.gate == "relu2":
+            return gate.relu().square() * up
         if self.gate != "silu":
             return nn.functional.gelu(gate, approximate="tanh" if self.gate == "gelu_tanh" else "none") * up
         if self.limit is not None:

@@ -33,6 +33,8 @@ class ReducedRowCall(NamedTuple):
     interleaved: bool = False
     weight_plus_one: bool = False
     gate: Gate = "silu"
+    bias: Tensor | None = None
+    subtract_mean: bool = False
     group: str = ""
 
     @property
@@ -77,6 +79,7 @@ class ReducedRowLauncher(RowLauncher):
         input: Tensor,
         residual: Tensor,
         weight: Tensor,
+        bias: None,
         factor: Tensor | None,
         y: Tensor | None,
         scale: Tensor | None,

@@ -240,10 +240,11 @@ def check_rows(
         )
 
 
-def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None:
+def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor, allows_fp32: bool = False) -> None:
     """Check that ``residual`` has the dtype, shape and device of ``input``, and that no two of its elements share
-    memory."""
-    check_dtype(op, "residual", residual, (input.dtype,))
+    memory. If ``allows_fp32``, the dtype may also be float32."""
+    dtypes = (input.dtype, torch.float32) if allows_fp32 else (input.dtype,)
+    check_dtype(op, "residual", residual, tuple(dict.fromkeys(dtypes)))
     check_shape(op, "residual", residual, input.shape, "the shape of input")
     check_device(op, "residual", residual, "input", input.device)
     if overlaps_itself(residual):

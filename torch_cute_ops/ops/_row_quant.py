@@ -56,6 +56,8 @@ class RowCall(NamedTuple):
     interleaved: bool = False
     weight_plus_one: bool = False
     gate: Gate = "silu"
+    bias: Tensor | None = None
+    subtract_mean: bool = False
 
     @property
     def swiglu(self) -> tuple[float, float, float | None]:
@@ -77,6 +79,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.pads_output = self.is_padded and not self.is_interleaved
         self.also_linear, self.writes_norm = problem.also_linear, problem.writes_norm
         self.has_row_scale = problem.has_row_scale
+        self.has_weight = problem.has_weight
         self.tile_rows = self.layout.tile_rows or 1
         if isinstance(fmt, FP4Format):
             self.y_width, self.y_dtype = self.width // 2, torch.uint8
@@ -141,8 +144,10 @@ class RowLauncher(KernelLauncher[RowCall]):
         return y, scale, *more
 
     def launch(self, call: RowCall, out: Any) -> None:
-        input, residual, weight, factor = call.input, call.residual, call.weight, call.factor
+        input, residual, weight, bias, factor = call.input, call.residual, call.weight, call.bias, call.factor
         hidden = input.shape[-1]
+        if not self.has_weight:
+            weight = None
         rows = input.reshape(-1, hidden)
         sums = None if residual is None else residual.reshape(-1, hidden)
         count = rows.shape[0]
@@ -167,7 +172,9 @@ class RowLauncher(KernelLauncher[RowCall]):
         if self.is_padded:
             rows = _padded(rows, 2 if self.source == "silu_mul" else 1, self.width)
             sums = None if sums is None else _padded(sums, 1, self.width)
-            weight = None if weight is None else _padded(weight.unsqueeze(0), 1, self.width)[0]
+            weight, bias = (
+                None if each is None else _padded(each.unsqueeze(0), 1, self.width)[0] for each in (weight, bias)
+            )
         if self.pads_output:
             padded = output.new_empty(count, self.width)
             y, norm = (None, padded) if y is None else (padded, norm)
@@ -175,12 +182,12 @@ class RowLauncher(KernelLauncher[RowCall]):
         rest = (None if factor is None else factor.reshape(1), *outputs)
         scalars = (call.eps, *gate_arguments(*call.swiglu), self.max_ctas)
         try:
-            self.function(rows, sums, weight, *rest, *scalars)
+            self.function(rows, sums, weight, bias, *rest, *scalars)
         except (ValueError, TypeError):
             # The compiled function refused a tensor whose rows do not start at multiples of 16 bytes. So copy them.
             copies = [
                 None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
-                for tensor in (rows, sums, weight)
+                for tensor in (rows, sums, weight, bias)
             ]
             self.function(*copies, *rest, *scalars)
             sums = copies[1]
@@ -199,7 +206,7 @@ class RowQuant(KernelPath[RowCall]):
     Args:
         source: source of the values of a row: the input's row; the sum of the input's row and the residual's row, which
             then overwrites the residual; or the gated product of the row's two halves.
-        normalises: True if rows are first RMS-normalised with a weight.
+        normalises: True if rows are first normalised.
         fixed: as in ``CallPath``.
     """
 
@@ -226,7 +233,7 @@ class RowQuant(KernelPath[RowCall]):
         return (
             *(call.input.shape[-1], call.input.dtype, weight_dtype, call.factor is not None),
             *(gates_plainly(*call.swiglu), call.block_size, call.scale_format, call.granularity, call.scale_layout),
-            *(call.interleaved, call.weight_plus_one, call.gate),
+            *(call.interleaved, call.weight_plus_one, call.gate, _kind_of_norm(call)),
             device,
         )
 
@@ -251,6 +258,8 @@ class RowQuant(KernelPath[RowCall]):
         interleaved: bool,
         weight_plus_one: bool,
         gate: Gate,
+        bias: Tensor | None,
+        subtract_mean: bool,
     ) -> Any:
         """Compute a call as ``CallPath.run`` does. For speed, ``key`` and the launch are inlined.
 
@@ -267,10 +276,17 @@ class RowQuant(KernelPath[RowCall]):
             written_layout = layout
             if out is not None and layout is None and granularity == _BLOCK and not is_column_major(out[1]):
                 written_layout = ROW.name
+            norm_kind = None
+            if weight is not None:
+                has_bias, is_without_weight = bias is not None, not weight.numel()
+                has_other_residual = residual is not None and residual.dtype is not dtype
+                if has_bias or subtract_mean is not False or is_without_weight or has_other_residual:
+                    norm_kind = has_bias, subtract_mean, is_without_weight, has_other_residual
             # fmt: off
             launcher: Any = self.launchers.get((
                 width, dtype, weight_dtype, has_factor, is_plain,
-                block_size, scale_format, granularity, written_layout, interleaved, weight_plus_one, gate, device,
+                block_size, scale_format, granularity, written_layout, interleaved, weight_plus_one, gate,
+                norm_kind, device,
             ))
             # fmt: on
             if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
@@ -306,7 +322,8 @@ class RowQuant(KernelPath[RowCall]):
                 ):
                     # fmt: off
                     launcher.function(
-                        input, residual, weight, factor, y, scale, linear, norm, row_scale, None, None,
+                        input, residual, weight if launcher.has_weight else None, bias,
+                        factor, y, scale, linear, norm, row_scale, None, None,
                         eps, factor_of_gate, offset, clamp, launcher.max_ctas,
                     )
                     # fmt: on
@@ -316,7 +333,7 @@ class RowQuant(KernelPath[RowCall]):
         if result is None:
             swiglu = alpha, beta, limit
             formats = block_size, scale_format, granularity, layout, interleaved
-            given = input, residual, weight, factor, eps, *swiglu, *formats, weight_plus_one, gate
+            given = input, residual, weight, factor, eps, *swiglu, *formats, weight_plus_one, gate, bias, subtract_mean
             result = self.run_checked(RowCall._make(given), out)
         if out is not None:
             mark_written((out,) if self.is_single else out)
@@ -342,13 +359,23 @@ class RowQuant(KernelPath[RowCall]):
         op, input, device = self.op, call.input, call.input.device
         fmt, _ = self.formats(call)
         _checks.check_rows(op, "input", input, fmt, _checks.INPUT_DTYPES, halves=self.source == "silu_mul")
+        is_general = "subtract_mean" in self.signature.names
         if call.residual is not None:
-            _checks.check_residual(op, call.residual, input)
+            _checks.check_residual(op, call.residual, input, allows_fp32=is_general)
         if call.weight is not None:
             _checks.check_dtype(op, "weight", call.weight, tuple(dict.fromkeys((input.dtype, torch.float32))))
-            _checks.check_shape(op, "weight", call.weight, (input.shape[-1],), "one element a column of input")
+            if not is_general or call.weight.shape != (0,):
+                _checks.check_shape(op, "weight", call.weight, (input.shape[-1],), "one element a column of input")
+            elif call.weight_plus_one:
+                raise ValueError(
+                    f"cute::{op}: weight_plus_one is True, and weight has no elements; expected a weight to add 1 to"
+                )
             _checks.check_device(op, "weight", call.weight, "input", device)
             _checks.check_finite(op, "eps", call.eps, " of at least 0", call.eps >= 0)
+            if call.bias is not None:
+                _checks.check_dtype(op, "bias", call.bias, (call.weight.dtype,))
+                _checks.check_shape(op, "bias", call.bias, (input.shape[-1],), "one element a column of input")
+                _checks.check_device(op, "bias", call.bias, "input", device)
         if isinstance(fmt, FP4Format):
             _checks.check_global_scale(op, call.factor, fmt, "input", device)
         elif fmt is not None:
@@ -389,6 +416,10 @@ class RowQuant(KernelPath[RowCall]):
             weight_plus_one=call.weight_plus_one,
             gate=call.gate,
             has_row_scale="row_scale" in self.signature.outputs,
+            has_weight=call.weight is None or call.weight.numel() > 0,
+            has_bias=call.bias is not None,
+            subtracts_mean=call.subtract_mean,
+            has_fp32_residual=call.residual is not None and call.residual.dtype != call.input.dtype,
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:
@@ -407,12 +438,24 @@ class RowQuant(KernelPath[RowCall]):
         }
         if self.normalises:
             declared["weight_dtype"] = dtype(lambda call: call.weight.dtype)
+        if "subtract_mean" in self.signature.names:
+            declared["without_weight"] = flag(lambda call: None if call.weight.numel() else True)
+            declared["bias"] = flag(lambda call: None if call.bias is None else True)
+        if "subtract_mean" in self.signature.names and self.source == "add":
+            declared["residual_dtype"] = dtype(lambda call: call.residual.dtype)
         if "global_scale" in self.signature.names:
             declared["global_scale"] = flag(lambda call: call.factor is not None)
         if self.source == "silu_mul":
             declared["swiglu"] = flag(lambda call: None if gates_plainly(*call.swiglu) else True)
         return declared | self.arguments_as_properties(
-            "block_size", "scale_format", "granularity", "scale_layout", "interleaved", "weight_plus_one", "gate"
+            "block_size",
+            "scale_format",
+            "granularity",
+            "scale_layout",
+            "interleaved",
+            "weight_plus_one",
+            "gate",
+            "subtract_mean",
         )
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
@@ -421,15 +464,29 @@ class RowQuant(KernelPath[RowCall]):
         has_factor = static or getattr(given, "global_scale", False)
         factor = torch.ones(1, dtype=torch.float32, device=device) if has_factor else None
         weight_dtype = getattr(given, "weight_dtype", None) or given.dtype
+        residual_dtype = getattr(given, "residual_dtype", None) or given.dtype
+        columns = 0 if getattr(given, "without_weight", False) else given.hidden
+        has_bias = getattr(given, "bias", False)
         return vars(given) | {
             "input": row,
             # ``ones_like`` on the meta device would import sympy, which takes 0.5 s
-            "residual": torch.ones(row.shape, dtype=row.dtype, device=device),
-            "weight": torch.ones(given.hidden, dtype=weight_dtype, device=device),
+            "residual": torch.ones(row.shape, dtype=residual_dtype, device=device),
+            "weight": torch.ones(columns, dtype=weight_dtype, device=device),
+            "bias": torch.ones(given.hidden, dtype=weight_dtype, device=device) if has_bias else None,
             "global_scale": factor,
             "scale": factor,
             "swiglu_beta": 1.0 if getattr(given, "swiglu", False) else 0.0,
         }
+
+
+def _kind_of_norm(call: Any) -> tuple[Any, ...] | None:
+    """Return the part of a call's static key that is None for an RMSNorm with a weight, and with a residual, if any, in
+    the dtype of the input."""
+    if call.weight is None:
+        return None
+    has_other_residual = call.residual is not None and call.residual.dtype != call.input.dtype
+    kind = call.bias is not None, call.subtract_mean, not call.weight.numel(), has_other_residual
+    return kind if any(kind) else None
 
 
 def gates_plainly(alpha: float, beta: float, limit: float | None) -> bool:

@@ -29,7 +29,7 @@ WeightScaleLayout = Literal["linear", "128x4"]
 FP8Granularity = Literal["tensor", "token", "block128"]
 FP8ScaleLayout = Literal["row", "column"]
 Scoring = Literal["softmax", "sigmoid"]
-Gate = Literal["silu", "gelu_tanh", "gelu"]
+Gate = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 """Activation functions of a gate. Only SiLU takes the parameters of the general SwiGLU."""
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]

@@ -14,6 +14,8 @@ def add_rmsnorm(
     weight: Tensor,
     eps: float = 1e-6,
     weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -29,12 +31,14 @@ def add_rmsnorm(
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
-            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
-            ``input``.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
+            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
+            otherwise overlap ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         eps: number added to the mean square.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: contiguous tensor to write the result into.
 
     Returns:
@@ -56,6 +60,6 @@ def add_rmsnorm(
         [[4.0, 4.0, -4.0, -4.0]]
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. Roundings and special
-        values: docs/numerics.md, "Residual" and "Norm".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. Roundings and special values: docs/numerics.md, "Residual" and "Norm".
     """

@@ -17,6 +17,8 @@ def add_rmsnorm_fp4quant_both_layouts(
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
     weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,10 +34,10 @@ def add_rmsnorm_fp4quant_both_layouts(
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
             first copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
-            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
-            ``input``.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
+            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
+            otherwise overlap ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
@@ -43,6 +45,8 @@ def add_rmsnorm_fp4quant_both_layouts(
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
             follows ``block_size``.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: contiguous tensors to write ``(y, scale_128x4, scale_linear)`` into.
 
     Returns:
@@ -67,8 +71,9 @@ def add_rmsnorm_fp4quant_both_layouts(
         >>> assert torch.equal(converted.view(torch.uint8), tiled.view(torch.uint8))
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
-        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
-        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Layouts: docs/formats.md, "Scale
-        layouts of FP4". Roundings and special values: docs/numerics.md, "Residual" and "Norm".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision
+        Inference", 2025. MXFP4: OCP Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the
+        cuBLAS documentation. Layouts: docs/formats.md, "Scale layouts of FP4". Roundings and special values:
+        docs/numerics.md, "Residual" and "Norm".
     """

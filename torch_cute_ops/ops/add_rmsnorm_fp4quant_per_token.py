@@ -15,6 +15,8 @@ def add_rmsnorm_fp4quant_per_token(
     eps: float = 1e-6,
     scale_layout: FP4ScaleLayout = "128x4",
     weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,14 +41,16 @@ def add_rmsnorm_fp4quant_per_token(
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of 16. Rows may be strided; the kernel first
             copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
-            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
-            ``input``.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
+            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
+            otherwise overlap ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         eps: number added to the mean square.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: contiguous tensors to write ``(y, scale, row_scale)`` into.
 
     Returns:
@@ -70,7 +74,7 @@ def add_rmsnorm_fp4quant_per_token(
         >>> assert torch.allclose(fp4_dequantize(y, scale) * row_scale, residual / 4)
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4:
-        NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. Roundings and special
-        values: docs/numerics.md, "Residual", "Norm" and "A scale per row".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision
+        Inference", 2025. Roundings and special values: docs/numerics.md, "Residual", "Norm" and "A scale per row".
     """

@@ -18,6 +18,8 @@ def add_rmsnorm_fp8quant(
     scale_layout: FP8ScaleLayout | None = None,
     interleaved: bool = False,
     weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -36,10 +38,10 @@ def add_rmsnorm_fp8quant(
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        residual: (..., H) in the dtype of ``input``, updated in place to ``input + residual``, which is added in fp32
-            and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise overlap
-            ``input``.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
+            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
+            otherwise overlap ``input``.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         eps: number added to the mean square.
@@ -52,6 +54,8 @@ def add_rmsnorm_fp8quant(
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
@@ -75,7 +79,7 @@ def add_rmsnorm_fp8quant(
         >>> assert torch.allclose(y.float() * scale, residual / 4)
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. P. Micikevicius et al., "FP8
-        Formats for Deep Learning", 2022. Roundings and special values: docs/numerics.md, "Residual" and "Norm" and
-        "Quantising to FP8".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Roundings and
+        special values: docs/numerics.md, "Residual" and "Norm" and "Quantising to FP8".
     """

@@ -81,8 +81,8 @@ def moe_fc1_fp4(
             have not changed since. The kernel may then read the weight before the previous launch ends.
         row_scale: (M,) float32: factors of the rows of ``a``, as :func:`fp4_quantize_per_token` returns them. Gate and
             up are multiplied by them before ``alpha``. ``None`` means 1.
-        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
-            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
+            (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:

@@ -71,8 +71,8 @@ def moe_fc1_fp4_weight_only(
             :func:`autotune`, or else the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
-        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
-            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
+            (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
         out: contiguous (M, E·I) tensor to write the result into.
 
     Returns:

@@ -81,7 +81,7 @@ class _Launcher(KernelLauncher[_Call]):
     ) -> None:
         ctas = self.sms * self.config.waves
         passed = gate_arguments(*swiglu)
-        self.function(rows, *(None,) * 3, y, scale, *(None,) * 3, offsets, counts, 0.0, *passed, ctas)
+        self.function(rows, *(None,) * 4, y, scale, *(None,) * 3, offsets, counts, 0.0, *passed, ctas)
 
 
 class _Gate(KernelPath[_Call]):
@@ -185,8 +185,8 @@ def moe_swiglu_fp8quant(
             and counts out of range are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
-        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
-            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
+            (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
 
     Returns:

@@ -8,7 +8,14 @@ from torch_cute_ops.ops._row_quant import RowQuant
 
 @define(RowQuant(normalises=True), "out")
 def rmsnorm(
-    input: Tensor, weight: Tensor, eps: float = 1e-6, weight_plus_one: bool = False, *, out: Tensor | None = None
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RMS-normalise each row of ``input``.
 
@@ -22,9 +29,11 @@ def rmsnorm(
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         eps: number added to the mean square.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: contiguous tensor to write the result into.
 
     Returns:
@@ -44,6 +53,6 @@ def rmsnorm(
         [[1.0, 2.0, -3.0, -4.0], [2.0, 0.0, 0.0, 0.0]]
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. Roundings and special
-        values: docs/numerics.md, "Norm".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. Roundings and special values: docs/numerics.md, "Norm".
     """

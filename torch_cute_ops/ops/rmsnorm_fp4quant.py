@@ -17,6 +17,8 @@ def rmsnorm_fp4quant(
     scale_format: ScaleFormat | None = None,
     scale_layout: FP4ScaleLayout = "128x4",
     weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,7 @@ def rmsnorm_fp4quant(
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
             first copies rows whose addresses are not multiples of 16 bytes.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
@@ -41,6 +43,8 @@ def rmsnorm_fp4quant(
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
@@ -64,8 +68,8 @@ def rmsnorm_fp4quant(
         [6.0, -6.0, 6.0, -6.0]
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
-        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
-        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
-        docs/numerics.md, "Norm" and "Quantising to FP4".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision
+        Inference", 2025. MXFP4: OCP Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the
+        cuBLAS documentation. Roundings and special values: docs/numerics.md, "Norm" and "Quantising to FP4".
     """

@@ -17,6 +17,8 @@ def rmsnorm_fp8quant(
     scale_layout: FP8ScaleLayout | None = None,
     interleaved: bool = False,
     weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,7 +36,7 @@ def rmsnorm_fp8quant(
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
             are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        weight: (H,) in the dtype of ``input`` or float32: gain of each column.
+        weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         eps: number added to the mean square.
@@ -47,6 +49,8 @@ def rmsnorm_fp8quant(
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
+        subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
@@ -70,7 +74,7 @@ def rmsnorm_fp8quant(
         >>> assert torch.allclose(y.float() * scale, x / 3)
 
     References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. P. Micikevicius et al., "FP8
-        Formats for Deep Learning", 2022. Roundings and special values: docs/numerics.md, "Norm" and "Quantising to
-        FP8".
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+        Normalization", 2016, equation 4. P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Roundings and
+        special values: docs/numerics.md, "Norm" and "Quantising to FP8".
     """

@@ -32,8 +32,8 @@ def silu_mul_fp8quant(
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
     (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps propagate NaN. With
-    ``gate="gelu_tanh"`` or ``gate="gelu"``, ``h`` is ``gelu(gate) · up``. ``h`` is quantised as in
-    :func:`fp8_quantize`, without being rounded to the dtype of ``input`` first.
+    ``gate="gelu_tanh"`` or ``gate="gelu"``, ``h`` is ``gelu(gate) · up``; with ``gate="relu2"``, ``max(gate, 0)² ·
+    up``. ``h`` is quantised as in :func:`fp8_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
         input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
@@ -50,8 +50,8 @@ def silu_mul_fp8quant(
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
-        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma) or ``"gelu"``
-            (GELU with the error function). GELUs take no ``swiglu_`` parameters.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
+            (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 

@@ -8,7 +8,8 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_fp4quant
 
 
 def add_rows(input: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Add ``input`` to ``residual`` in place, in fp32, and round once to their dtype. Return ``residual``."""
+    """Add ``input`` to ``residual`` in place, in fp32, and round once to the dtype of ``residual``. Return
+    ``residual``."""
     return residual.copy_(input.float() + residual.float())
 
 

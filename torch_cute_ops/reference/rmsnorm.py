@@ -8,5 +8,5 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 
 
 def rmsnorm(input: Tensor, **named: Any) -> Tensor:
-    """RMS-normalise ``input`` (..., H) and round the result to the dtype of ``input``; see the op's docstring."""
+    """Normalise ``input`` (..., H) and round the result to the dtype of ``input``; see the op's docstring."""
     return rmsnorm_rows(input, **named).to(input.dtype).contiguous()

@@ -8,21 +8,47 @@ from torch import Tensor
 from torch_cute_ops.reference.fp4_quantize import fp4_quantize
 
 
-def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float, weight_plus_one: bool = False) -> Tensor:
-    """Compute ``v · 1/sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32, without a final rounding.
+def rmsnorm_rows(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_plus_one: bool = False,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
+) -> Tensor:
+    """Compute ``v · 1/sqrt(mean(v²) + eps) · weight + bias`` over the last dimension in fp32, without a final rounding.
 
-    With ``weight_plus_one`` the factor is ``1 + weight`` instead of ``weight``.
+    With ``subtract_mean`` each row's mean is subtracted first (LayerNorm). With ``weight_plus_one`` the factor is
+    ``1 + weight`` instead of ``weight``; without elements in ``weight`` there is no factor.
 
-    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
+    Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4; Ba et al., "Layer Normalization"
+    (2016), eq. 4.
     """
     # make the rows contiguous, because the order in which torch adds depends on the strides
     value = input.float().contiguous()
+    if subtract_mean:
+        value = value - value.mean(-1, keepdim=True)
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
-    return value * rstd * (1.0 + weight.float() if weight_plus_one else weight.float())
+    norm = value * rstd
+    if weight.numel():
+        norm = norm * (1.0 + weight.float() if weight_plus_one else weight.float())
+    return norm if bias is None else norm + bias.float()
 
 
-def rmsnorm_fp4quant(
-    input: Tensor, weight: Tensor, eps: float, weight_plus_one: bool, **named: Any
-) -> tuple[Tensor, Tensor]:
-    """RMS-normalise ``input`` (..., H), then apply ``fp4_quantize``; see the op's docstring."""
-    return fp4_quantize(rmsnorm_rows(input, weight, eps, weight_plus_one), **named)
+def normalised(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_plus_one: bool,
+    bias: Tensor | None = None,
+    subtract_mean: bool = False,
+    **named: Any,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return ``rmsnorm_rows`` of an op's arguments, and the arguments that are not the norm's."""
+    return rmsnorm_rows(input, weight, eps, weight_plus_one, bias, subtract_mean), named
+
+
+def rmsnorm_fp4quant(**named: Any) -> tuple[Tensor, Tensor]:
+    """Normalise ``input`` (..., H), then apply ``fp4_quantize``; see the op's docstring."""
+    norm, rest = normalised(**named)
+    return fp4_quantize(norm, **rest)

@@ -23,15 +23,18 @@ def silu_mul_rows(
     ``u = clip(up, -limit, limit)``; by default ``silu(gate) · up``. NaN passes the clamps. If ``exp(-alpha · g)``
     overflows fp32, the sigmoid is 0. Gates with GELU are ``gate · sigmoid(gate · (c + d · gate²)) · up``, where
     ``c`` is 2 sqrt(2/π) and ``d`` is ``0.044715 c``, and ``gate · Φ(gate) · up``, where Φ is the normal distribution
-    function.
+    function. The gate with squared ReLU is ``max(gate, 0)² · up``.
 
     Sources: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6; the parameters are from gpt-oss. Hendrycks and
-    Gimpel, "Gaussian Error Linear Units" (2016): since (1 + tanh(z)) / 2 = sigmoid(2 z), tanh needs no function.
+    Gimpel, "Gaussian Error Linear Units" (2016): since (1 + tanh(z)) / 2 = sigmoid(2 z), tanh needs no function. So
+    et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021): squared ReLU.
     """
     first, up = input.float().chunk(2, -1)
     if gate == "gelu":
         # Compute in float64, like the exponential below. The error function's complement does not cancel.
         return first * (0.5 * torch.special.erfc(first.double() * -math.sqrt(0.5))).float() * up
+    if gate == "relu2":
+        return first.relu().square() * up
     if gate == "gelu_tanh":
         inner = first * (first * first * _GELU_TANH[1] + _GELU_TANH[0])
         return first / (1 + torch.exp(-inner.double()).float()) * up

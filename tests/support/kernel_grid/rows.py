@@ -53,7 +53,7 @@ DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 @dataclass(frozen=True)
 class What:
     """Operation of a kernel, as in ``kernels.row_quant.RowQuantSpec``. ``also`` names outputs in addition to codes
-    and scales."""
+    and scales, ``more`` contains fields of the specification."""
 
     name: str
     source: str
@@ -62,6 +62,7 @@ class What:
     swiglu: bool = False
     weight_plus_one: bool = False
     gate: str = "silu"
+    more: tuple[tuple[str, Any], ...] = ()
 
     @property
     def targets(self) -> Iterable[tuple[str, str]]:
@@ -97,7 +98,26 @@ PLUS_ONE = (
 GELUS = (What("gelu_tanh", "silu_mul", False, gate="gelu_tanh"), What("gelu", "silu_mul", False, gate="gelu"))
 """Gates with GELU. The grid does not contain them; see ``WITH_GELU``."""
 
-WHAT = {what.name: what for what in (*WHATS, *PLUS_ONE, *GELUS)}
+RELU = What("relu2", "silu_mul", False, gate="relu2")
+
+LAYER = ("subtracts_mean", True), ("has_bias", True)
+BARE, WIDER = ("has_weight", False), ("has_fp32_residual", True)
+
+GENERAL = (
+    What("layer", "rows", True, more=LAYER),
+    What("layer-norm", "rows", True, ("norm",), more=LAYER),
+    What("layer-bare", "rows", True, more=(LAYER[0], BARE)),
+    What("norm-bare", "rows", True, more=(BARE,)),
+    What("norm-bias", "rows", True, weight_plus_one=True, more=(LAYER[1],)),
+    What("add-layer", "add", True, more=LAYER),
+    What("add-wider", "add", True, more=(WIDER,)),
+    What("add-wider-linear-norm", "add", True, ("linear", "norm"), more=(WIDER,)),
+    What("add-wider-layer-norm", "add", True, ("norm",), more=(*LAYER, WIDER)),
+)
+"""LayerNorm, norms without a weight or with a bias, and norms after the addition of a float32 residual to 16-bit rows.
+The grid does not contain them; see ``GENERAL_NORMS``."""
+
+WHAT = {what.name: what for what in (*WHATS, *PLUS_ONE, *GELUS, RELU, *GENERAL)}
 
 
 @dataclass(frozen=True)
@@ -166,6 +186,7 @@ class Case(KernelCase):
             has_row_scale=self.target in TOKEN_TARGETS,
             weight_plus_one=self.what.weight_plus_one,
             gate=self.what.gate,
+            **dict(self.what.more),
         )
         return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
 
@@ -253,7 +274,38 @@ WITH_GELU = tuple(
 )
 """Cases of gates with GELU."""
 
-MORE = (*INTERLEAVED, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU)
+WITH_RELU = (
+    Case(RELU, (BF16, BF16), 7168, ("nvfp4", "128x4"), "sm_90a"),
+    Case(RELU, (FP32, FP32), 16_384, ("token", "row"), "sm_120a"),
+)
+"""Cases of gates with squared ReLU."""
+
+GENERAL_NORMS = tuple(
+    itertools.starmap(
+        Case,
+        (
+            (WHAT["layer"], (BF16, BF16), 7168, ("nvfp4-g", "128x4"), "sm_90a"),
+            (WHAT["layer"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),
+            (WHAT["layer"], (BF16, FP32), 3072, ("block128", "column"), "sm_100a"),
+            (WHAT["layer"], (BF16, BF16), 4096, ("token", "row"), "sm_90a"),
+            (WHAT["layer"], (FP32, FP32), 65_536, ROUNDED, "sm_90a"),
+            (WHAT["layer"], (BF16, BF16), 4096, TOKEN_TARGETS[1], "sm_90a"),
+            (WHAT["layer-norm"], (BF16, FP32), 7168, ("nvfp4", "linear"), "sm_100a"),
+            (WHAT["layer-bare"], (BF16, BF16), 3072, ("tensor", "row"), "sm_90a"),
+            (WHAT["layer-bare"], (FP16, FP16), 16_384, ("mxfp4", "linear"), "sm_120a"),
+            (WHAT["norm-bare"], (BF16, BF16), 7168, ("nvfp4", "128x4"), "sm_90a"),
+            (WHAT["norm-bias"], (BF16, BF16), 8192, ("token", "row"), "sm_100a"),
+            (WHAT["add-layer"], (BF16, BF16), 7168, ("nvfp4-g", "128x4"), "sm_90a"),
+            (WHAT["add-wider"], (BF16, BF16), 7168, ("nvfp4", "128x4"), "sm_90a"),
+            (WHAT["add-wider"], (BF16, BF16), 16_384, ("block128", "column"), "sm_120a"),
+            (WHAT["add-wider-linear-norm"], (FP16, FP32), 8192, ("mxfp4", "128x4"), "sm_90a"),
+            (WHAT["add-wider-layer-norm"], (BF16, FP32), 7168, ("nvfp4", "linear"), "sm_100a"),
+        ),
+    )
+)
+"""Cases of the norms in ``GENERAL``."""
+
+MORE = (*INTERLEAVED, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU, *WITH_RELU, *GENERAL_NORMS)
 """Cases that are not part of the grid."""
 
 

@@ -109,7 +109,7 @@ def _prologue(problem: GemmProblem, target: Target) -> Callable[[torch.Tensor, t
 
     def gate(rows: torch.Tensor, global_scale: torch.Tensor | None) -> Activations:
         gated = allocator(device)((rows.shape[0], k), (k, 1), dtype)
-        function(rows, *(None,) * 6, gated, *(None,) * 3, *scalars)
+        function(rows, *(None,) * 7, gated, *(None,) * 3, *scalars)
         return gated, None
 
     if problem.prologue_quant is None:
@@ -120,7 +120,7 @@ def _prologue(problem: GemmProblem, target: Target) -> Callable[[torch.Tensor, t
     def quantise(rows: torch.Tensor, global_scale: torch.Tensor | None) -> Activations:
         shapes, new = fp4_shapes((rows.shape[0], k), fmt, layout), allocator(device)
         codes, scale = (new(shape, contiguous_strides(shape), kind) for shape, kind in zip(shapes, dtypes, strict=True))
-        function(rows, None, None, global_scale, codes, scale, *(None,) * 5, *scalars)
+        function(rows, None, None, None, global_scale, codes, scale, *(None,) * 5, *scalars)
         return codes, scale
 
     return quantise

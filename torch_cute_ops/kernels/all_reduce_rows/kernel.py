@@ -79,5 +79,5 @@ class AllReduceRowsKernel:
         scale = scale_matrix(scale, layout)
         slots = [peer0, peer1, peer2, peer3, peer4, peer5, peer6][: self.config.ranks - 1]
         peers = rank, staging, tuple(slots), control, report, timeout_ms
-        given = input, residual, weight, factor, y, scale, None, norm, None, None, None, eps, None, peers
+        given = input, residual, weight, None, factor, y, scale, None, norm, None, None, None, eps, None, peers
         self.row_quant.launch(allowed, given, max_ctas, stream)

@@ -80,8 +80,8 @@ class GatedEpilogue:
         alpha: kind of the factors: one per expert, two per expert (for gate and up), or None.
         bias_dtype: dtype of the biases, or None without biases.
         global_scale: kind of the encode scale of the result: one for all experts, one per expert, or None.
-        gate: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"``, applied to gate and multiplied by up, or ``"swiglu"`` for the
-            general SwiGLU with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``.
+        gate: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu2"``, applied to gate and multiplied by up, or
+            ``"swiglu"`` for the general SwiGLU with ``swiglu_alpha``, ``swiglu_beta`` and ``swiglu_limit``.
         has_row_scale: True if each row of the activations has a factor.
     """
 
@@ -90,7 +90,7 @@ class GatedEpilogue:
     alpha: Literal["expert", "expert_half"] | None = None
     bias_dtype: torch.dtype | None = None
     global_scale: Literal["one", "expert"] | None = None
-    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu"] = "silu"
+    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu", "relu2"] = "silu"
     has_row_scale: bool = False
 
     @property

@@ -1,11 +1,12 @@
-"""Quantise rows to FP4 or FP8 in one pass over memory, after an optional addition or gate and an optional RMSNorm.
+"""Quantise rows to FP4 or FP8 in one pass over memory, after an optional addition or gate and an optional norm.
 
 ``RowQuantSpec`` combines:
 
 - source of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and a row of the
   residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by the first
-  half: ``silu(gate) * up``, the general SwiGLU, or GELU instead of SiLU.
-- RMSNorm, or none. The norm multiplies by the weight or, as in Gemma, by 1 + weight.
+  half: ``silu(gate) * up``, the general SwiGLU, or GELU or squared ReLU instead of SiLU.
+- norm, or none: RMSNorm or LayerNorm. The norm may multiply by the weight or, as in Gemma, by 1 + weight, and may add a
+  bias. RMSNorm with a weight and without a bias is the usual case. The others are called *general* norms.
 - format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
   the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it),
   to a row, or to 128 elements (64 elements in the last block of some rows).
@@ -42,7 +43,8 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
    global memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm is written to shared
    memory and stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the
    scales of some of the blocks that it shares, and passes the scales to the other threads by shuffles
-   (``codes.SharedBlocks``).
+   (``codes.SharedBlocks``). General norms are computed as ``(v - mean) · rstd · w + bias`` in registers, without a
+   second pass: the mean, the sum of squares and the amax, if needed, are reduced one after the other.
 4. Scales. In the 128x4 layout, the scales of a row occupy 4 bytes of every 512. If they were stored row by row, every 4
    bytes would be a separate L2 request, which costs 6 % of the time at large sizes on an H200. Therefore a group
    processes in sequence the four rows whose scales share 16 bytes (a *quad*), collects their scales in shared memory,
@@ -53,8 +55,8 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | full | row buffers of a group | first thread of each row | group | 1 | - | groups * stages |
-| partial_sums_full | partial results | warps of all CTAs | group | 1 | - | groups * (2 + spec.reduces_amax) |
-| weight_barrier | weight | thread 0 | all groups | 1 | - | 1 |
+| partial_sums_full | partial results | warps of all CTAs | group | 1 | - | groups * (group_barriers - stages) |
+| weight_barrier | weight, bias | thread 0 | all groups | 1 | - | 1 |
 
 A barrier of the group's threads, not an mbarrier, releases row buffers.
 

@@ -47,7 +47,7 @@ of 8."""
 
 Source = Literal["rows", "add", "silu_mul"]
 RowsOf = Literal["all", "experts"]
-Gate = Literal["silu", "gelu_tanh", "gelu"]
+Gate = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RowQuantSpec:
             a row of the residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input,
             gated by the first half.
         dtype: dtype of the input: bfloat16, float16 or float32.
-        weight_dtype: dtype of the norm's weight, or None without a norm.
+        weight_dtype: dtype of the norm's weight and bias, or None without a norm.
         width: number of elements of a row of values.
         norm_width: number of elements over which the mean square is computed. The other elements of a row are zero
             padding.
@@ -81,6 +81,10 @@ class RowQuantSpec:
             The inverse of this global scale, the row scale, is then an output.
         weight_plus_one: True if the norm multiplies by 1 + weight, which is added in fp32.
         gate: activation function of the gate of ``"silu_mul"``. It is ``"silu"`` if ``swiglu`` is True.
+        has_weight: False if the norm multiplies by no weight.
+        has_bias: True if a bias is added to the norm.
+        subtracts_mean: True if the norm first subtracts the mean of the row, as LayerNorm does.
+        has_fp32_residual: True if the residual of ``"add"`` is float32 and the input has 16 bits.
     """
 
     source: Source
@@ -102,6 +106,10 @@ class RowQuantSpec:
     has_row_scale: bool = False
     weight_plus_one: bool = False
     gate: Gate = "silu"
+    has_weight: bool = True
+    has_bias: bool = False
+    subtracts_mean: bool = False
+    has_fp32_residual: bool = False
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
@@ -150,6 +158,11 @@ class RowQuantSpec:
         return 1 if self.source == "rows" else 2
 
     @property
+    def input_units(self) -> int:
+        """Memory of the input rows for one row of values, as a multiple of ``width`` elements of ``dtype``."""
+        return self.inputs + self.has_fp32_residual
+
+    @property
     def input_width(self) -> int:
         """Number of elements of an input row."""
         return 2 * self.width if self.source == "silu_mul" else self.width
@@ -189,7 +202,12 @@ class RowQuantSpec:
         """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. It is False for fp32,
         because an fp32 output of the norm would show that ``v · w`` lost bits in the subnormal range. (All ops must
         give the same codes for a dtype.)"""
-        return self.normalises and self.dtype != torch.float32
+        return self.normalises and self.dtype != torch.float32 and not self.is_general
+
+    @property
+    def is_general(self) -> bool:
+        """True for norms other than RMSNorm with a weight. The kernel then reduces one value after the other."""
+        return self.normalises and (self.subtracts_mean or self.has_bias or not self.has_weight)
 
     @property
     def counts_unusual_blocks(self) -> bool:
@@ -199,9 +217,9 @@ class RowQuantSpec:
 
     @property
     def reductions(self) -> int:
-        """Number of reductions over the threads of a row: one for the sum of squares, one for the amax and one for the
-        count of unusual blocks, each only if it is needed."""
-        return self.normalises + self.reduces_amax + self.counts_unusual_blocks
+        """Number of reductions over the threads of a row: one for the sum, one for the sum of squares, one for the amax
+        and one for the count of unusual blocks, each only if it is needed."""
+        return self.normalises + self.subtracts_mean + self.reduces_amax + self.counts_unusual_blocks
 
 
 @dataclass(frozen=True)
@@ -274,7 +292,7 @@ class Config:
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
-        is_limited &= isinstance(spec.fmt, FP4Format) and not self.has_e2m1_cvt
+        is_limited &= isinstance(spec.fmt, FP4Format) and not self.has_e2m1_cvt and not spec.is_general
         if not is_limited or self.group_rows > 1:
             return 0
         busy = ceil_div(self.slice_blocks - (self.blocks_per_thread - 1) * self.threads_per_row, WARP)
@@ -341,19 +359,24 @@ class Config:
     def group_partial_sums(self) -> int:
         """Number of words for the partial results of a group: for even rows, for odd rows, and for an amax that is
         recomputed."""
-        return self.num_partials * (2 * max(1, self.spec.reductions) + self.spec.reduces_amax)
+        return self.num_partials * (2 * max(1, self.spec.reductions) + self.recomputes_amax)
+
+    @property
+    def recomputes_amax(self) -> bool:
+        """True if the row's amax may have to be reduced again."""
+        return self.spec.reduces_amax and not self.spec.is_general
 
     @property
     def group_barriers(self) -> int:
         """Number of mbarriers of a group: one per stage, one for the partial results of even rows, one for odd rows,
-        and one for an amax that is recomputed."""
-        return self.stages + 2 + self.spec.reduces_amax
+        and one for an amax that is recomputed. General norms need one for each reduction of even and of odd rows."""
+        return self.stages + (2 * self.spec.reductions if self.spec.is_general else 2 + self.recomputes_amax)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of shared memory for the row buffers of a CTA."""
         spec = self.spec
-        return self.groups * self.stages * self.group_rows * spec.inputs * self.slice_width * spec.dtype.itemsize
+        return self.groups * self.stages * self.group_rows * spec.input_units * self.slice_width * spec.dtype.itemsize
 
     @property
     def norm_bytes(self) -> int:
@@ -385,10 +408,12 @@ class Config:
     def smem_offsets(self) -> "SmemOffsets":
         """Offsets of the buffers in the shared memory of a CTA, in bytes."""
         spec = self.spec
+        weight_bytes = self.slice_width * spec.weight_dtype.itemsize if spec.weight_dtype is not None else 0
         sizes = (
             self.row_bytes,
             self.norm_bytes,
-            self.slice_width * spec.weight_dtype.itemsize if spec.weight_dtype is not None else 0,
+            weight_bytes * spec.has_weight,
+            weight_bytes * spec.has_bias,
             2 * self.groups * self.quad_bytes if self.quads else 0,
             self.groups * self.group_partial_sums * 4,
             4 * sum(spec.table_words) if spec.has_table else 0,
@@ -450,7 +475,7 @@ class Config:
 class Arguments(
     namedtuple(
         "Arguments",
-        "input residual weight factor y scale scale_linear norm row_scale "
+        "input residual weight bias factor y scale scale_linear norm row_scale "
         "offsets counts eps swiglu_alpha swiglu_beta swiglu_limit max_ctas",
     )
 ):
@@ -461,9 +486,11 @@ class Arguments(
 
     Attributes:
         input: (R, ``RowQuantSpec.input_width``) of ``RowQuantSpec.dtype``. Rows may be strided.
-        residual: (R, W) of ``RowQuantSpec.dtype`` for the source ``"add"``, overwritten by the sums. Rows may be
-            strided. The residual may be the input itself, or other columns of the same matrix.
-        weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``.
+        residual: (R, W) of ``RowQuantSpec.dtype``, or fp32 with ``RowQuantSpec.has_fp32_residual``, for the source
+            ``"add"``, overwritten by the sums. Rows may be strided. The residual may be the input itself, or other
+            columns of the same matrix.
+        weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``, with ``RowQuantSpec.has_weight``.
+        bias: (W,) bias of a norm, in ``RowQuantSpec.weight_dtype``, with ``RowQuantSpec.has_bias``.
         factor: (1,) fp32 global scale (FP4) or scale of the tensor (FP8), with ``RowQuantSpec.has_factor``.
         y: (R, W/2) uint8 FP4 codes, or float8_e4m3fn: (R, W), or (R, ⌈W/256⌉, 256) with ``RowQuantSpec.interleaved``.
             None without a format.
@@ -475,7 +502,7 @@ class Arguments(
         offsets: (E + 1,) int32 first rows of experts, or (2,) for the range of all rows, with
             ``RowQuantSpec.has_offsets``.
         counts: (E,) int32 numbers of rows of experts, with ``RowQuantSpec.has_counts``.
-        eps: fp32, added to the mean square of a norm.
+        eps: fp32, added to the mean square, or to the variance, of a norm.
         swiglu_alpha, swiglu_beta, swiglu_limit: fp32 parameters of the gate, with ``RowQuantSpec.swiglu``. A limit of
             +inf means no limit.
         max_ctas: int32, number of CTAs that fill the GPU, times ``Config.waves``.
@@ -489,6 +516,7 @@ class SmemOffsets(NamedTuple):
         rows: row buffers of every group and stage.
         norms: buffers of normalised rows that wait for a bulk store. Each row of a group has two.
         weight: weight of the norm.
+        bias: bias of the norm.
         scales: scale buffers of quads. Each group has two.
         partial_sums: ``group_partial_sums`` words of each group.
         experts: table of experts' rows.
@@ -499,6 +527,7 @@ class SmemOffsets(NamedTuple):
     rows: int
     norms: int
     weight: int
+    bias: int
     scales: int
     partial_sums: int
     experts: int

@@ -34,6 +34,12 @@ def sum_of_squares(values: list) -> Float32:
     return (partial_sums[0] + partial_sums[1]) + (partial_sums[2] + partial_sums[3])
 
 
+def sum_of(values: list) -> Float32:
+    """Return the sum of ``values``, as four interleaved partial sums, as in ``sum_of_squares``."""
+    partial_sums = [reduce(ptx.add_rn, values[i::4]) for i in range(4)]
+    return ptx.add_rn(ptx.add_rn(partial_sums[0], partial_sums[1]), ptx.add_rn(partial_sums[2], partial_sums[3]))
+
+
 class RowQuantKernel:
     """Kernel that quantises rows, compiled for a ``Config``.
 
@@ -56,9 +62,9 @@ class RowQuantKernel:
         rows = Dim("rows")
         dtype = self.rows.dtype.__name__
 
-        def strided(width: int, stride: str) -> TensorArg:
-            step = Dim(stride, divisibility=16 // spec.dtype.itemsize, bits=64)
-            return TensorArg(dtype, (rows, width), (step, 1), align=16)
+        def strided(width: int, stride: str, dtype: Any = self.rows.dtype) -> TensorArg:
+            step = Dim(stride, divisibility=128 // dtype.width, bits=64)
+            return TensorArg(dtype.__name__, (rows, width), (step, 1), align=16)
 
         def matrix(dtype: str, rows, columns, align: int = 16) -> TensorArg:
             return TensorArg(dtype, (rows, columns), (columns, 1), align)
@@ -87,8 +93,9 @@ class RowQuantKernel:
             weight = TensorArg(self.rows.weight_dtype.__name__, (spec.width,), (1,), align=16)
         return Arguments(
             input=strided(spec.input_width, "row_stride"),
-            residual=strided(spec.width, "residual_stride") if spec.source == "add" else None,
-            weight=weight,
+            residual=strided(spec.width, "residual_stride", self.rows.residual_dtype) if spec.source == "add" else None,
+            weight=weight if spec.has_weight else None,
+            bias=weight if spec.has_bias else None,
             factor=TensorArg("Float32", (1,), (1,), align=4) if spec.has_factor else None,
             y=y,
             scale=scale,
@@ -110,6 +117,7 @@ class RowQuantKernel:
         input,
         residual,
         weight,
+        bias,
         factor,
         y,
         scale,
@@ -129,7 +137,7 @@ class RowQuantKernel:
         allowed = ctas_unless_overlapping(
             Int32(1),
             written=(y, scale, scale_linear, norm, row_scale, residual),
-            read=(input, weight, factor, offsets, counts),
+            read=(input, weight, bias, factor, offsets, counts),
             may_alias=() if residual is None else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
@@ -140,7 +148,7 @@ class RowQuantKernel:
         scale = scale_matrix(scale, layout)
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.spec.swiglu) else None
         outputs = y, scale, scale_linear, norm, row_scale
-        given = input, residual, weight, factor, *outputs, offsets, counts, eps, gate, None
+        given = input, residual, weight, bias, factor, *outputs, offsets, counts, eps, gate, None
         if const_expr(self.few_rows_config is None):
             self.launch(allowed, given, max_ctas, stream)
         elif input.shape[0] <= FEW_ROWS:
@@ -179,6 +187,7 @@ class RowQuantKernel:
         input,
         residual,
         weight,
+        bias,
         factor,
         y,
         scale,
@@ -258,8 +267,8 @@ class RowQuantKernel:
             self.rows.memory_row_at(Int32(c.stages - 1), thread, smem),
         )
         if tid == 0:
-            if const_expr(spec.normalises):
-                self.rows.issue_weight(weight, thread, smem)
+            if const_expr((spec.has_weight and spec.normalises) or spec.has_bias):
+                self.rows.issue_weight(weight, bias, thread, smem)
             if const_expr(early):
                 self.rows.issue_first(memory_row, second_row, thread, smem)
         if const_expr(c.quads):
@@ -288,8 +297,9 @@ class RowQuantKernel:
             if (tid == 0) & (cta == 0):
                 scale[0] = global_scale
         weights = []
-        if const_expr(spec.normalises):
+        if const_expr((spec.has_weight and spec.normalises) or spec.has_bias):
             ptx.wait(smem.weight_barrier, 0)
+        if const_expr(spec.normalises and not spec.is_general):
             weights = [self.rows.weight(j, thread, smem) for j in range(c.blocks_per_thread)]
 
         again = Int32(0)  # number of rows whose amax was recomputed
@@ -302,39 +312,42 @@ class RowQuantKernel:
             if const_expr(self.exchange is not None):
                 self.exchange.push(iteration + (c.stages - 1), thread, smem)
                 self.exchange.sum_row(row, stage, thread, smem)
-            blocks, amax, reduced = self._load_row(stage, weights, row, thread, smem)
             rstd = None
-            if const_expr(spec.reductions > 0):
-                barrier = smem.partial_sums_full + iteration % 2
-                slots = smem.partial_sums + iteration % 2 * (c.num_partials * spec.reductions)
-                reduced = self._reduce_row(reduced, slots, barrier, (iteration // 2) & 1, thread)
-                if const_expr(spec.reduces_amax):
-                    amax = reduced[-1]
+            if const_expr(spec.is_general):
+                blocks, amax = self._general_norm(iteration, stage, eps, thread, smem)
             else:
-                fence_async()
-                sync_group(self.config, thread)
-            if const_expr(spec.normalises):
-                total = reduced[0]
-                rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / spec.norm_width), eps))
-                extreme = row < thread.rows
-                if const_expr(spec.folds):
-                    extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
-                if const_expr(spec.reduces_amax or spec.fmt == FP8_BLOCK128):
-                    # If several rows share a warp, all of them recompute their amax together, because the warp reduces
-                    # as a whole. A row that did not need it gets the same amax again.
-                    if cute.arch.vote_any_sync(extreme):
+                blocks, amax, reduced = self._load_row(stage, weights, row, thread, smem)
+                if const_expr(spec.reductions > 0):
+                    barrier = smem.partial_sums_full + iteration % 2
+                    slots = smem.partial_sums + iteration % 2 * (c.num_partials * spec.reductions)
+                    reduced = self._reduce_row(reduced, slots, barrier, (iteration // 2) & 1, thread)
+                    if const_expr(spec.reduces_amax):
+                        amax = reduced[-1]
+                else:
+                    fence_async()
+                    sync_group(self.config, thread)
+                if const_expr(spec.normalises):
+                    total = reduced[0]
+                    rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / spec.norm_width), eps))
+                    extreme = row < thread.rows
+                    if const_expr(spec.folds):
+                        extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
+                    if const_expr(spec.reduces_amax or spec.fmt == FP8_BLOCK128):
+                        # If several rows share a warp, all of them recompute their amax together, because the warp
+                        # reduces as a whole. A row that did not need it gets the same amax again.
+                        if cute.arch.vote_any_sync(extreme):
+                            if extreme:
+                                self._normalize(blocks, rstd, stage, weights, thread, smem)
+                                rstd = Float32(1.0)
+                            if const_expr(spec.reduces_amax):
+                                amax = self._row_amax_again(blocks, again, thread, smem)
+                                again = again + 1
+                            else:
+                                amax = self._shared_amax(blocks, thread)
+                    else:
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, thread, smem)
                             rstd = Float32(1.0)
-                        if const_expr(spec.reduces_amax):
-                            amax = self._row_amax_again(blocks, again, thread, smem)
-                            again = again + 1
-                        else:
-                            amax = self._shared_amax(blocks, thread)
-                else:
-                    if extreme:
-                        self._normalize(blocks, rstd, stage, weights, thread, smem)
-                        rstd = Float32(1.0)
             row_factor = global_scale
             if const_expr(spec.has_row_scale):
                 row_scale_value, row_factor, power = nvfp4_row_scale(self.encoder.scaled(amax, rstd))
@@ -384,13 +397,17 @@ class RowQuantKernel:
 
     def _allocate(self, thread: Thread) -> Smem:
         c = self.config
-        group_elements = c.stages * c.group_rows * c.spec.inputs * c.slice_width
+        group_elements = c.stages * c.group_rows * c.spec.input_units * c.slice_width
         # Use dynamic shared memory: the ptxas of CUDA 12 limits static shared memory to 48 KB.
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         at = c.smem_offsets
         buffers = cute.recast_ptr(base + at.rows, dtype=self.rows.dtype)
         weight_dtype = self.rows.weight_dtype
-        weight = None if weight_dtype is None else cute.recast_ptr(base + at.weight, dtype=weight_dtype)
+        weight = bias = None
+        if weight_dtype is not None and c.spec.has_weight:
+            weight = cute.recast_ptr(base + at.weight, dtype=weight_dtype)
+        if c.spec.has_bias:
+            bias = cute.recast_ptr(base + at.bias, dtype=weight_dtype)
         scales = cute.recast_ptr(base + at.scales, dtype=Uint8) if c.quads else None
         partial_sums = cute.recast_ptr(base + at.partial_sums, dtype=Float32)
         barriers = cute.recast_ptr(base + at.barriers, dtype=Int64)
@@ -403,6 +420,7 @@ class RowQuantKernel:
             buffers=buffers + cute.assume(thread.group * group_elements, divby=16),
             norms=norms,
             weight=weight,
+            bias=bias,
             all_scales=scales,
             scales=scales + cute.assume(thread.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
             partial_sums=partial_sums + thread.group * c.group_partial_sums,
@@ -432,16 +450,7 @@ class RowQuantKernel:
         spec = c.spec
         blocks = []
         squares = Float32(0.0)
-        values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
-        if spec.source == "add":
-            if c.has_short_block:
-                # Synchronise first: other threads may still read the half of a short block that a thread overwrites
-                # here (``Rows._safe_block``).
-                cute.arch.sync_warp()
-            for j, (_, words) in enumerate(values):
-                self.rows.fill_buffer(words, self.rows.buffer(1, stage, thread.row, smem), j, thread)
-        if self.stores.is_bulk:
-            fence_async()
+        values = self._read_row(stage, thread, smem)
         for j in range(c.blocks_per_thread):
             block = cute.make_rmem_tensor((spec.block_elements,), Float32), cute.make_rmem_tensor((1,), Float32)
             if j < c.common_blocks:
@@ -462,6 +471,68 @@ class RowQuantKernel:
             reduced.append(Float32(sum(ptx.select(self._is_usual(amax), Int32(0), Int32(1)) for amax in scaled)))
         return blocks, shared, reduced
 
+    def _read_row(self, stage, thread, smem) -> list:
+        """Return ``Rows.values`` of the thread's first ``common_blocks`` blocks. Write sums over the residual's row."""
+        c = self.config
+        values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
+        if c.spec.source == "add":
+            if c.has_short_block:
+                # Synchronise first: other threads may still read the half of a short block that a thread overwrites
+                # here (``Rows._safe_block``).
+                cute.arch.sync_warp()
+            for j, (_, words) in enumerate(values):
+                self.rows.fill_buffer(words, self.rows.buffer(1, stage, thread.row, smem), j, thread)
+        if self.stores.is_bulk:
+            fence_async()
+        return values
+
+    def _general_norm(self, iteration, stage, eps, thread, smem) -> tuple[list, Float32 | None]:
+        """Load the thread's blocks of a row, and compute ``(v - mean) · rstd · weight + bias`` in this order.
+
+        The mean, the weight and the bias are left out if the ``RowQuantSpec`` lacks them. Each reduction has separate
+        partial results for even and for odd rows.
+
+        Returns:
+            The norms and their amaxes for each block, and the amax as in ``_load_row``, or that of the row if it is
+            reduced.
+        """
+        c = self.config
+        spec = c.spec
+        reduced = iter(range(spec.reductions))
+
+        def reduced_row(value, is_sum: bool = True) -> Float32:
+            index = iteration % 2 * spec.reductions + next(reduced)
+            slots = smem.partial_sums + index * c.num_partials
+            barrier = smem.partial_sums_full + index
+            return self._reduce_row([value], slots, barrier, (iteration // 2) & 1, thread, num_sums=int(is_sum))[0]
+
+        def total(function, rows: list) -> Float32:
+            sums = [function(v) for v in rows]
+            if self.rows.is_ragged:
+                sums = [ptx.select(self.rows.has_block(j, thread), one, Float32(0.0)) for j, one in enumerate(sums)]
+            return reduce(ptx.add_rn, sums)
+
+        values = [v for v, _ in self._read_row(stage, thread, smem)]
+        per_element = Float32(1.0 / spec.norm_width)
+        if spec.subtracts_mean:
+            mean = ptx.mul_rn(reduced_row(total(sum_of, values)), per_element)
+            values = [[ptx.sub_rn(each, mean) for each in v] for v in values]
+            values = [self.rows.without_padding(v, j, thread) for j, v in enumerate(values)]
+        rstd = ptx.rsqrt_approx(ptx.fma_rn(reduced_row(total(sum_of_squares, values)), per_element, eps))
+        blocks = []
+        for j, v in enumerate(values):
+            norm = [ptx.mul_rn(each, rstd) for each in v]
+            if spec.has_weight:
+                norm = [ptx.mul_rn(a, b) for a, b in zip(norm, self.rows.weight(j, thread, smem), strict=True)]
+            if spec.has_bias:
+                norm = [ptx.add_rn(a, b) for a, b in zip(norm, self.rows.bias(j, thread, smem), strict=True)]
+            block = cute.make_rmem_tensor((spec.block_elements,), Float32), cute.make_rmem_tensor((1,), Float32)
+            self._fill(*block, norm)
+            blocks.append(block)
+        if spec.reduces_amax:
+            return blocks, reduced_row(self._amax_of(blocks), is_sum=False)
+        return blocks, self._shared_amax(blocks, thread) if spec.fmt == FP8_BLOCK128 else None
+
     def _take_block(self, j: int, v: list, weights, block, thread) -> Float32:
         """Store the products and the amax of the thread's j-th block in registers, and return the block's sum of
         squares."""
@@ -470,9 +541,7 @@ class RowQuantKernel:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
             square = sum_of_squares(v)
             if self.rows.is_ragged:
-                square = ptx.select(
-                    thread.column + j * self.config.threads_per_row < thread.cta_blocks, square, Float32(0.0)
-                )
+                square = ptx.select(self.rows.has_block(j, thread), square, Float32(0.0))
         self._fill(*block, products)
         return square
 
@@ -551,7 +620,15 @@ class RowQuantKernel:
                 amax[0] = ptx.mul_rn(amax[0], power)
 
     @cute.jit
-    def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, thread):
+    def _reduce_row(
+        self,
+        values: list,
+        slots: cute.Pointer,
+        barrier: cute.Pointer,
+        parity,
+        thread,
+        num_sums: cutlass.Constexpr = None,
+    ):
         """Reduce sums of squares, amaxes and block counts over the threads that share a row.
 
         The order of the additions depends only on the configuration.
@@ -560,11 +637,13 @@ class RowQuantKernel:
             values: this thread's values of ``RowQuantSpec.reductions``, or only its amax.
             slots: shared memory, ``num_partials`` words per value.
             barrier: mbarrier that counts the bytes that the CTAs of a cluster send.
+            num_sums: number of values that are sums; None if all but the amax are. The others are amaxes.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
-        # The amax, if any, is the last value. All other values are sums.
-        num_sums = len(values) - c.spec.reduces_amax
+        if const_expr(num_sums is None):
+            # The amax, if any, is the last value. All other values are sums.
+            num_sums = len(values) - c.spec.reduces_amax
         combine = [(lambda a, b: a + b) if i < num_sums else ptx.max_abs_nan for i in range(len(values))]
         values = [
             cute.arch.warp_reduction(value, op, threads_in_group=lanes)

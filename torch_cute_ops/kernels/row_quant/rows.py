@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import GATES, swiglu
-from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, add, load_words, store_words, unpack, words_per
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, add, load_words, pack, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config
 from torch_cute_ops.kernels.row_quant.experts import row_of
@@ -39,6 +39,7 @@ class Rows:
         self.config, self.scales = config, scales
         spec = config.spec
         self.dtype = DSL_DTYPES[spec.dtype]
+        self.residual_dtype = Float32 if spec.has_fp32_residual else self.dtype
         self.weight_dtype = None if spec.weight_dtype is None else DSL_DTYPES[spec.weight_dtype]
 
     @cute.jit
@@ -98,7 +99,7 @@ class Rows:
         c = self.config
         spec = c.spec
         row = self.row_at(iteration, thread) + thread.row
-        bytes_per_row = thread.cta_blocks * (spec.inputs * spec.block_elements * self.dtype.width // 8)
+        bytes_per_row = thread.cta_blocks * (spec.input_units * spec.block_elements * self.dtype.width // 8)
         if thread.in_group == 0:
             if iteration < thread.iterations:
                 count = cutlass.min(thread.rows - row, c.group_rows)
@@ -124,15 +125,19 @@ class Rows:
     def input_row(self, i: int, row, thread) -> cute.Pointer:
         """Return the address in global memory of the ``i``-th of the input rows that form a row of values."""
         spec = self.config.spec
-        tensor = thread.residual if spec.source == "add" and i == 1 else thread.input
-        start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
+        is_residual = spec.source == "add" and i == 1
+        tensor, dtype = (thread.residual, self.residual_dtype) if is_residual else (thread.input, self.dtype)
+        start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // dtype.width)
         return start + spec.width if spec.source == "silu_mul" and i == 1 else start
 
     def buffer(self, i: int, stage, row, smem) -> cute.Pointer:
         """Return the row buffer of the ``i``-th input row of a group's row."""
         c = self.config
-        slot = (stage * c.group_rows + row) * c.spec.inputs + i
-        return smem.buffers + cute.assume(slot * c.slice_width, divby=16)
+        slot = (stage * c.group_rows + row) * c.spec.input_units + i
+        buffer = smem.buffers + cute.assume(slot * c.slice_width, divby=16)
+        if c.spec.has_fp32_residual and i == 1:
+            return cute.recast_ptr(buffer, dtype=Float32)
+        return buffer
 
     @cute.jit
     def copy_slice(self, copy, thread):
@@ -148,14 +153,19 @@ class Rows:
                 copy(elements=last_width)
 
     @cute.jit
-    def issue_weight(self, weight, thread, smem):
-        """Start the bulk copy of the CTA's slice of the norm's weight to shared memory."""
-        block_elements = self.config.spec.block_elements
-        bytes_ = thread.cta_blocks * (block_elements * self.weight_dtype.width // 8)
+    def issue_weight(self, weight, bias, thread, smem):
+        """Start the bulk copies of the CTA's slices of the norm's weight and bias to shared memory."""
+        spec = self.config.spec
+        copies = spec.has_weight + spec.has_bias
+        bytes_ = thread.cta_blocks * (copies * spec.block_elements * self.weight_dtype.width // 8)
         cute.arch.mbarrier_arrive_and_expect_tx(smem.weight_barrier, bytes_)
-        source = self.slice_of(weight.iterator, thread)
-        load = functools.partial(bulk_load, source=source, target=smem.weight, barrier=smem.weight_barrier, policy=None)
-        self.copy_slice(load, thread)
+        for tensor, target in ((weight, smem.weight), (bias, smem.bias)):
+            if const_expr(tensor is not None):
+                source = self.slice_of(tensor.iterator, thread)
+                load = functools.partial(
+                    bulk_load, source=source, target=target, barrier=smem.weight_barrier, policy=None
+                )
+                self.copy_slice(load, thread)
 
     def block_words(self, pointer: cute.Pointer, dtype, block) -> list:
         """Return one block in shared memory as words."""
@@ -171,6 +181,11 @@ class Rows:
         if self.config.spec.weight_plus_one:
             return [ptx.add_rn(each, Float32(1.0)) for each in weight]
         return weight
+
+    def bias(self, j: int, thread, smem) -> list:
+        """Return the bias of the norm for the thread's j-th block, in fp32."""
+        words = self.block_words(smem.bias, self.weight_dtype, self._safe_block(j, thread))
+        return unpack(words, self.weight_dtype)
 
     @property
     def is_ragged(self) -> bool:
@@ -200,7 +215,8 @@ class Rows:
         return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
-        """Return the values of the thread's j-th block in fp32, and the same values as words in the input dtype.
+        """Return the values of the thread's j-th block in fp32, and the same values as words in the dtype of the input,
+        or of the residual if it is added.
 
         A gate returns values in fp32 only, and no words. ``again`` is True if the row is read a second time, after its
         sums have overwritten the residual.
@@ -208,13 +224,18 @@ class Rows:
         spec = self.config.spec
         block = self._safe_block(j, thread)
         if again and spec.source == "add":
-            words = self.block_words(self.buffer(1, stage, thread.row, smem), self.dtype, block)
-            return unpack(words, self.dtype), words
+            words = self.block_words(self.buffer(1, stage, thread.row, smem), self.residual_dtype, block)
+            return unpack(words, self.residual_dtype), words
+        dtypes = self.dtype, self.residual_dtype if spec.source == "add" else self.dtype
         words = [
-            self.block_words(self.buffer(i, stage, thread.row, smem), self.dtype, block) for i in range(spec.inputs)
+            self.block_words(self.buffer(i, stage, thread.row, smem), dtypes[i], block) for i in range(spec.inputs)
         ]
         if spec.source == "rows":
             return unpack(words[0], self.dtype), words[0]
+        if spec.source == "add" and spec.has_fp32_residual:
+            values = unpack(words[0], self.dtype), unpack(words[1], Float32)
+            total = [ptx.add_rn(a, b) for a, b in zip(*values, strict=True)]
+            return total, pack(total, Float32)
         if spec.source == "add":
             total = add(*words, self.dtype)
             return unpack(total, self.dtype), total
@@ -222,6 +243,19 @@ class Rows:
         if spec.swiglu:
             return [swiglu(gate, up, *thread.gate) for gate, up in pairs], []
         return [GATES[spec.gate](gate, up) for gate, up in pairs], []
+
+    def has_block(self, j: int, thread):
+        """Return True if the thread's j-th block exists."""
+        return thread.column + j * self.config.threads_per_row < thread.cta_blocks
+
+    def without_padding(self, values: list, j: int, thread) -> list:
+        """Set the values of the thread's j-th block beyond ``RowQuantSpec.norm_width`` to zero."""
+        spec = self.config.spec
+        used = spec.norm_width - (spec.blocks - 1) * spec.block_elements
+        if used == spec.block_elements:
+            return values
+        is_last = thread.first_block + self._safe_block(j, thread) == spec.blocks - 1
+        return [*values[:used], *(ptx.select(is_last, Float32(0.0), value) for value in values[used:])]
 
     @cute.jit
     def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, thread):

@@ -74,20 +74,21 @@ class Smem(NamedTuple):
     Attributes:
         buffers: row buffers of the group.
         norms: the group's buffers for normalised rows.
-        weight: the CTA's slice of the norm's weight.
+        weight, bias: the CTA's slices of the norm's weight and bias.
         all_scales, scales: scale buffers of quads: of all groups, and of this group.
         partial_sums: partial results of the group.
         experts: table of experts' rows.
         barriers: mbarriers of all groups.
         full: mbarriers of the group, one per stage. A stage's mbarrier completes when the stage's rows have arrived.
         partial_sums_full: mbarriers of the group for the partial results of even rows, of odd rows, and of an amax that
-            is recomputed.
-        weight_barrier: mbarrier that completes when the weight has arrived.
+            is recomputed. For general norms, there is one for each reduction of even rows and of odd rows.
+        weight_barrier: mbarrier that completes when weight and bias have arrived.
     """
 
     buffers: cute.Pointer
     norms: cute.Pointer | None
     weight: cute.Pointer | None
+    bias: cute.Pointer | None
     all_scales: cute.Pointer | None
     scales: cute.Pointer | None
     partial_sums: cute.Pointer

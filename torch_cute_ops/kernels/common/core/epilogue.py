@@ -229,10 +229,17 @@ def gelu_mul(gate: Float32, up: Float32) -> Float32:
     return ptx.mul_rn(ptx.mul_rn(gate, phi), up)
 
 
+def relu2_mul(gate: Float32, up: Float32) -> Float32:
+    """Return ``max(gate, 0)² * up`` (squared ReLU; So et al. 2021). NaN passes the maximum unchanged."""
+    positive = ptx.max_nan(gate, Float32(0.0))
+    return ptx.mul_rn(ptx.mul_rn(positive, positive), up)
+
+
 GATES: Final[dict[str, Callable[[Float32, Float32], Float32]]] = {
     "silu": silu_mul,
     "gelu_tanh": gelu_tanh_mul,
     "gelu": gelu_mul,
+    "relu2": relu2_mul,
 }
 """Functions of gate and up, keyed by the name of the gate."""
 

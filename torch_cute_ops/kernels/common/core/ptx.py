@@ -143,6 +143,12 @@ def add_rn(a, b, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def sub_rn(a, b, *, loc=None, ip=None) -> Float32:
+    """Return ``a - b``, rounded to nearest even, never contracted into an fma."""
+    return _pure(Float32, "sub.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def fma_rn(a, b, c, *, loc=None, ip=None) -> Float32:
     """Return ``a * b + c``, rounded once."""
     return _pure(Float32, "fma.rn.f32 $0, $1, $2, $3;", Float32, a, b, c, loc=loc, ip=ip)
