@@ -68,7 +68,7 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
     gate = row_quant.RowQuantKernel(
         row_quant.plan(row_quant.RowQuantSpec.for_gated_rows(rows.dtype, k), arch, pdl=True)
     )
-    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, after, *[None] * 3, 0.0, *[None] * 3, 132))
+    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 7, after, *[None] * 3, 0.0, *[None] * 3, 132))
     results = []
     for a, config in (
         (after, replace(case, prologue_gate=False).kernel.config),
@@ -276,7 +276,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     codes, a_scale = (poisoned(*shape, dtype=torch.uint8) for shape in fp4_shapes((m, k), case.format, layout))
     a_scale = a_scale.view(case.format.scale_dtype)
     given = row_quant.Arguments(
-        *(rows, None, None, global_scale, codes, a_scale, *[None] * 5, 0.0, None, None, None, 132)
+        *(rows, None, None, None, global_scale, codes, a_scale, *[None] * 5, 0.0, None, None, None, 132)
     )
     run_kernel(row_quant.RowQuantKernel(row_quant.plan(spec, arch, pdl=True)), arch, *given)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
