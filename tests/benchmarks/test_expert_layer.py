@@ -191,8 +191,8 @@ def test_the_time_of_the_same_bytes():
     assert expert_layer.same_bytes_us(uniform, 8, 8e6) == pytest.approx(20)
     assert expert_layer.same_bytes_us(uniform, 8, 56e6) == pytest.approx(68)
     assert expert_layer.same_bytes_us(uniform, 1, 8e6) == pytest.approx(20)
-    # Fewer tokens would read 128 MB in 151 µs, by interpolation. The time of 1,024 tokens, scaled to 128 MB, is longer,
-    # so it is the result.
+    # By interpolation, a call with fewer than 1,024 tokens takes 151 µs to read 128 MB. The time of 1,024 tokens,
+    # scaled to 128 MB, is longer, so it is the result.
     assert expert_layer.same_bytes_us(uniform, 1024, 128e6) == pytest.approx(250)
     assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
 

@@ -276,7 +276,7 @@ def unequal_rows(rank: int) -> None:
         assert layer(torch.ones(rows, 8)).shape == (WORLD * rows, 4)
     with pytest.raises(RuntimeError, match="ColumnParallelLinear: rank 0 has 4 rows, rank 1 has 6 rows; expected eq"):
         layer(torch.ones(4 + 2 * rank, 8))
-    time.sleep(0.3 * rank)  # rank 0 must not mistake an earlier post of rank 1 for the current one
+    time.sleep(0.3 * rank)  # rank 1 is late: rank 0 must not read the number that rank 1 sent in an earlier call
     assert layer(torch.ones(7, 8)).shape == (WORLD * 7, 4)
     layer = parallelize_module(nn.Linear(8, 8), mesh, RowParallel(sequence=True))
     with pytest.raises(ValueError, match="7 rows; expected a multiple of the 2 ranks"):

@@ -222,7 +222,7 @@ def test_unrouted_results_are_not_written(op, fmt, layout, device):
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
     """Check that the reference ignores NaN of pairs that are not routed even if it computes every row, as on a GPU.
 
-    On a GPU the reference cannot read the routing on the host to select rows.
+    On a GPU the reference does not select the routed rows: the host would have to wait for the routing.
     """
     given, terms = call_with_terms(op, "half", CPU)
     given |= {name: changed_at(term, 0, torch.nan) for name, term in terms.items() if name != "global_scale"}

@@ -578,7 +578,7 @@ def dynamic_shapes(op: OpSpec, tensors: dict[str, torch.Tensor], rows: Any) -> d
 
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
     """Return arguments, by name, of an NVFP4 GEMM with random data. ``a`` is (M, K), the flattened ``shape``. The
-    result has 136 columns, or five experts of 64 columns if the GEMM has a gate."""
+    result has 136 columns, or, if the GEMM has a gate, 64 columns for each of five experts."""
     samples = importlib.import_module(f"samples.{op.name}").SAMPLES
     *lead, width = shape
     # make_call already gives expert GEMMs an alpha

@@ -60,7 +60,8 @@ def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) 
 
 
 def grids(kernel: Any, arch: Arch, *arguments: Placed | float | None) -> list[tuple[int, int, int]]:
-    """Return the grid of each launch of a call with these arguments, in the order of ``kernel.arguments()``."""
+    """Return the grid of each launch of a call. Pass the arguments of the call in the order of
+    ``kernel.arguments()``."""
     compiled = compile_ptx(kernel, arch)
     leaves: list[list[Any]] = []
     for spec, value in zip(kernel.arguments(), arguments, strict=True):

@@ -437,8 +437,8 @@ def check_token_scales(
 
 
 def check_row_scales(op: str, a_scale: Tensor, rows: tuple[int, ...], fix: str = "") -> None:
-    """Check that ``a_scale`` has a scale for each row of activations with the leading dimensions ``rows``, or one
-    scale. The error message ends with ``fix``."""
+    """Check that ``a_scale`` consists of one scale, or of one scale per row of the activations, whose leading
+    dimensions are ``rows``. The error message ends with ``fix``."""
     _check_scale_or_one(op, "a_scale", a_scale, (*rows, 1), "a scale for each row of a", (1,), fix)
 
 

@@ -181,7 +181,8 @@ def sm_count(index: int) -> int:
 
 
 def reported_bandwidth(index: int) -> float | None:
-    """Return the peak DRAM bandwidth that the driver reports for CUDA device ``index``, bytes per second, or None."""
+    """Return the peak DRAM bandwidth, in bytes per second, that the driver reports for CUDA device ``index``, or None
+    if it reports none."""
     torch.cuda.init()
     driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), index)

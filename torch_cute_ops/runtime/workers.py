@@ -84,7 +84,7 @@ class Workers(Generic[Task, Result]):
     ) -> None:
         with _interrupts_held():
             for worker in self._busy:
-                with contextlib.suppress(ProcessLookupError):  # the template has died, so the id may be free
+                with contextlib.suppress(ProcessLookupError):  # if the template died, the worker may be gone, too
                     os.kill(worker.pid, signal.SIGKILL)
                 worker.pipe.close()
             self._busy.clear()

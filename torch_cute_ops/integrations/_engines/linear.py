@@ -338,7 +338,10 @@ def is_unloaded(scale: Tensor) -> Tensor:
 
 
 def _largest(scales: Tensor) -> Tensor | None:
-    """Return the largest calibrated scale, (1,), or None without one: merged layers share their input."""
+    """Return the largest of the calibrated scales, with shape (1,), or None if no scale is calibrated.
+
+    Merged layers share their input, so they need one scale.
+    """
     calibrated = scales.flatten()[scales.flatten().isfinite() & (scales.flatten() > 0)]
     return calibrated.max().reshape(1) if calibrated.numel() else None
 

@@ -1,4 +1,7 @@
-"""Device code of the kernel that sums rows of several GPUs. The package's docstring describes roles and data path."""
+"""Device code of the kernel that sums rows of several GPUs.
+
+The package's docstring describes the roles of the warps and the data path.
+"""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr

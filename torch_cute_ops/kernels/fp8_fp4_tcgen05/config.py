@@ -46,7 +46,7 @@ class FP8FP4Stage(OperandStage):
     """Layout of a stage in shared memory: the weight of one k tile in e4m3, the activations, the weight's FP4 codes.
 
     Attributes:
-        mma_n: number of tokens of a tile.
+        mma_n: number of tokens per tile.
         teams: number of teams of decoders.
     """
 

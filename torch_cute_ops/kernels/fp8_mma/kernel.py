@@ -1,4 +1,7 @@
-"""Device code of the FP8 GEMM by mma.sync. The package's docstring describes roles and data path."""
+"""Device code of the FP8 GEMM by mma.sync.
+
+The package's docstring describes the roles of the warps and the data path.
+"""
 
 from typing import NamedTuple
 

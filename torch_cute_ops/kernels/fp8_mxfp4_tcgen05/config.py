@@ -44,7 +44,7 @@ class MXStage(OperandStage):
     tile of the weight's scales.
 
     Attributes:
-        mma_n: number of tokens of a tile.
+        mma_n: number of tokens per tile.
     """
 
     mma_n: int

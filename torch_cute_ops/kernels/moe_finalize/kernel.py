@@ -1,4 +1,7 @@
-"""Device code of the kernel that adds up each token's rows. The package's docstring describes roles and data path."""
+"""Device code of the kernel that adds up each token's rows.
+
+The package's docstring describes the roles of the warps and the data path.
+"""
 
 import cutlass
 import cutlass.cute as cute

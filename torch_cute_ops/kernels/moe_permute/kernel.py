@@ -1,4 +1,7 @@
-"""Device code of the kernels that quantise tokens. The package's docstring describes roles and data path."""
+"""Device code of the kernels that quantise tokens.
+
+The package's docstring describes the roles of the warps and the data path.
+"""
 
 from functools import reduce
 

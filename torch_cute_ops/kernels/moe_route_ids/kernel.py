@@ -1,4 +1,7 @@
-"""Device code of the kernels that assign pairs to rows. The package's docstring describes roles and data path."""
+"""Device code of the kernels that assign pairs to rows.
+
+The package's docstring describes the roles of the warps and the data path.
+"""
 
 import cutlass.cute as cute
 from cutlass import Int32

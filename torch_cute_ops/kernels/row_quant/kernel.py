@@ -1,4 +1,7 @@
-"""Device code of the kernel that quantises rows. The package's docstring describes roles and data path."""
+"""Device code of the kernel that quantises rows.
+
+The package's docstring describes the roles of the warps and the data path.
+"""
 
 from functools import reduce
 from typing import Any
@@ -534,8 +537,8 @@ class RowQuantKernel:
         return blocks, self._shared_amax(blocks, thread) if spec.fmt == FP8_BLOCK128 else None
 
     def _take_block(self, j: int, v: list, weights, block, thread) -> Float32:
-        """Store the products and the amax of the thread's j-th block in registers, and return the block's sum of
-        squares."""
+        """Store the thread's j-th block in registers, multiplied by the norm's weight if there is one, and the block's
+        amax. Return the sum of the squares of the elements before this multiplication."""
         products, square = v, Float32(0.0)
         if self.config.spec.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]

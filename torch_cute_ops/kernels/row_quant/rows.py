@@ -141,7 +141,8 @@ class Rows:
 
     @cute.jit
     def copy_slice(self, copy, thread):
-        """Call ``copy`` with the number of elements of the CTA's slice. Each branch passes a compile-time constant."""
+        """Call ``copy`` with the number of elements of the CTA's slice. The last slice of a row takes another branch,
+        so that the number is a compile-time constant in both."""
         c = self.config
         last_width = c.spec.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):
@@ -259,7 +260,8 @@ class Rows:
 
     @cute.jit
     def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, thread):
-        """Write the thread's j-th block to a row in shared memory, which a bulk copy stores later."""
+        """Write the thread's j-th block to a row buffer in shared memory. A bulk copy later stores the row to global
+        memory."""
         c = self.config
         block = thread.column + j * c.threads_per_row
         layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))

@@ -2,9 +2,10 @@
 
 ``ExpertChooser``: a warp chooses the experts of one token. Scores are converted to keys: 32-bit integers that sort in
 the same order. Each lane holds the keys of up to 32 consecutive experts, so that a group of experts occupies whole
-lanes. If the number of groups is not a power of two, a lane could need up to 60 keys. A separate pass then scores the
-groups, and all lanes hold the same number of keys. The warp repeats one step ``topk`` times: it finds the largest key
-by two warp-wide reductions, and takes the first of equal keys. This loop is unrolled if a lane holds at most 16 keys.
+lanes. If the number of groups is not a power of two, this would take up to 60 keys in a lane. Therefore a separate pass
+then scores the groups, and groups need not occupy whole lanes. The warp repeats one step ``topk`` times: it finds the
+largest key by two warp-wide reductions, and takes the first of equal keys. This loop is unrolled if a lane holds at
+most 16 keys.
 
 ``ExpertPlacer``: the row of a pair is the first row of its expert plus its *rank*, the number of earlier pairs with the
 same expert. A CTA processes its slots (tokens, or single pairs) in batches. For each pair, a thread sets a bit in a

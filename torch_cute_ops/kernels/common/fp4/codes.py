@@ -59,7 +59,7 @@ _TIE_SHIFT = 0.35 * 2.0**-23
 _ONE_ULP_DOWN_AND_SCALE = (1.0 - 2.0**-24) * 2.0**-14
 _INFINITY = 0x7F800000
 _SIX_F16X2 = 0x0E000E00  # 6.0 · 2^-14 in both halves
-_HALF_STEP = 0x01010101  # half a step between codes, in the high byte of each fp16
+_HALF_STEP = 0x01010101  # four bytes, each the high byte of an fp16 number: half a step between neighbouring codes
 
 
 def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:

@@ -255,9 +255,9 @@ class MainLoop:
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem, is_plain=True):
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
-        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). The previous tile is
-        stored after the first MMAs have started. ``is_plain`` is False if ``general`` must promote all k tiles of
-        the tile. Return the next stage and its parity.
+        If rows of ``a`` are on the M side, ``acc`` still holds the results of the previous output tile, whose position
+        is ``pending``. In this case, store that tile, but only after the first MMAs have started. ``is_plain`` is False
+        if ``general`` must promote all k tiles of the tile. Return the next stage and its parity.
         """
         c = self.config
         count = work.end - work.begin
@@ -367,8 +367,9 @@ class TokenLoop:
     def run(self, multiply, acc, partials: list, pending, stage, parity, consumer, work, smem):
         """Multiply this CTA's k tiles of an output tile, stage by stage. The caller has waited for the first stage.
 
-        If rows of ``a`` are on the M side, ``acc`` still holds the previous tile (``pending``). The previous tile is
-        stored after the first MMAs have started. Return the next stage and its parity.
+        If rows of ``a`` are on the M side, ``acc`` still holds the results of the previous output tile, whose position
+        is ``pending``. In this case, store that tile, but only after the first MMAs have started. Return the next stage
+        and its parity.
         """
         c, (partial,) = self.config, partials
         count = work.end - work.begin
