@@ -7,9 +7,10 @@ code. Only if the setting is on, the registry installs a :class:`Verifier` for e
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,8 @@ unless ``fast_accum``."""
 RELATIVE: Final = 2.0**-16
 """Allowed relative error of fp32 results: a row may be summed in another order, and exponentials may be rounded
 differently."""
+CANCELLED: Final = 2.0**-18
+"""Error of an element of a norm with a mean or a bias, relative to the largest terms of its row."""
 SHARE: Final = 100
 """If sums are computed in another order, one code or scale out of this number may differ by one step."""
 
@@ -188,7 +191,18 @@ def _rows(
         pairs[name] = _of_rows(got, expected, count, rows), _of_rows(expected, expected, len(rows), every)
     for name in spec.updated:
         pairs[name] = after[name].reshape(count, width)[rows], own[name]
-    return _compared(pairs, fmt)
+    return _compared(pairs, fmt, _lost_by_cancelling(named, pairs))
+
+
+def _lost_by_cancelling(given: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return the errors to allow in normalised rows, by output, if a mean is subtracted or a bias is added: elements
+    then have errors as large as those of the largest terms of their row."""
+    bias = given.get("bias")
+    if bias is None and not given.get("subtract_mean"):
+        return {}
+    most = 0.0 if bias is None else bias.abs().max().double()
+    norms = {name: pairs[name][1].double() for name in ("norm", "out") if name in pairs}
+    return {name: CANCELLED * (norm.abs().amax(-1, keepdim=True) + most) for name, norm in norms.items()}
 
 
 def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
@@ -198,13 +212,21 @@ def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
     return got.reshape(count, -1)[rows]
 
 
-def _compared(pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None) -> str | None:
-    """Compare outputs, by name, with the expected outputs. Return a description of the first wrong output, or None."""
+def _compared(
+    pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None, allowed: Mapping[str, Tensor] = MappingProxyType({})
+) -> str | None:
+    """Compare outputs, by name, with the expected outputs. Return a description of the first wrong output, or None.
+
+    Args:
+        pairs: each output and the expected output.
+        fmt: format of FP4 codes, or None.
+        allowed: errors to allow in addition to rounding errors.
+    """
     moved: Tensor | None = None
     for name, (got, want) in sorted(pairs.items(), key=lambda pair: "scale" not in pair[0]):
         want = want.expand(got.shape) if want.numel() == 1 else want
         if got.dtype.itemsize > 1:
-            found = _difference(got, want)
+            found = _difference(got, want, allowed.get(name, 0.0))
         elif fmt is not None:
             steps = _steps_of_scales(got, want) if "scale" in name else _steps_of_fp4(got, want)
             limit: Tensor | int = 1

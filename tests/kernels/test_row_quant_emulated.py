@@ -455,6 +455,18 @@ def test_mean_of_padded_rows(what: str) -> None:
     equal("sum", None if residual is None else got.residual[:, :used], want.residual)
 
 
+@pytest.mark.parametrize("what", ["layer", "layer-bare"])
+def test_constant_rows(what: str) -> None:
+    """Check that the mean of a constant row is exact, so that LayerNorm gives the bias. A reciprocal of the width would
+    not be exact."""
+    config = Run(what, BF, 1008, ROUNDED, HOPPER, 3, 1, 0, WARP_GROUPS).config
+    x = torch.tensor([200.0, 171.0, -135.0], dtype=BF16)[:, None].repeat(1, 1008)
+    weight, _ = weight_and_factor(config.spec)
+    got = execute(config, HOPPER, x, None, weight, None, 1, 0)
+    bias = bias_of(config.spec)
+    equal("norm", got.norm, torch.zeros_like(x) if bias is None else bias.expand(3, -1))
+
+
 SHORT = [
     # The short block is the whole row, or the last of a few blocks. A warp processes several rows; half of the threads
     # of a short block process no elements.

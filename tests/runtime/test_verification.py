@@ -74,6 +74,22 @@ def test_wrong_results_raise(op, device):
     assert refused == set(op.outputs)
 
 
+@pytest.mark.parametrize("named", [{"subtract_mean": True}, {"bias": torch.randn(4096)}], ids=["mean", "bias"])
+def test_terms_that_cancel(named):
+    """Check that a norm in float64, rounded once to float32, is accepted although terms cancel in the reference, and
+    that an error of 2⁻¹² of the largest element is refused."""
+    op, weight = OPS["rmsnorm"], torch.rand(4096) + 0.5
+    verifier = Verifier(op)
+    for _ in range(5):
+        x = torch.randn(4, 4096) + 1
+        v = x.double() - (x.double().mean(1, keepdim=True) if "subtract_mean" in named else 0.0)
+        exact = v / (v.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight + named.get("bias", 0.0)
+        call = op.bind(x, weight, **named)
+        verifier.after(call, {}, (exact.float(),))
+        wrong = (exact + exact.abs().max() * 2**-12).float()
+        assert is_refused(op, lambda wrong=wrong, call=call: verifier.after(call, {}, (wrong,)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", op_cases())
 def test_wrong_kernels_raise(op, monkeypatch):

@@ -140,6 +140,12 @@ def residual_errors(device: torch.device, only_rms: bool = False) -> Iterator[Er
     yield bad("overlaps-half", ValueError, "overlaps itself", storage.as_strided((4, 128), (64, 1)))
     overlapping = rows[:1].expand(4, 128)
     yield ErrorInput("residual-is-input-expanded", (overlapping, overlapping, weight), {}, ValueError, "overlaps")
+    if not only_rms:
+        wider = random_rows(4, 192, dtype=torch.float32, device=device)
+        for name, first in (("same", 0), ("beside", 256)):
+            inside = wider.view(torch.bfloat16)[:, first : first + 128]
+            args = inside, wider[:, :128], weight
+            yield ErrorInput(f"residual-wider-{name}", args, {}, ValueError, "residual is updated in place and shares")
     yield bad("device", ValueError, "residual is on meta, input on", torch.zeros_like(rows, device="meta"))
     if device.type == "cuda":
         yield bad("cpu", ValueError, "residual is on cpu, input on", rows.cpu())

@@ -86,6 +86,9 @@ def other_norms(family: Family, device: torch.device) -> Iterator[Sample]:
         if dtype == torch.float32:  # for the reason given in ``norm_samples``
             yield Sample(f"without-weight-{kind}", (rows, empty), dict(family.plain))
         yield Sample(f"layer-without-weight-{kind}", (shifted, empty), {**family.plain, "subtract_mean": True})
+    constant = torch.tensor([[200.0], [-171.0]], dtype=torch.bfloat16, device=device).repeat(1, 7168)
+    bias = random_weight(7168, torch.bfloat16, device)
+    yield Sample("layer-constant", (constant, bias), {**family.plain, "bias": bias, "subtract_mean": True})
     wide_rows = random_rows(3, 4096, device=device)
     more = {"bias": random_weight(4096, torch.bfloat16, device), "subtract_mean": True}
     yield Sample("layer-wide", (wide_rows, random_weight(4096, torch.bfloat16, device)), {**family.plain, **more})

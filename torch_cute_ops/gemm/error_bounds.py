@@ -133,7 +133,10 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
         want[rows, expert] = silu_mul_rows(total.float(), alpha_of_gate, beta, limit, activation)
         (gates, ups), (lost_gates, lost_ups) = (each.chunk(2, 1) for each in (total.abs(), lost))
         ups = ups + lost_ups + abs(beta)
-        off = MOST_SLOPE * lost_gates * ups + gates * lost_ups + gates * ups * GATE_EPS
+        slopes, values = torch.full_like(gates, MOST_SLOPE), gates
+        if activation == "relu2":
+            slopes, values = 2 * (gates + lost_gates), gates.square()
+        off = slopes * lost_gates * ups + values * lost_ups + values * ups * GATE_EPS
         allowed[rows, expert] = off.float()
     return want.flatten(1), allowed.flatten(1)
 

@@ -88,7 +88,7 @@ def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
 
 def candidates(module: Any) -> list[SwiGLU]:
     """Return the gates to try: plain SwiGLU first, then SwiGLU with parameters that the module's attributes give, then
-    GELU."""
+    GELU and squared ReLU."""
     limits, alphas = (
         [value for name in names if isinstance(value := getattr(module, name, None), (int, float)) and value > 0]
         for names in (("limit", "swiglu_limit"), ("alpha", "swiglu_alpha"))

@@ -340,8 +340,8 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two overlapping tensors of equal shape are different columns of one buffer's rows, and so share no
-    element."""
-    if one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
+    element. Tensors of different dtypes are not supported."""
+    if one.dtype != other.dtype or one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
         return False
     steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
     # If the smallest stride divides all other strides, an element's address modulo this stride is its column.

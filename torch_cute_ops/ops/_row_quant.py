@@ -279,6 +279,8 @@ class RowQuant(KernelPath[RowCall]):
             norm_kind = None
             if weight is not None:
                 has_bias, is_without_weight = bias is not None, not weight.numel()
+                if is_without_weight and (weight.shape != (0,) or weight.get_device() != device):
+                    raise ValueError  # The kernel does not see this weight. ``run_checked`` explains the error.
                 has_other_residual = residual is not None and residual.dtype is not dtype
                 if has_bias or subtract_mean is not False or is_without_weight or has_other_residual:
                     norm_kind = has_bias, subtract_mean, is_without_weight, has_other_residual

@@ -26,7 +26,8 @@ def add_rmsnorm(
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight
 
-    The results equal, bit for bit, ``residual += input`` followed by :func:`rmsnorm` of the residual.
+    If ``residual`` has the dtype of ``input``, the results equal, bit for bit, ``residual += input`` followed by
+    :func:`rmsnorm` of the residual.
 
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses

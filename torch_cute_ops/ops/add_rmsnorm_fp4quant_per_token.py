@@ -35,8 +35,8 @@ def add_rmsnorm_fp4quant_per_token(
 
     Conversions round to nearest even and saturate. A row with NaN or infinity gets a NaN ``row_scale``, NaN scales and
     zero codes. If ``amax_row`` is below 2688 · 2^-126, ``row_scale``, scales and codes of the row are zero; a block
-    whose scale is zero gets zero codes. The results equal, bit for bit, ``residual += input`` followed by
-    :func:`rmsnorm_fp4quant_per_token` of the residual.
+    whose scale is zero gets zero codes. If ``residual`` has the dtype of ``input``, the results equal, bit for bit,
+    ``residual += input`` followed by :func:`rmsnorm_fp4quant_per_token` of the residual.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of 16. Rows may be strided; the kernel first

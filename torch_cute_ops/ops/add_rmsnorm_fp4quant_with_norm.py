@@ -31,8 +31,8 @@ def add_rmsnorm_fp4quant_with_norm(
         residual = residual + input
         norm = residual / sqrt(mean(residual²) + eps) · weight
 
-    The results equal, bit for bit, ``residual += input`` followed by :func:`rmsnorm_fp4quant_with_norm` of the
-    residual.
+    If ``residual`` has the dtype of ``input``, the results equal, bit for bit, ``residual += input`` followed by
+    :func:`rmsnorm_fp4quant_with_norm` of the residual.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel

@@ -33,7 +33,8 @@ def add_rmsnorm_fp8quant(
         scale = amax / 448  # of the row or block, unless scale is given
         y = e4m3(norm / scale)
 
-    The results equal, bit for bit, ``residual += input`` followed by :func:`rmsnorm_fp8quant` of the residual.
+    If ``residual`` has the dtype of ``input``, the results equal, bit for bit, ``residual += input`` followed by
+    :func:`rmsnorm_fp8quant` of the residual.
 
     Args:
         input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses

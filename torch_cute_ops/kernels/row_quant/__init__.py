@@ -26,7 +26,7 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 
 1. One thread of a group starts a bulk copy of a later row (of both source rows, if there are two) into one of
    ``stages`` buffers in shared memory, ahead of the arithmetic. The weight is copied once per CTA and stays in
-   registers.
+   registers; general norms read weight and bias from shared memory for each row.
 2. Each thread reads its blocks: thread i processes blocks i, i + threads_per_row, and so on. It adds or gates,
    multiplies by the weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and
    one barrier reduce the sum of squares over the row, and also the amax if each row has a scale. Rows with an NVFP4
@@ -61,8 +61,8 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 A barrier of the group's threads, not an mbarrier, releases row buffers.
 
 Bytes moved per row of H elements: H · itemsize are read, or 2 · H · itemsize with a sum or a gate. H · itemsize are
-written for the residual. H/2 + H/block_size are written for FP4, or H plus the scales for FP8. The weight is read once
-per CTA, from L2.
+written for the residual. H/2 + H/block_size are written for FP4, or H plus the scales for FP8. A residual in fp32
+takes 4 · H instead. Weight and bias are read once per CTA, from L2.
 """
 
 from typing import TYPE_CHECKING

@@ -141,7 +141,7 @@ class RowQuantKernel:
             Int32(1),
             written=(y, scale, scale_linear, norm, row_scale, residual),
             read=(input, weight, bias, factor, offsets, counts),
-            may_alias=() if residual is None else ((residual, input),),
+            may_alias=() if residual is None or self.config.spec.has_fp32_residual else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
             # TVM-FFI does not check the first size of the scales. If it is wrong, launch an empty grid, which raises an
@@ -518,7 +518,8 @@ class RowQuantKernel:
         values = [v for v, _ in self._read_row(stage, thread, smem)]
         per_element = Float32(1.0 / spec.norm_width)
         if spec.subtracts_mean:
-            mean = ptx.mul_rn(reduced_row(total(sum_of, values)), per_element)
+            # Divide, so that the mean of a constant row is exact wherever the sum is.
+            mean = ptx.div_rn(reduced_row(total(sum_of, values)), Float32(float(spec.norm_width)))
             values = [[ptx.sub_rn(each, mean) for each in v] for v in values]
             values = [self.rows.without_padding(v, j, thread) for j, v in enumerate(values)]
         rstd = ptx.rsqrt_approx(ptx.fma_rn(reduced_row(total(sum_of_squares, values)), per_element, eps))
