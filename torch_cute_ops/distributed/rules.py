@@ -33,7 +33,7 @@ from torch_cute_ops.formats.scale_layout import (
 from torch_cute_ops.formats.token_scales import has_token_scales, is_interleaved
 from torch_cute_ops.ops._backend_path import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._define import OpSpec
-from torch_cute_ops.ops._gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE, TokenFP8Gemm
+from torch_cute_ops.ops._fp8_gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE, TokenFP8Gemm
 from torch_cute_ops.ops._row_quant import RowQuant
 
 BLOCK: Final = FP8_BLOCK128.block_size

@@ -19,7 +19,7 @@ from torch_cute_ops.nn._base import (
 )
 from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.nn._straight_through import RowsDecoder
-from torch_cute_ops.ops._gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE
+from torch_cute_ops.ops._fp8_gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE
 from torch_cute_ops.ops.mm_fp8 import mm_fp8
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks, encode, fp8_blocks, fp8_scale_of

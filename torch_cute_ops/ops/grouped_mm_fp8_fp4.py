@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import GroupedFP8Gemm
+from torch_cute_ops.ops._fp8_gemm import GroupedFP8Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
 
 

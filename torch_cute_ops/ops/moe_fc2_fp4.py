@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._gemm import ExpertFP4Gemm
+from torch_cute_ops.ops._fp4_gemm import ExpertFP4Gemm
 from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
 
 
