@@ -1,8 +1,8 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
-measures whole models as they are served, and `model_paged` decode steps with a paged cache. `tactics` measures every
-tactic of a GEMM, and prints the measured time next to the time that the cost model predicts. `all_reduce` measures the
-op that sums rows over several GPUs, and `layer_tp` a decoder layer that uses it.
+measures whole models as they are served, `model_paged` decode steps with a paged cache, and `vllm` a model in vLLM.
+`tactics` measures every tactic of a GEMM, and prints the measured time next to the time that the cost model predicts.
+`all_reduce` measures the op that sums rows over several GPUs, and `layer_tp` a decoder layer that uses it.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
@@ -45,6 +45,7 @@ from . import (
     tactics,
 )
 from .case import Benchmark, Case, Row
+from .engines import command as engines
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
 
@@ -62,6 +63,7 @@ COMMANDS = {
     "performance": performance.main,
     "plots": plots.main,
     "tactics": tactics.main,
+    "vllm": engines.main,
 }
 
 

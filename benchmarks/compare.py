@@ -13,7 +13,10 @@ from typing import Any
 
 from . import host, layer, ops, report
 from .case import Row
+from .engines.backends import PEERS
 
+NOT_OURS = {*layer.NOT_OURS, *PEERS}
+"""Labels of times that do not run our code, in results of whole layers and models."""
 TOLERANCE = 0.02
 """A case is reported as slower if its time increases by more than this fraction."""
 NOTHING_TO_COMPARE = 2
@@ -66,7 +69,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
         times = {name: time["us"] for name, time in result["times"].items()}
         others = {name: us for name, us in times.items() if name in host.NOT_OURS}
         return {name: Times(us, others) for name, us in times.items() if name not in host.NOT_OURS}
-    if "op" not in result:  # true for layer.json, expert_layer.json and model.json
+    if "op" not in result:  # true for layer.json, expert_layer.json, model.json and vllm.json
         return chain_cases(result["rows"])
     return {report.case_name(row): times_of(row, ops.load(result["op"]).ways) for row in result["rows"]}
 
@@ -81,11 +84,11 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
     return {
         name(label, row): Times(
-            each["us"], {name: other["us"] for name, other in row["variants"].items() if name in layer.NOT_OURS}
+            each["us"], {name: other["us"] for name, other in row["variants"].items() if name in NOT_OURS}
         )
         for row in rows
         for label, each in row["variants"].items()
-        if label not in layer.NOT_OURS
+        if label not in NOT_OURS
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import all_reduce, expert_layer, host, layer, layer_tp, model, model_paged, ops, report
 from .case import Mark
+from .engines import results as engines
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,8 +23,10 @@ LAYERS: dict[str, Any] = {
     "layer": layer,
     "layer_tp_2": layer_tp,
     "model_paged": model_paged,
+    "vllm": engines,
 }
-"""Modules of the benchmarks of whole layers, of sums over GPUs and of paged caches, by name of the result file."""
+"""Modules of the benchmarks of whole layers, of sums over GPUs, of paged caches and of served models, by name of the
+result file."""
 
 TEXT = """\
 # Performance against targets

@@ -22,6 +22,7 @@ COLOURS = {
     "plain": "#D55E00",
     "inductor": "#009E73",
     "cublas_bf16": "#009E73",
+    "bf16": "#009E73",
     "copy": "#8A8A8A",
 }
 MARKERS = {"ours": "o", "quack": "s", "plain": "s", "inductor": "^", "humming": "v", "cublas_bf16": "^", "copy": None}

@@ -125,6 +125,28 @@ MODEL_GIGABYTES = {"8B": 6.3, "70B": 43.5}
 MODEL_PEAK_GIGABYTES = 2.0
 """Largest additional memory in GB while a model is built."""
 
+# --- models served by vLLM ---
+
+VLLM_DECODE = {
+    "ours": {
+        "marlin": {1: 1.45, 16: 1.3, 64: 1.35, 128: 1.6},
+        "humming": {1: 1.5, 16: 1.3, 64: 1.15, 128: 1.15},
+        "bf16": {1: 2.0, 16: 1.75, 64: 1.25, 128: 1.1},
+    },
+    "ours_fp8": {"bf16": {64: 1.4, 128: 1.3}},
+}
+"""Smallest time of a decode step of Llama-3.1-8B with a peer's kernels, divided by the time with our kernels, by batch
+size."""
+VLLM_PREFILL = {"ours": 1.0, "ours_fp8": 1.3}
+VLLM_PREFILL_TOKENS = 8192
+"""Smallest time of a prefill with bf16 weights, divided by the time with our kernels, and the number of tokens."""
+VLLM_REQUESTS = 1.8
+"""Smallest time of many requests with Marlin, divided by the time with our kernels."""
+VLLM_COLD_SECONDS = 4.0
+"""Largest accepted difference between the start with our kernels and the start with Marlin, with cold caches."""
+VLLM_WARM = 1.05
+"""Largest accepted time of a start with warm caches, divided by the time with Marlin."""
+
 # --- FP8 GEMMs ---
 
 FP8_TFLOPS = 1150.0

@@ -1,0 +1,84 @@
+"""Checkpoints for `python -m benchmarks vllm`: Llamas with random weights in NVFP4, and decoded checkpoints.
+
+    python -m benchmarks.engines.checkpoints random 8b FOLDER
+    python -m benchmarks.engines.checkpoints decode CHECKPOINT FOLDER
+
+The command runs this module in a process of its own, whose GPU memory is free when the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_cute_ops import checkpoint
+from torch_cute_ops.nn import QuantExperts
+
+from .. import layer, llama
+
+POSITIONS = 32768
+TINY = llama.Size(layer.Widths(hidden=1024, qkv=1536, attention=1024, intermediate=2816), 2, 2048, ())
+SIZES = {"8b": llama.MODELS["8B"], "tiny": TINY}
+"""Sizes of random Llamas. `tiny` checks that the command works; its times say nothing about a GPU."""
+SCHEME = "nvfp4/16bit"
+
+
+def device() -> torch.device:
+    """Return the current GPU, or the CPU without a GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make(size: str, folder: Path) -> None:
+    """Write a Llama with random NVFP4 weights in ModelOpt's format.
+
+    The merged layers of the model share a global scale, which vLLM's own kernels need.
+    """
+    config: Any = SIZES[size].config()
+    config.max_position_embeddings = POSITIONS
+    config.architectures = ["LlamaForCausalLM"]
+    model = llama.build(SCHEME, config, device(), merge=False)
+    checkpoint.save(model, folder, "modelopt")
+
+
+@torch.no_grad()
+def decode(quantised: Path, folder: Path) -> None:
+    """Write a checkpoint with the weights of a quantised checkpoint, decoded to bfloat16.
+
+    Raises:
+        ValueError: for a model with quantised experts.
+    """
+    from torch_cute_ops.integrations.transformers import from_pretrained
+
+    model = from_pretrained(quantised, device=device(), dtype=torch.bfloat16, merge=False)
+    if any(isinstance(module, QuantExperts) for module in model.modules()):
+        raise ValueError(f"{quantised} contains quantised experts; only linear layers can be decoded")
+    twin: Any = llama.decoded(model)
+    # `from_pretrained` replaces the model's own method by one that refuses, because it had quantised layers.
+    type(twin).save_pretrained(twin, folder)
+
+
+def read_through(folder: Path) -> None:
+    """Read a checkpoint's files, so that the first start of an engine does not wait for the disk."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while file.read(2**26):
+                pass
+
+
+def main(arguments: Sequence[str]) -> int:
+    what, source, folder = arguments
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if what == "random":
+        make(source, Path(folder))
+    else:
+        decode(Path(source), Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
