@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import vllm
 from safetensors.torch import load_file, save_file
 from serving import OPTIONS, OURS, PROMPTS, TOKENS, Served, differences, model_of, save, serve
 from torch import nn
+from vllm.model_executor.model_loader.reload import meta as reloading
 
 from torch_cute_ops.integrations import transformers as cute_transformers
 from torch_cute_ops.integrations.vllm import METHODS
@@ -178,23 +181,53 @@ def test_compiled(tmp_path, monkeypatch, caplog):
     assert not [text for text in messages if "torch_cute_ops" in text]
 
 
-def test_reloaded_weights(tmp_path):
-    """After vLLM loaded another file's weights, its answers are the other file's."""
-    folder, other = (save(tmp_path / str(seed), "nvfp4", "modelopt", seed=seed) for seed in (0, 1))
-    want = serve(other).answers
-    llm = vllm.LLM(str(folder), quantization=OURS, enforce_eager=True, **OPTIONS)
+MOE: dict[str, Any] = {
+    "kind": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def filled(meta: torch.Tensor) -> torch.Tensor:
+    """Return vLLM's new tensor for reloaded weights, with positive numbers in place of its undefined content."""
+    tensor = _materialize(meta)
+    tensor.view(torch.uint8).fill_(0x3C)
+    return tensor
+
+
+_materialize = reloading.materialize_meta_tensor
+
+
+@pytest.mark.parametrize(("of", "calibrated"), [({}, True), (MOE, False)])
+def test_reloaded_weights(of, calibrated, tmp_path, monkeypatch):
+    """After vLLM loaded another file's weights, its answers are the other file's. The file without calibration contains
+    no input scales, so that activations stay in 16 bits."""
+    monkeypatch.setattr(reloading, "materialize_meta_tensor", filled)
+    folder, other = (
+        save(tmp_path / str(seed), "nvfp4", "modelopt", seed=seed, calibrated=calibrated, **of) for seed in (0, 1)
+    )
+    want = serve(other, METHODS["fp4"]).answers
+    llm = vllm.LLM(str(folder), quantization=METHODS["fp4"], enforce_eager=True, **OPTIONS)
     try:
         worker = llm.llm_engine.model_executor.driver_worker.worker
         model = worker.model_runner.get_model()
-        pointers = {name: each.data_ptr() for name, each in model.named_parameters() if "proj" in name}
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-        assert {n: p.data_ptr() for n, p in model.named_parameters() if "proj" in n} == pointers  # graphs read them
+        ours = [
+            each for each in model.modules() if type(getattr(each, "quant_method", None)).__name__.startswith("Cute")
+        ]
+        pointers = [{name: p.data_ptr() for name, p in each.named_parameters(recurse=False)} for each in ours]
+        for path in (folder, other):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        again = [{name: p.data_ptr() for name, p in each.named_parameters(recurse=False)} for each in ours]
+        assert again == pointers and len(ours) == (6 if of else 8)  # graphs read these addresses
         parameters = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], parameters, use_tqdm=False)
     finally:
         del llm
         vllm.distributed.cleanup_dist_env_and_memory()
     assert [[*each.outputs[0].token_ids] for each in outputs] == [answer.tokens for answer in want]
+    layers = [weakref.ref(each) for each in ours]
+    del worker, model, ours
+    gc.collect()
+    assert not any(layer() is not None for layer in layers)  # their memory is free
 
 
 @pytest.fixture

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import os
 import sys
 import types
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,6 +300,144 @@ def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
     want = torch.from_numpy(weight).float().bfloat16()
     assert torch.equal(layer.weight.cpu(), want) and [*dict(layer.named_parameters())] == ["weight"]
     assert not prepare.jobs_of([], 16, "sm_90a")
+
+
+class Reload:
+    """Second load of a layer's weights, in the steps of vLLM's ``reload_weights``.
+
+    Create an object after the parameters are made, and before they are loaded.
+
+    Args:
+        layer: layer with the parameters that a checkpoint fills.
+        content: byte that stands for the undefined content of new tensors. 0x3C is a positive number in each format.
+    """
+
+    def __init__(self, layer: nn.Module, content: int = 0x3C) -> None:
+        self.content = content
+        self.made = {}
+        for name, parameter in layer.named_parameters(recurse=False):
+            if name != "bias":
+                self.made[name] = (
+                    type(parameter),
+                    parameter.shape,
+                    parameter.dtype,
+                    parameter.device,
+                    {**vars(parameter)},
+                )
+
+    def __call__(self, layer: nn.Module, method: Any, load: Callable[[], Any]) -> Any:
+        """Replace the tensors that the kernels read by new parameters; load, process, and copy the result into the
+        first tensors, whose addresses captured graphs contain. Return the result of ``load``."""
+        kernel_tensors = {name: each for name, each in layer.named_parameters(recurse=False) if name != "bias"}
+        for name in kernel_tensors:
+            delattr(layer, name)
+        for name, (cls, shape, dtype, device, attributes) in self.made.items():
+            tensor: Any = torch.empty(shape, dtype=dtype, device=device)
+            tensor.view(torch.uint8).fill_(self.content)
+            tensor = nn.Parameter(tensor, requires_grad=False)
+            tensor.__class__ = cls
+            vars(tensor).update(attributes)
+            layer.register_parameter(name, tensor)
+        loaded = load()
+        method.process_weights_after_loading(layer)
+        for name, tensor in kernel_tensors.items():
+            tensor.data.copy_(getattr(layer, name))
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        for name, tensor in kernel_tensors.items():
+            layer.register_parameter(name, tensor)
+        return loaded
+
+
+def load_rows(layer, param, loaded_weight, i, parts):
+    """Load part ``i`` of merged layers."""
+    if isinstance(param, vllm_stub.PerTensorScaleParameter):
+        param.data[i] = loaded_weight.reshape(())
+        return
+    per_scale = 1 if len(param) == sum(parts) else 128
+    begin, own = sum(parts[:i]) // per_scale, loaded_weight[: -(-parts[i] // per_scale)]
+    param.data[begin : begin + len(own)] = own.to(param.device)
+
+
+def reloadable(vllm, scheme, parts, k, activations, device):
+    """Return a layer without weights, its method, and functions that load random tensors and reload them."""
+    layer = vllm_stub.LinearBase()
+    layer.input_size, layer.bias = k, None
+    method = vllm._linear.CuteLinearMethod(
+        scheme, "model.layer", activations, prepare.Preparation(vllm._prepare.serving), vllm_stub.OwnMethod
+    )
+    loader = types.MethodType(functools.partial(load_rows, parts=parts), layer)
+    with torch.device(device):
+        method.create_weights(layer, k, list(parts), k, sum(parts), torch.bfloat16, weight_loader=loader)
+
+    def load(*without):
+        made = [stored_layer(scheme, rows, k) for rows in parts]
+        for i, (tensors, _) in enumerate(made):
+            for name in tensors.keys() - set(without):
+                parameter = getattr(layer, name)
+                parameter.weight_loader(parameter, tensors[name], i)
+        return np.concatenate([weight for _, weight in made])
+
+    return layer, method, load, Reload(layer)
+
+
+RELOADED = [
+    ("nvfp4", "modelopt", "fp4", "fp4", (64, 64, 64), 192, ()),
+    ("nvfp4", "modelopt", "16bit", "fp4", (64, 64, 64), 192, ("input_scale",)),
+    ("nvfp4", "compressed-tensors", "16bit", "auto", (64, 64, 64), 192, ()),
+    ("mxfp4", "compressed-tensors", "16bit", "auto", (64, 64, 64), 192, ()),
+    ("fp8_tensor", "modelopt", "fp8_static", "auto", (64, 64, 64), 192, ()),
+    ("fp8_channel", "modelopt", "fp8", "auto", (64, 64, 64), 192, ()),
+    ("fp8_block", "deepseek", "fp8", "auto", (128, 128, 64), 384, ()),
+    ("fp8_block", "deepseek", "fp8", "auto", (64, 64, 64), 384, ()),  # decoded: parts share a block
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "style", "stored_for", "activations", "parts", "k", "without"), RELOADED)
+def test_reloaded_weights(fmt, style, stored_for, activations, parts, k, without, vllm, device):
+    """The layer keeps its tensors and its form, and computes with the new weights."""
+    scheme = LayerScheme(fmt, style, stored_for)
+    layer, method, load, reload = reloadable(vllm, scheme, parts, k, activations, device)
+    load(*without)
+    method.process_weights_after_loading(layer)
+    form, pointers = method._form, {name: each.data_ptr() for name, each in layer.named_parameters()}
+    bound = BOUNDS["fp8" if fmt.startswith("fp8") else "fp4" if stored_for == "fp4" else "16bit"]
+    for _ in range(2):
+        weight = reload(layer, method, functools.partial(load, *without))
+        assert method._form == form and {n: p.data_ptr() for n, p in layer.named_parameters()} == pointers
+        check_values(layer, method, weight, k, device, bound)
+
+
+def test_reloads_without_a_tensor(vllm):
+    scheme = LayerScheme("nvfp4", "modelopt", "fp4")
+    for missing, message in (
+        ("weight_scale_2", "model.layer: the checkpoint has no weight_scale_2"),
+        ("weight_scale", "model.layer: the checkpoint has no weight_scale,"),
+        ("input_scale", "model.layer: the reloaded weights have no input scale"),
+    ):
+        layer, method, load, reload = reloadable(vllm, scheme, (64, 64), 192, "fp4", "cpu")
+        load()
+        method.process_weights_after_loading(layer)
+        with pytest.raises(ValueError, match=message):
+            reload(layer, method, lambda load=load, missing=missing: load(missing))
+        layer, method, load, reload = reloadable(vllm, scheme, (64, 64), 192, "fp4", "cpu")
+        load("input_scale")  # other files may contain one, but the layer keeps its form
+        method.process_weights_after_loading(layer)
+        reload(layer, method, load)
+        assert method._form.activations == "16bit"
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_block"])
+def test_loaders_do_not_keep_the_layer(fmt, vllm):
+    """vLLM keeps the loaders of methods without the object, so that a deleted model's memory is freed."""
+    scheme = LayerScheme(fmt, "compressed-tensors", "16bit" if fmt == "mxfp4" else "fp8")
+    layer, method, load, reload = reloadable(vllm, scheme, (64, 64), 192, "auto", "cpu")
+    kept = [attributes["weight_loader"] for *_, attributes in reload.made.values()]
+    assert all(each.__self__ is layer for each in kept)
+    functions, alive = [each.__func__ for each in kept], weakref.ref(layer)
+    del layer, method, load, reload, kept
+    gc.collect()
+    assert alive() is None and functions
 
 
 SHARED = [

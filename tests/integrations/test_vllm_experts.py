@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import checkpoints, vllm_stub, weights
 from support.engine_layers import Recorded, installed, stored_layer
-from test_vllm import DEEPSEEK, MIXED, NVFP4, compressed
+from test_vllm import DEEPSEEK, MIXED, NVFP4, Reload, compressed
 
 from torch_cute_ops import registry
 from torch_cute_ops.checkpoint.spec import LayerScheme
@@ -215,6 +215,7 @@ def loaded(vllm: Any, stored: Stored, layer: Any, activations: str = "auto", dev
             layer, moe.num_local_experts, *sizes, moe.in_dtype, weight_loader=layer.weight_loader,
             global_num_experts=moe.num_experts,
         )  # fmt: skip
+    method.reload = Reload(layer)
     stored.load(layer)
     method.process_weights_after_loading(layer)
     assert [*method.preparation.forms][-1] == method.form
@@ -457,24 +458,39 @@ def test_checkpoint_without_an_expert(vllm):
         loaded(vllm, stored, layer)
 
 
-def test_reloaded_weights(vllm):
-    """Padding that the first load wrote is written again: vLLM reloads into memory with other values."""
-    stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 80, 48), layer_of(80, 48)
-    method = loaded(vllm, stored, layer)
-    given = routed(FEW, 80)
-    first = applied(method, layer, *given)
-    again = layer_of(80, 48)
-    moe = again.moe_config = layer.moe_config
-    method.create_weights(again, E, moe.hidden_dim, moe.intermediate_size_per_partition, moe.in_dtype,
-                          weight_loader=again.weight_loader)  # fmt: skip
-    for parameter in again.parameters():
-        parameter.data.view(torch.uint8).random_()
-    stored.load(again)
-    method.process_weights_after_loading(again)
-    assert torch.equal(applied(method, again, *given), first)
+RELOADED = [
+    (LayerScheme("nvfp4", "modelopt", "fp4"), False), (LayerScheme("nvfp4", "modelopt", "16bit"), True),
+    (LayerScheme("fp8_block", "deepseek", "fp8"), False), (GPT_OSS, False),
+]  # fmt: skip
+"""Format, and whether the checkpoint contains no input scales."""
 
 
-# Preparation
+@pytest.mark.parametrize(("scheme", "is_uncalibrated"), RELOADED)
+def test_reloaded_weights(scheme, is_uncalibrated, vllm):
+    """After a second load the experts keep their tensors and their form, and compute what a new layer computes with the
+    second checkpoint. Padding is written again."""
+    settings = {"activation": SWIGLUOAI, "has_bias": True} if scheme is GPT_OSS else {}
+    hidden, width = {"fp8_block": (384, 128), "nvfp4": (96, 48), "mxfp4": (96, 32)}[scheme.format]
+    first, second = (Stored(scheme, hidden, width) for _ in range(2))
+    for expert in [*first.experts, *second.experts] if is_uncalibrated else []:
+        for tensors, _ in expert.values():
+            del tensors["input_scale"]
+    layer = layer_of(hidden, width, **settings)
+    method = loaded(vllm, first, layer, "fp4")
+    form, pointers = method.form, {name: each.data_ptr() for name, each in layer.named_parameters()}
+    assert (
+        form.few == {"fp8_block": None, "nvfp4": "16bit" if is_uncalibrated else "fp4", "mxfp4": "fp4"}[scheme.format]
+    )
+    given = routed(24, hidden)
+    for stored in (second, first):
+        method.reload(layer, method, lambda stored=stored: stored.load(layer))
+        assert method.form == form and {name: each.data_ptr() for name, each in layer.named_parameters()} == pointers
+        fresh = layer_of(hidden, width, **settings)
+        want = applied(loaded(vllm, stored, fresh, "fp4"), fresh, *given)
+        assert torch.equal(applied(method, layer, *given), want)
+    kept = method.reload.made.values()
+    assert all(each["weight_loader"].__self__ is layer for *_, each in kept)
+    assert layer not in [cell.cell_contents for *_, each in kept for cell in each["weight_loader"].__closure__ or ()]
 
 
 def test_forms_are_prepared_once_settings_are_known(monkeypatch):

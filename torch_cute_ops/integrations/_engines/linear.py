@@ -4,8 +4,8 @@ SGLang derived its classes of layers and parameters from vLLM's, so one method s
 """
 
 import dataclasses
-import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -23,6 +23,8 @@ from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK, decode_fp8_blocks
 
 UNLOADED: Final = 0xFF
 """Byte that is NaN in every format of scales; it marks scales that the checkpoint does not contain."""
+_LOADED: Final = "is_loaded"
+"""Attribute of parameters that a loader has written to."""
 _BLOCK_SCALES: Final = ("weight_scale", "weight_scale_inv")
 """Names of the scales that are block scales in a format with blocks."""
 
@@ -92,6 +94,7 @@ class LinearMethod:
         self._form: Form | None = None
         self._gemm: Gemm | None = None
         self._decoded: Any = None
+        self._has_input_scale: bool | None = None
 
     # Loading
 
@@ -123,8 +126,9 @@ class LinearMethod:
         rows = getattr(layer, "org_vocab_size", output_size)  # an output head is padded
         if self.scheme.format == "fp8_block" and not self._are_blocks_divided:
             vars(layer)["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]  # the loaders read it
-        loader = extra_weight_attrs["weight_loader"]
+        given = extra_weight_attrs["weight_loader"]
         for field in self._fields():
+            loader = Loader(given, layer, is_marking="scale" in field.stored)
             if self._are_blocks_divided and field.name in _BLOCK_SCALES:
                 parameter = self._repeated(field, k, (rows, input_size), loader)
             else:
@@ -174,7 +178,7 @@ class LinearMethod:
             return "merged layers or ranks share a block of scales"
         return form.reason_unsupported
 
-    def _repeated(self, field: Field, k: int, whole: tuple[int, int], loader: Callable[..., None]) -> nn.Parameter:
+    def _repeated(self, field: Field, k: int, whole: tuple[int, int], loader: "Loader") -> nn.Parameter:
         """Return the parameter for block scales that merged parts or ranks divide. It contains the weight's rows, and a
         column for each of the largest groups of columns that neither a block nor a rank divides.
 
@@ -182,33 +186,33 @@ class LinearMethod:
             field: block scales.
             k: columns of the weight on this rank.
             whole: rows and columns of the weight in the checkpoint.
-            loader: the engine's function that copies this rank's part.
+            loader: the engine's loader, which copies this rank's part.
         """
         block = self._block
         group = math.gcd(k, block)
         rows = FP8_BLOCK if self.scheme.format == "fp8_block" else 1
         dtype = field.dtypes[0]
 
-        @functools.wraps(loader)
-        def load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        def repeated(loaded_weight: Tensor) -> Tensor:
             scale = loaded_weight.view(dtype) if dtype == torch.uint8 else loaded_weight.to(dtype)
             scale = scale.flatten(1)
             if dtype.itemsize == 1:  # torch lacks repeat_interleave for FP8 dtypes
                 scale = scale.view(torch.uint8)
             scale = scale.repeat_interleave(rows, 0).repeat_interleave(block // group, 1)
-            scale = scale[: whole[0], : whole[1] // group].view(dtype)
-            loader(param, scale, *args, **kwargs)
+            return scale[: whole[0], : whole[1] // group].view(dtype)
 
         data = torch.empty((sum(self._parts), k // group), dtype=dtype)
         data.view(torch.uint8).fill_(UNLOADED)
-        parameter: nn.Parameter = self.engine.matrix(data=data, input_dim=1, output_dim=0, weight_loader=load)
+        parameter: nn.Parameter = self.engine.matrix(
+            data=data, input_dim=1, output_dim=0, weight_loader=loader.bound(repeated)
+        )
         return parameter
 
-    def _parameter(self, field: Field, k: int, loader: Callable[..., None]) -> nn.Parameter:
+    def _parameter(self, field: Field, k: int, loader: "Loader") -> nn.Parameter:
         """Return the engine's parameter for a stored tensor: its class says how merged layers and ranks divide it."""
         dtype, n = field.dtypes[0], sum(self._parts)
         shape = field.shape(n, k)
-        options: dict[str, Any] = {"weight_loader": loader}
+        options: dict[str, Any] = {"weight_loader": loader.bound()}
         kind = self.engine.per_layer
         if len(shape) == 2 and field.name == "weight_scale_inv":
             kind, options = self.engine.blocks, {**options, "output_dim": 0, "input_dim": 1}
@@ -219,7 +223,7 @@ class LinearMethod:
         elif len(shape) == 2:
             kind, options = self.engine.matrix, {**options, "output_dim": 0, "input_dim": 1}
             if dtype == torch.uint8:
-                options["weight_loader"] = loader_of_bytes(loader)
+                options["weight_loader"] = loader.bound(as_bytes)
         else:
             shape = (len(self._parts),)
         data = torch.empty(shape, dtype=dtype)
@@ -250,13 +254,17 @@ class LinearMethod:
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replace the loaded tensors by the tensors that the kernels read, and prepare the kernels.
 
+        A second call follows a second load. The engine then copies the new tensors into the first ones, which captured
+        graphs read. So the layer keeps its form: an input scale is used if the first load contained one.
+
         Raises:
             ValueError: if the checkpoint lacks a tensor of the layer.
         """
         form = self._form
         assert form is not None
         tensors = self._taken(layer)
-        has_input_scale, device = "input_scale" in tensors, tensors["weight"].device
+        self._has_input_scale = keeps_input_scale(self.prefix, tensors, self._has_input_scale)
+        has_input_scale, device = self._has_input_scale, tensors["weight"].device
         form = self._form_of(form.k, form.dtype, has_input_scale, form.has_bias, device)
         reason = self._reason_decoded(form)
         if reason is not None:
@@ -282,8 +290,11 @@ class LinearMethod:
         """
         taken = {}
         for field in self._fields():
-            tensor: Tensor = getattr(layer, field.stored).data
+            parameter = getattr(layer, field.stored)
+            tensor = parameter.data
             delattr(layer, field.stored)
+            if self._has_input_scale is not None and "scale" in field.stored:
+                mark_unloaded(parameter)
             if field.name == "input_scale":
                 shared = _largest(tensor.reciprocal() if field.is_reciprocal else tensor)
                 if shared is not None and self.scheme.format != "mxfp4" and not self._multiplies_identity:
@@ -322,14 +333,71 @@ def _adds_bias(layer: Any) -> bool:
     )
 
 
-def loader_of_bytes(loader: Callable[..., None]) -> Callable[..., None]:
-    """Return a loader that copies bytes of codes or of e8m0 scales, whatever dtype the checkpoint gives them."""
+class Loader(NamedTuple):
+    """Weight loader of a parameter.
 
-    @functools.wraps(loader)
-    def load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
-        loader(param, loaded_weight.view(torch.uint8), *args, **kwargs)
+    When an engine loads weights again, it creates the parameter again, with undefined content. The first call of the
+    loader then fills scales with ``UNLOADED``, as they were when the layer was made.
 
-    return load
+    Attributes:
+        given: the engine's loader, usually a method of the layer.
+        layer: layer of the parameter.
+        is_marking: True for scales.
+    """
+
+    given: Callable[..., Any]
+    layer: nn.Module
+    is_marking: bool
+
+    def bound(self, convert: Callable[[Tensor], Tensor] | None = None) -> types.MethodType:
+        """Return a loader that converts the loaded tensor first.
+
+        The result is a method of the layer if the engine's loader is one. vLLM keeps loaders of methods without their
+        layer; a function that refers to the layer would keep the layer in memory.
+        """
+        given = getattr(self.given, "__func__", None) if getattr(self.given, "__self__", None) is self.layer else None
+        function, is_marking = self.given if given is None else given, self.is_marking
+
+        def load(owner: nn.Module, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if is_marking and not param.is_meta and not vars(param).get(_LOADED):
+                mark_unloaded(param)
+                vars(param)[_LOADED] = True
+            loaded = loaded_weight if convert is None else convert(loaded_weight)
+            return function(*(() if given is None else (owner,)), param, loaded, *args, **kwargs)
+
+        return types.MethodType(load, self.layer)
+
+
+def as_bytes(loaded_weight: Tensor) -> Tensor:
+    """Return the bytes of codes or of e8m0 scales, whatever dtype the checkpoint gives them."""
+    return loaded_weight.view(torch.uint8)
+
+
+def mark_unloaded(parameter: nn.Parameter) -> None:
+    """Fill scales with ``UNLOADED``, unless a loader has written to them."""
+    if not vars(parameter).get(_LOADED):
+        parameter.data.view(torch.uint8).fill_(UNLOADED)
+
+
+def keeps_input_scale(prefix: str, tensors: dict[str, Any], had: bool | None) -> bool:
+    """Return True if a layer uses a scale of its input; remove a scale that the first load did not contain.
+
+    Args:
+        prefix: name of the layer, for the message.
+        tensors: loaded tensors by name.
+        had: result of the first load, or None in the first load.
+
+    Raises:
+        ValueError: if only the first load contained a scale.
+    """
+    if had is False:
+        tensors.pop("input_scale", None)
+    if had and "input_scale" not in tensors:
+        raise ValueError(
+            f"{prefix}: the reloaded weights have no input scale, but the layer was loaded with one; reload a "
+            "checkpoint with the same tensors"
+        )
+    return "input_scale" in tensors
 
 
 def is_unloaded(scale: Tensor) -> Tensor:

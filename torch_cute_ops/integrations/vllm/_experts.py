@@ -1,6 +1,6 @@
 """Method for vLLM's layers of routed experts: the tensors that it loads, and the sum of each token's experts."""
 
-import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -13,7 +13,14 @@ from torch_cute_ops.checkpoint._layers import READ, Field
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.integrations._engines import experts
 from torch_cute_ops.integrations._engines.experts import MULTIPLES, ExpertForm
-from torch_cute_ops.integrations._engines.linear import UNLOADED, is_unloaded
+from torch_cute_ops.integrations._engines.linear import (
+    UNLOADED,
+    Loader,
+    as_bytes,
+    is_unloaded,
+    keeps_input_scale,
+    mark_unloaded,
+)
 from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
 from torch_cute_ops.integrations.vllm._prepare import has_few_tokens
 from torch_cute_ops.nn._base import Activations
@@ -127,6 +134,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         self.scheme, self.prefix, self.activations, self.preparation = scheme, prefix, activations, preparation
         self.form: ExpertForm | None = None
         self._has_few_tokens = has_few_tokens()
+        self._has_input_scale: bool | None = None
         self._width = self.moe.intermediate_size_per_partition  # without zeros
         if scheme.style == _GPT_OSS:
             # vLLM's loader divides these experts among ranks by blocks of scales, so that the last rank gets fewer.
@@ -180,7 +188,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         for part, (n, k) in sizes.items():
             for field in self._fields():
                 parameter = self._parameter(field, num_experts, _SHARDS[part], n, k)
-                vars(parameter)["weight_loader"] = _adapted(loader, field, field.dtypes[0], refused)
+                vars(parameter)["weight_loader"] = _adapted(loader, layer, field, refused)
                 layer.register_parameter(f"{part}_{field.stored}", parameter)
             if self.moe.has_bias:
                 bias = nn.Parameter(
@@ -261,16 +269,22 @@ class CuteExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the loaded tensors by the tensors that the kernels read, and prepare the kernels.
 
+        As for linear layers, a second call keeps the form of the first.
+
         Raises:
             ValueError: if the checkpoint lacks a tensor of an expert.
         """
         assert self.form is not None
         hidden, width = self.form.hidden, self.form.width
         parts = {name: self._taken(layer, name) for name in _SHARDS}
-        of_input, of_hidden = (_reciprocal(part.pop("input_scale", None)) for part in parts.values())
+        scales = [_reciprocal(part.pop("input_scale", None)) for part in parts.values()]
+        both = [each for each in scales if each is not None]
+        of_both = {"input_scale": both} if len(both) == len(scales) else {}
+        self._has_input_scale = keeps_input_scale(self.prefix, of_both, self._has_input_scale)
         device, given = parts["w13"]["weight"].device, {}
-        self._set_form(hidden, width, device, of_input is not None and of_hidden is not None)
-        if self.form.few == "fp4" and of_input is not None and of_hidden is not None:
+        self._set_form(hidden, width, device, self._has_input_scale)
+        if self.form.few == "fp4" and of_both:
+            of_input, of_hidden = of_both["input_scale"]
             given = {"input_global_scale": of_input.min().reshape(1), "hidden_global_scale": of_hidden}
         tensors = experts.build(self.form, parts["w13"], parts["w2"], **given)
         copied = experts.bytes_of_copy(tensors)
@@ -295,8 +309,11 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         taken = {}
         names = [(field.stored, field) for field in self._fields()] + [("bias", None)] * self.moe.has_bias
         for stored, field in names:
-            tensor: Tensor = getattr(layer, f"{part}_{stored}").data
+            parameter = getattr(layer, f"{part}_{stored}")
+            tensor: Tensor = parameter.data
             delattr(layer, f"{part}_{stored}")
+            if self._has_input_scale is not None and field is not None and field.name != "weight":
+                mark_unloaded(parameter)
             if field is not None and field.name == "input_scale":
                 taken[field.name] = tensor.reciprocal() if field.is_reciprocal else tensor
                 continue
@@ -363,7 +380,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         return experts.compute(layer, self.form, x, topk_ids, topk_weights)
 
 
-def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype, refused: str | None) -> Callable[..., Any]:
+def _adapted(loader: Callable[..., Any], layer: Any, field: Field, refused: str | None) -> Callable[..., Any]:
     """Return vLLM's loader for a tensor whose stored form vLLM's loader does not know.
 
     Bytes of codes and of e8m0 scales are copied whatever dtype the checkpoint gives them; ModelOpt's block scales lose
@@ -372,13 +389,22 @@ def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype, refus
 
     Args:
         loader: vLLM's function that copies this rank's part.
+        layer: layer of the experts.
         field: stored tensor.
-        dtype: dtype of the parameter.
         refused: reason that this rank's part of gpt-oss's experts cannot be loaded one expert after the other, or None.
     """
 
-    @functools.wraps(loader)
+    def converted(loaded_weight: Tensor) -> Tensor:
+        if field.dtypes[0] == torch.uint8:
+            loaded_weight = as_bytes(loaded_weight)
+        if field.name == "weight_scale_inv" and loaded_weight.dim() == 4:
+            loaded_weight = loaded_weight.flatten(2).flatten(0, 1)
+        return loaded_weight
+
+    copy = Loader(loader, layer, is_marking=field.name != "weight").bound(converted).__func__
+
     def load(
+        owner: Any,
         param: nn.Parameter,
         loaded_weight: Tensor,
         weight_name: str,
@@ -388,18 +414,14 @@ def _adapted(loader: Callable[..., Any], field: Field, dtype: torch.dtype, refus
     ) -> Any:
         if refused is not None and str(shard_id).startswith(_GPT_OSS_SHARD):
             raise ValueError(refused)
-        if dtype == torch.uint8:
-            loaded_weight = loaded_weight.view(torch.uint8)
-        if field.name == "weight_scale_inv" and loaded_weight.dim() == 4:
-            loaded_weight = loaded_weight.flatten(2).flatten(0, 1)
         if field.name == "input_scale":
             weight_name = weight_name.replace("input_scale", "scale").replace("input_global_scale", "scale")
-        return loader(
-            param, loaded_weight, weight_name=weight_name, shard_id=shard_id, expert_id=expert_id,
+        return copy(
+            owner, param, loaded_weight, weight_name=weight_name, shard_id=shard_id, expert_id=expert_id,
             return_success=return_success,
         )  # fmt: skip
 
-    return load
+    return types.MethodType(load, layer)
 
 
 def _reciprocal(scales: Tensor | None) -> Tensor | None:
