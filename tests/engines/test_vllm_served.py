@@ -14,9 +14,11 @@ import urllib.request
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import serving
 import torch
 import vllm
 from safetensors.torch import load_file, save_file
@@ -25,7 +27,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import meta as reloading
 
 from torch_cute_ops.integrations import transformers as cute_transformers
-from torch_cute_ops.integrations.vllm import METHODS
+from torch_cute_ops.integrations.vllm import METHODS, _checkpoints
 from torch_cute_ops.integrations.vllm._linear import CuteLinearMethod
 from torch_cute_ops.runtime import settings
 
@@ -179,6 +181,20 @@ def test_compiled(tmp_path, monkeypatch, caplog):
     generated = "".join(path.read_text(errors="ignore") for path in (tmp_path / "cache").rglob("*.py"))
     assert all(f"cute.{op}" in generated for op in ("mm_fp4_weight_only", "rmsnorm", "add_rmsnorm"))
     assert not [text for text in messages if "torch_cute_ops" in text]
+
+
+def test_batch_invariance(tmp_path, monkeypatch):
+    """A prompt's log probabilities are equal, to the last bit, alone and in a batch. Only this package is in the mode:
+    vLLM's own mode replaces torch's operations by Triton's kernels, also on a CPU, where they do not run."""
+    monkeypatch.setattr(_checkpoints, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    folder, found = save(tmp_path / "model", "nvfp4", "modelopt"), []
+    batch = serve(folder, check=lambda model: found.extend(
+        each.quant_method._form.backend for each in model.modules() if hasattr(each, "input_is_parallel")
+    ))  # fmt: skip
+    check_as_transformers(folder, batch)
+    assert found == ["reference"] * 4
+    monkeypatch.setattr(serving, "PROMPTS", PROMPTS[1:2])
+    assert serve(folder).answers == batch.answers[1:2]
 
 
 MOE: dict[str, Any] = {

@@ -24,7 +24,7 @@ from torch import nn
 import torch_cute_ops
 from torch_cute_ops import registry
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
-from torch_cute_ops.integrations._engines import gemms, linear, prepare
+from torch_cute_ops.integrations._engines import gemms, invariant, linear, prepare
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
@@ -181,13 +181,6 @@ def test_weights_decoded_by_an_identity_matrix(scheme, vllm, device):
     assert (np.abs(got - weight) <= 2**-8 * np.abs(weight)).all()
 
 
-def test_batch_invariance_is_refused(vllm, monkeypatch):
-    vllm._config.CONFIGS[0].from_config(NVFP4)
-    monkeypatch.setattr(vllm._config.envs, "VLLM_BATCH_INVARIANT", True)
-    with pytest.raises(ValueError, match="results depend on the number of tokens in a batch"):
-        vllm._config.CONFIGS[0].from_config(NVFP4)
-
-
 # Loading and values
 
 Stored = list[dict[str, torch.Tensor]]
@@ -284,7 +277,7 @@ def test_formats_of_activations(fmt, stored_for, activations, chosen, vllm, devi
     scheme = LayerScheme(fmt, "compressed-tensors", stored_for)
     layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, activations=activations, device=device)
     check_values(layer, method, weight, 192, device, BOUNDS[chosen])
-    called = [op for op, _ in gemms.gemm_of(method._form).calls(method._form, 1)]
+    called = [op for op, _ in method._form.calls(1)]
     assert called[0].startswith({"16bit": "mm_fp4_weight_only"}.get(chosen, f"{chosen}_quantize"))
 
 
@@ -650,7 +643,7 @@ def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has
             kernel.digest for job in jobs for kernel in registry.kernels_of(job.op, arch.name, **dict(job.properties))
         }
         assert len(jobs) <= len(digest)  # each call needs a kernel that no other call needs
-        gemm, layer = gemms.gemm_of(form), on_meta(vllm, form)
+        gemm, layer = invariant.gemm_of(form), on_meta(vllm, form)
         bias = torch.zeros(1024, dtype=dtype, device="meta") if has_bias else None
         for m in (1, 2, 7, 16, 31, 64, 100, 129, 500, most):
             with Recorded() as recorded:

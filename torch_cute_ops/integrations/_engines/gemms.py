@@ -22,6 +22,10 @@ Call = tuple[str, dict[str, Any]]
 
 BLOCK_SIZES: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
 """Number of elements that share a scale, keyed by FP4 format."""
+AUTO: Final = "auto"
+INVARIANT_ROWS: Final = 128
+"""Number of rows of each GEMM of a layer whose results do not depend on the batch. For a layer of an 8B model in NVFP4
+on an H200, the cost model estimates 2.5 times the usual time for one row, and 1.7 times for 8,192 rows."""
 STATIC: Final = {"static_weight": True}
 """Promise that a weight is not written while the previous launch runs. Engines synchronise after they load weights."""
 
@@ -40,6 +44,8 @@ class Form:
             ``"16bit"``.
         dtype: dtype of input, result and bias.
         has_bias: True if the GEMM adds a bias.
+        backend: ``"auto"``; or the name of the backend of a layer whose results do not depend on the batch. Such a
+            layer multiplies ``INVARIANT_ROWS`` rows at a time.
     """
 
     scheme: str
@@ -50,6 +56,12 @@ class Form:
     has_input_scale: bool
     dtype: torch.dtype
     has_bias: bool
+    backend: str = AUTO
+
+    @property
+    def is_invariant(self) -> bool:
+        """True if a row of the result does not depend on the other rows."""
+        return self.backend != AUTO
 
     @property
     def reason_unsupported(self) -> str | None:
@@ -68,11 +80,11 @@ class Form:
 
     def bucket(self, m: int) -> int:
         """Return a key that is equal for numbers of rows that call the same kernels."""
-        return bucket(m)
+        return bucket(INVARIANT_ROWS if self.is_invariant else m)
 
     def calls(self, m: int) -> Iterator[Call]:
         """Yield the calls of ops for ``m`` rows."""
-        return gemm_of(self).calls(self, m)
+        return product_of(self).calls(self, INVARIANT_ROWS if self.is_invariant else m)
 
 
 class Gemm(Protocol):
@@ -81,18 +93,15 @@ class Gemm(Protocol):
     def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``rows · Wᵀ + bias``, (M, N), for rows (M, K) and the tensors that are attributes of ``layer``."""
 
-    def calls(self, form: Form, m: int) -> Iterator[Call]:
-        """Yield the calls of ops for ``m`` rows."""
 
-
-def gemm_of(form: Form) -> Gemm:
-    """Return the product for a form."""
+def product_of(form: Form) -> "_Product":
+    """Return the product for a form, with as many rows as a call has."""
     if form.scheme == "fp8_block":
-        return _FP8Block()
+        return _FP8Block(form.backend)
     if form.scheme not in BLOCK_SIZES:
-        return _FP8(form.has_input_scale)
-    of: dict[str, Callable[[str], Gemm]] = {"16bit": _FP4WeightOnly, "fp4": _FP4, "fp8": _FP8FP4}
-    return of[form.activations](form.scheme)
+        return _FP8(form.backend, form.has_input_scale)
+    of: dict[str, Callable[[str, str], _Product]] = {"16bit": _FP4WeightOnly, "fp4": _FP4, "fp8": _FP8FP4}
+    return of[form.activations](form.backend, form.scheme)
 
 
 def has_kernels(form: Form, arch: str) -> bool:
@@ -111,7 +120,31 @@ def tensors_of(module: QuantLinear) -> Mapping[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _FP4Weight:
+class _Product:
+    """Product with one GEMM.
+
+    Attributes:
+        backend: name of the GEMM's backend.
+    """
+
+    backend: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the GEMM."""
+        return {**STATIC, **({} if self.backend == AUTO else {"backend": self.backend})}
+
+    def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``rows · Wᵀ + bias``, as ``Gemm``."""
+        raise NotImplementedError
+
+    def calls(self, form: Form, m: int) -> Iterator[Call]:
+        """Yield the calls of ops for ``m`` rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _FP4Weight(_Product):
     scheme: str
 
     @property
@@ -135,8 +168,9 @@ class _FP4Weight:
 class _FP4WeightOnly(_FP4Weight):
     def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
         return torch.ops.cute.mm_fp4_weight_only(
-            rows, layer.weight.t(), layer.weight_scale, self.alpha(layer), bias, block_size=self.block_size, **STATIC
-        )
+            rows, layer.weight.t(), layer.weight_scale, self.alpha(layer), bias, block_size=self.block_size,
+            **self.options,
+        )  # fmt: skip
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
         yield "mm_fp4_weight_only", {**self.properties(form, m), "dtype": form.dtype}
@@ -148,7 +182,7 @@ class _FP4(_FP4Weight):
         a, a_scale = torch.ops.cute.fp4_quantize(rows, scale, block_size=self.block_size)
         return torch.ops.cute.mm_fp4(
             a, layer.weight.t(), a_scale, layer.weight_scale, self.alpha(layer), bias, rows.dtype, self.block_size,
-            **STATIC,
+            **self.options,
         )  # fmt: skip
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -169,7 +203,7 @@ class _FP8FP4(_FP4Weight):
         a, a_scale = torch.ops.cute.fp8_quantize(rows, granularity="block128")
         return torch.ops.cute.mm_fp8_fp4(
             a, layer.weight.t(), a_scale, layer.weight_scale, self.alpha(layer), bias, rows.dtype, self.block_size,
-            **STATIC,
+            **self.options,
         )  # fmt: skip
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -177,12 +211,11 @@ class _FP8FP4(_FP4Weight):
         yield "mm_fp8_fp4", {**self.properties(form, m), "out_dtype": form.dtype}
 
 
-@dataclass(frozen=True)
-class _FP8Block:
+class _FP8Block(_Product):
     def __call__(self, layer: Any, rows: Tensor, bias: Tensor | None) -> Tensor:
         a, a_scale = torch.ops.cute.fp8_quantize(rows, granularity="block128")
         return torch.ops.cute.mm_fp8_block(
-            a, layer.weight.t(), a_scale, layer.weight_scale_inv, None, bias, rows.dtype, **STATIC
+            a, layer.weight.t(), a_scale, layer.weight_scale_inv, None, bias, rows.dtype, **self.options
         )
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
@@ -191,7 +224,7 @@ class _FP8Block:
 
 
 @dataclass(frozen=True)
-class _FP8:
+class _FP8(_Product):
     """Product of weights with a scale per tensor or per row. ``row_scale`` contains one factor for each row of merged
     tensors.
 
@@ -207,7 +240,7 @@ class _FP8:
         factor = layer.weight_scale
         if hasattr(layer, "row_scale") and factor.numel() > 1:
             factor = layer.row_scale
-        return torch.ops.cute.mm_fp8(a, layer.weight.t(), a_scale, factor.view(-1), bias, rows.dtype, **STATIC)
+        return torch.ops.cute.mm_fp8(a, layer.weight.t(), a_scale, factor.view(-1), bias, rows.dtype, **self.options)
 
     def calls(self, form: Form, m: int) -> Iterator[Call]:
         granularity = "tensor" if self.is_static else "token"
@@ -220,4 +253,6 @@ def _properties(form: Form, m: int, **own: Any) -> dict[str, Any]:
     """Return the properties of all GEMMs, and ``own``, without values that are None."""
     bias = form.dtype if form.has_bias else None
     given = {"n": form.n, "k": form.k, "m": m, "bias_dtype": bias, **own, **STATIC}
+    if form.is_invariant:
+        given["backend"] = form.backend
     return {name: value for name, value in given.items() if value is not None}

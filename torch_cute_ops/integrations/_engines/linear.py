@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch_cute_ops.checkpoint._layers import READ, Field
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.formats.fp4 import decode_e2m1, decode_ue8m0, unpack_e2m1
-from torch_cute_ops.integrations._engines.gemms import Form, Gemm, gemm_of, has_kernels, tensors_of
+from torch_cute_ops.integrations._engines.gemms import Form, Gemm, has_kernels, tensors_of
+from torch_cute_ops.integrations._engines.invariant import backend_of, gemm_of
 from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
@@ -68,6 +69,7 @@ class LinearMethod:
         multiplies_identity: True if the engine multiplies an identity matrix by the weight to decode it. FP4 weights
             then keep 16-bit activations, and the checkpoint's scale of the input is not used, because 1 may be larger
             than its largest value.
+        is_invariant: True if a row of the result must not depend on the other rows of a call.
 
     Attributes:
         engine: classes and functions of the engine.
@@ -84,10 +86,11 @@ class LinearMethod:
         own: Callable[[], Any],
         *,
         multiplies_identity: bool = False,
+        is_invariant: bool = False,
     ) -> None:
         self.scheme, self.prefix = scheme, prefix
         self.activations: Activations = "auto" if multiplies_identity else activations
-        self._multiplies_identity = multiplies_identity
+        self._multiplies_identity, self._is_invariant = multiplies_identity, is_invariant
         self.preparation, self._own = preparation, own
         self._parts: tuple[int, ...] = ()
         self._are_blocks_divided = False
@@ -249,6 +252,8 @@ class LinearMethod:
                 f"no kernel for {arch} multiplies FP8 activations by FP4 weights; activations stay in 16 bits"
             )
             form = dataclasses.replace(form, activations="16bit")
+        if self._is_invariant and self._reason_decoded(form) is None:
+            form = dataclasses.replace(form, backend=backend_of(form, arch))
         return form
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

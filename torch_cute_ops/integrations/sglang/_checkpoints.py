@@ -19,7 +19,7 @@ from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.integrations._engines.checkpoints import SupportedModels, scheme_of_algorithm, scheme_of_group
 from torch_cute_ops.integrations._engines.prepare import Preparation
 from torch_cute_ops.integrations.sglang._linear import CuteLinearMethod
-from torch_cute_ops.integrations.sglang._prepare import serving
+from torch_cute_ops.integrations.sglang._prepare import is_deterministic, serving
 from torch_cute_ops.nn._base import Activations
 
 _READ_BY_MODELS: Final = ("kv_b_proj", "wo_a")
@@ -56,7 +56,9 @@ class _CuteLayers(SupportedModels, _Base):
         scheme = self.scheme_of(layer, prefix)
         if scheme is None:
             return own()
-        return CuteLinearMethod(scheme, prefix, self.activations, self.preparation, own)
+        return CuteLinearMethod(
+            scheme, prefix, self.activations, self.preparation, own, is_invariant=is_deterministic()
+        )
 
     def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
         """Return the format of a linear layer, or None for a layer that SGLang's own method computes."""

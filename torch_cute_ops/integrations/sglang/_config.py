@@ -6,7 +6,6 @@ from typing import Any, Final
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 
 from torch_cute_ops.integrations._engines.checkpoints import METHODS, RegisteredConfig, algorithm_of, style_of
-from torch_cute_ops.integrations.sglang._prepare import is_deterministic
 
 
 class TorchCuteOpsConfig(RegisteredConfig, QuantizationConfig):
@@ -24,18 +23,12 @@ class TorchCuteOpsConfig(RegisteredConfig, QuantizationConfig):
         """Return the configuration of the checkpoint's style.
 
         Raises:
-            ValueError: for an unsupported style; for a checkpoint whose activations are transformed online; for
-                deterministic inference.
+            ValueError: for an unsupported style; for a checkpoint whose activations are transformed online.
         """
         if config.get("transform_config"):
             raise ValueError(
                 f"--quantization {cls.name}: the checkpoint has a transform_config, whose online transforms SGLang's "
                 "linear layers do not compute; expected a checkpoint without transforms"
-            )
-        if is_deterministic():
-            raise ValueError(
-                f"--quantization {cls.name}: results depend on the number of tokens in a batch; start SGLang without "
-                "--enable-deterministic-inference"
             )
         made = super().from_config(config)
         made.algorithm = algorithm_of(config)

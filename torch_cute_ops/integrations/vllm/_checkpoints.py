@@ -5,6 +5,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -65,7 +66,7 @@ class _CuteLayers(SupportedModels, _Base):
             scheme = self.scheme_of_experts(layer, prefix)
             if scheme is None:
                 return own()
-            reason = reason_left(scheme, layer)
+            reason = "their results depend on the batch" if envs.VLLM_BATCH_INVARIANT else reason_left(scheme, layer)
             if reason is not None:
                 logger.warning_once("%s: %s; vLLM's own method computes these experts", prefix, reason)
                 return own()
@@ -77,8 +78,9 @@ class _CuteLayers(SupportedModels, _Base):
         if scheme is None or name == _READ_BY_MODELS:
             return own()
         return CuteLinearMethod(
-            scheme, prefix, self.activations, self.preparation, own, multiplies_identity=name == _DECODED
-        )
+            scheme, prefix, self.activations, self.preparation, own,
+            multiplies_identity=name == _DECODED, is_invariant=envs.VLLM_BATCH_INVARIANT,
+        )  # fmt: skip
 
     def scheme_of(self, layer: nn.Module, prefix: str) -> LayerScheme | None:
         """Return the format of a linear layer, or None for a layer that vLLM's own method computes."""

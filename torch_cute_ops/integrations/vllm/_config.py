@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm import envs
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from torch_cute_ops.integrations._engines.checkpoints import METHODS, RegisteredConfig, style_of
@@ -19,20 +18,6 @@ class TorchCuteOpsConfig(RegisteredConfig, QuantizationConfig):
         from torch_cute_ops.integrations.vllm import _checkpoints
 
         return _checkpoints.CONFIGS
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """Return the configuration of the checkpoint's style.
-
-        Raises:
-            ValueError: for an unsupported style; if vLLM promises results that do not depend on the batch.
-        """
-        if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError(
-                f"quantization {cls.name}: results depend on the number of tokens in a batch; unset "
-                "VLLM_BATCH_INVARIANT, or serve without this method"
-            )
-        return super().from_config(config)
 
     @classmethod
     def override_quantization_method(
