@@ -148,7 +148,7 @@ class Engine:
         for length in self.plan.prefills:
             given = prompts(1, length, self.plan.vocabulary)
             self.timed(given, 1)
-            self.tell("prefill", tokens=length, seconds=[self.timed(given, 1) for _ in range(self.plan.repeat + 2)])
+            self.tell("prefill", tokens=length, seconds=[self.timed(given, 1) for _ in range(self.plan.repeat)])
 
     def requests(self) -> None:
         """Time requests that are sent at once."""

@@ -35,6 +35,8 @@ CACHES = {
     "TORCH_CUTE_OPS_CACHE_DIR": "torch_cute_ops",
     "CUDA_CACHE_PATH": "cuda",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "HUMMING_CACHE_DIR": "humming",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
     "XDG_CACHE_HOME": "other",
 }
 """Folders of caches that processes fill while an engine starts, by environment variable."""

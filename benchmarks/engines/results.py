@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,8 +110,8 @@ def _marks_of(row: Row) -> Iterator[Mark]:
 # Report
 
 TEXT = """\
-vLLM {vllm} with its default compilation and CUDA graphs, on one GPU, without prefix caching; {weights}. Each backend
-runs in its own process, alone on the GPU. Times are medians of {repeat}. A decode step is the time of {prompt} input
+vLLM {vllm} with its default compilation and CUDA graphs, without prefix caching; {weights}{options}. Each backend runs
+in its own process, alone on the GPU. Times are medians of {repeat}. A decode step is the time of {prompt} input
 and {new} output tokens, less the time of the same input and one output token, divided by {steps}. A prefill is an
 answer with one token. All requests are sent at once. A start is the time of `vllm.LLM(…)`, without the import of vLLM;
 the files were read before. With cold caches, every cache on disk is empty; with warm caches, the same start ran before.
@@ -134,6 +135,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     text = TEXT.format(
         vllm=versions.get("vllm"),
         weights=WEIGHTS[result["is_random"]],
+        options=f"; further arguments {json.dumps(plan['options'])}" if plan["options"] else "",
         repeat=plan["repeat"],
         prompt=plan["prompt"],
         new=plan["new"],

@@ -1,5 +1,6 @@
 """Test the formulas, the comparison of answers, the processes and the reports of `python -m benchmarks vllm`."""
 
+import gzip
 import json
 import os
 import time
@@ -210,6 +211,27 @@ def test_measurement_of_an_engine():
             and [len(each["prompt_token_ids"]) for each in made] == [length] * count
         )
         assert all(4 <= token < 50 for each in made for token in each["prompt_token_ids"])
+
+
+def test_profile(tmp_path, monkeypatch):
+    """Each batch gets the times of its own trace. The trace of the client is left out."""
+    monkeypatch.setattr(engine.time, "sleep", lambda seconds: None)
+    llm, plan = FakeLLM(0.004), Plan("m", {}, 50, ("profile",), (1, 2), profiles=str(tmp_path))
+    llm.start_profile = lambda: None
+
+    def stop_profile():
+        sequences = len(llm.asked[-1][0])
+        events = [{"cat": "kernel", "name": "mm<1>", "dur": 2.5}] * sequences
+        with gzip.open(tmp_path / f"rank0.{sequences}.pt.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": events}, file)
+        (tmp_path / f"async_llm.{sequences}.json").write_text("{}")
+
+    llm.stop_profile = stop_profile
+    _, first, second = events_of(llm, plan)
+    assert first == {"event": "profile", "batch": 1, "tokens": 8, "kernels": {"mm": [1, 2.5]}}
+    assert second == {"event": "profile", "batch": 2, "tokens": 8, "kernels": {"mm": [2, 5.0]}}
+    table = results.profile_table({"ours": second["kernels"]}).splitlines()[2]
+    assert [cell.strip() for cell in table.strip("|").split("|")] == ["ours", "mm", "2", "5.00"]
 
 
 STEPS = {"bf16": 0.008, "marlin": 0.006, "ours": 0.004, "ours_fp8": 0.003}
