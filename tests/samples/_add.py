@@ -25,7 +25,8 @@ def add_norm_samples(family: Family, device: torch.device, only_rms: bool = Fals
     """Yield ``norm_samples`` with residuals, and residuals with other memory layouts and special values. Unless
     ``only_rms``, also yield float32 residuals for 16-bit rows."""
     for name, (rows, *others), kwargs in map(_parts, norm_samples(family, device, only_rms)):
-        yield Sample(name, (rows, residual_for(rows), *others), kwargs)
+        residual = torch.zeros_like(rows) if name == "layer-constant" else residual_for(rows)
+        yield Sample(name, (rows, residual, *others), kwargs)
 
     def sample(name: str, rows: torch.Tensor, residual: torch.Tensor, **kwargs: Any) -> Sample:
         weight = random_weight(rows.shape[-1], torch.float32, device)

@@ -85,7 +85,7 @@ def other_norms(family: Family, device: torch.device) -> Iterator[Sample]:
         empty = weight.new_empty(0)
         if dtype == torch.float32:  # for the reason given in ``norm_samples``
             yield Sample(f"without-weight-{kind}", (rows, empty), dict(family.plain))
-        yield Sample(f"layer-without-weight-{kind}", (shifted, empty), {**family.plain, "subtract_mean": True})
+            yield Sample(f"layer-without-weight-{kind}", (shifted, empty), {**family.plain, "subtract_mean": True})
     constant = torch.tensor([[200.0], [-171.0]], dtype=torch.bfloat16, device=device).repeat(1, 7168)
     bias = random_weight(7168, torch.bfloat16, device)
     yield Sample("layer-constant", (constant, bias), {**family.plain, "bias": bias, "subtract_mean": True})

@@ -63,7 +63,10 @@ def hazard(kind, *accesses):
 )
 def test_hazards_after_an_access_by_lane_0_count(program, hazards, by_lane_0):
     """Check that hazards are attributed to a removed warp barrier only if lane 0 made none of the earlier accesses."""
-    report = "\n".join((*hazards, "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"))
+    pair = (
+        "========= Error: Race reported between Write access at kernel+0x10\n=========     and Read access [2 hazards]"
+    )
+    report = "\n".join((*hazards, pair, "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"))
     line, passed = program.judge_hazards(report)
     assert (line, passed) == (f"2 hazards, {by_lane_0} of them after an access by lane 0", not by_lane_0)
 

@@ -27,7 +27,9 @@ def rmsnorm_rows(
     # make the rows contiguous, because the order in which torch adds depends on the strides
     value = input.float().contiguous()
     if subtract_mean:
-        value = value - value.mean(-1, keepdim=True)
+        # Divide by a tensor: on a GPU, torch's mean multiplies by the reciprocal of the width.
+        total = value.sum(-1, keepdim=True)
+        value = value - total / torch.full_like(total, value.shape[-1])
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
     norm = value * rstd
     if weight.numel():
