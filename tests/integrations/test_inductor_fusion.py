@@ -122,6 +122,57 @@ def test_gelu(approximate, gate, dtype, device, monkeypatch):
         assert compiler.ours() == {"mm_fp4_weight_only": 1}
 
 
+@pytest.mark.parametrize("terms", ["weight and bias", "weight", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layer_norm(terms, dtype, device):
+    """Check that LayerNorm becomes one op, with and without a residual, and before a 16-bit GEMM."""
+    x, residual = (numbers(4, H, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (numbers(H, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = weight if "weight" in terms else None, bias if "bias" in terms else None
+
+    def layer(x, residual):
+        total = x * 2 + residual
+        return *tco.fp4_quantize(F.layer_norm(x, (H,), weight, bias, EPS)), *tco.fp8_quantize(
+            F.layer_norm(total, (H,), weight, bias, EPS)
+        )
+
+    got, compiler = compiled(layer, x, residual)
+    named = {"eps": EPS, "subtract_mean": True, "bias": bias}
+    gain = x.new_empty(0) if weight is None else weight
+    want = *tco.rmsnorm_fp4quant(x, gain, **named), *tco.rmsnorm_fp8quant(x * 2 + residual, gain, **named)
+    assert_equal(got, want)
+    assert compiler.quantising() == {"rmsnorm_fp4quant": 1, "add_rmsnorm_fp8quant": 1}
+    assert not {"aten.var_mean.correction", "aten.rsqrt"} & {*compiler.calls()}
+
+
+def test_layer_norm_before_a_gemm(device):
+    """Check that LayerNorm before a GEMM with 16-bit activations becomes ``rmsnorm``."""
+    x, weight, bias = numbers(4, H, device=device), numbers(H, device=device), numbers(H, device=device)
+    codes, scale = tco.fp4_quantize(numbers(H, H, device=device))
+
+    def layer(x):
+        return tco.mm_fp4_weight_only(F.layer_norm(x, (H,), weight, bias, EPS), codes.t(), scale)
+
+    got, compiler = compiled(layer, x)
+    norm = tco.rmsnorm(x, weight, EPS, bias=bias, subtract_mean=True)
+    assert_equal((got,), (tco.mm_fp4_weight_only(norm, codes.t(), scale),))
+    assert compiler.ours() == {"rmsnorm": 1, "mm_fp4_weight_only": 1}
+
+
+@pytest.mark.parametrize("square", [lambda x: x.square(), lambda x: x * x], ids=["square", "product"])
+def test_squared_relu(square, device):
+    """Check that a gate with squared ReLU is fused with the quantisation after it."""
+    x = numbers(4, 2 * H, device=device)
+
+    def layer(x):
+        gate, up = x.chunk(2, -1)
+        return tco.fp4_quantize(square(F.relu(gate)) * up)
+
+    got, compiler = compiled(layer, x)
+    assert_equal(got, tco.silu_mul_fp4quant(x, gate="relu2"))
+    assert compiler.ours() == {"silu_mul_fp4quant": 1}
+
+
 def test_one_added_in_bfloat16():
     """Check that a sum 1 + weight that is rounded to bfloat16 is not fused."""
     x, weight = numbers(4, H), numbers(H) * 0.01
@@ -317,13 +368,15 @@ def gelu_of_up(x, weight):
     return tco.fp8_quantize(F.gelu(up) * gate)
 
 
-def squared_relu(x, weight):
+def squared_relu_of_up(x, weight):
     gate, up = x.chunk(2, -1)
-    return tco.fp8_quantize(F.relu(gate).square() * up)
+    return tco.fp8_quantize(F.relu(up).square() * gate)
 
 
-def layer_norm(x, weight):
-    return tco.fp8_quantize(F.layer_norm(x, (H,), weight))
+def layer_norm_of_columns(x, weight):
+    wide = x.float()
+    variance, mean = torch.var_mean(wide, 0, correction=0, keepdim=True)
+    return tco.fp8_quantize(((wide - mean) * torch.rsqrt(variance + EPS) * weight).bfloat16())
 
 
 def norm_of_columns(x, weight):
@@ -344,8 +397,8 @@ def without_eps(x, weight):
 
 LEFT = [
     norm_read_by_another, scale_of_the_norm, up_first, unequal_parts, halves_of_two, halves_of_the_rows,
-    gelu_of_up, squared_relu,
-    layer_norm, norm_of_columns, norm_by_another, without_eps,
+    gelu_of_up, squared_relu_of_up,
+    layer_norm_of_columns, norm_of_columns, norm_by_another, without_eps,
 ]  # fmt: skip
 
 

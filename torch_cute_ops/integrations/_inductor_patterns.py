@@ -1,4 +1,4 @@
-"""Find RMSNorms and gates in graphs of ATen ops, in the variants that models use."""
+"""Find norms and gates in graphs of ATen ops, in the variants that models use."""
 
 import math
 import operator
@@ -17,12 +17,81 @@ _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Norm(NamedTuple):
-    """Matched RMSNorm over the last dimension. It multiplies by ``1 + weight`` if ``weight_plus_one``."""
+    """Matched norm over the last dimension.
+
+    Attributes:
+        input: tensor that is normalised.
+        weight: factor of each column, or None.
+        eps: number added to the mean square or the variance.
+        weight_plus_one: True if the factor is ``1 + weight``.
+        bias: summand of each column, or None.
+        subtract_mean: True for LayerNorm, False for RMSNorm.
+    """
 
     input: Node
-    weight: Node
+    weight: Node | None
     eps: float
-    weight_plus_one: bool
+    weight_plus_one: bool = False
+    bias: Node | None = None
+    subtract_mean: bool = False
+
+
+def match_norm(node: Node) -> Norm | None:
+    """Match an RMSNorm or a LayerNorm."""
+    return match_rms_norm(node) or match_layer_norm(node)
+
+
+def match_layer_norm(node: Node) -> Norm | None:
+    """Match ``(x - mean(x)) · rsqrt(var(x) + eps) · weight + bias``, as Inductor decomposes LayerNorm. The bias, or
+    both bias and weight, may be missing."""
+    value, bias, weight = _unconverted(node), None, None
+    if is_call(value, aten.add.Tensor) and not value.kwargs and _is_vector(value.args[1]):
+        value, bias = value.args
+    if is_call(value, aten.mul.Tensor) and _is_vector(value.args[1]):
+        value, weight = value.args
+    for difference, root in _factors(value):
+        x, eps = _input_and_eps(difference, root)
+        if x is None or (bias is not None and weight is None):
+            continue
+        source = _unwidened(x)
+        vectors = [None if each is None else _unwidened(each) for each in (weight, bias)]
+        allowed = (value_of(source).dtype, torch.float32)
+        if (
+            value_of(source).dtype in _FLOATS
+            and value_of(source).shape == value_of(node).shape
+            and all(each is None or value_of(each).shape == value_of(source).shape[-1:] for each in vectors)
+            and all(each is None or value_of(each).dtype in allowed for each in vectors)
+            and (vectors[1] is None or value_of(vectors[1]).dtype == value_of(vectors[0]).dtype)
+        ):
+            return Norm(source, vectors[0], eps, bias=vectors[1], subtract_mean=True)
+    return None
+
+
+def _is_vector(node: Any) -> bool:
+    return isinstance(node, fx.Node) and value_of(node).dim() == 1
+
+
+def _input_and_eps(difference: Any, root: Any) -> tuple[Node | None, float]:
+    """Match ``x - mean(x)`` and ``rsqrt(var(x) + eps)`` over the last dimension. Return x and eps, or None and 0 if the
+    nodes are something else."""
+    if not is_call(difference, aten.sub.Tensor) or difference.kwargs or not is_call(root, aten.rsqrt.default):
+        return None, 0.0
+    (x, mean), total = difference.args, root.args[0]
+    if not is_call(total, *_ADD) or not isinstance(total.args[1], (int, float)) or total.kwargs:
+        return None, 0.0
+    variance, eps = total.args
+    if not is_call(mean, operator.getitem) or not is_call(variance, operator.getitem):
+        return None, 0.0
+    both = mean.args[0]
+    if mean.args != (both, 1) or variance.args != (both, 0) or not is_call(both, aten.var_mean.correction):
+        return None, 0.0
+    is_of_rows = (
+        len(both.args) == 2
+        and both.args[0] is x
+        and both.kwargs == {"correction": 0, "keepdim": True}
+        and [dim % value_of(x).dim() for dim in both.args[1]] == [value_of(x).dim() - 1]
+    )
+    return (x, float(eps)) if is_of_rows else (None, 0.0)
 
 
 def match_rms_norm(node: Node) -> Norm | None:
@@ -93,7 +162,8 @@ class Gate(NamedTuple):
 
 
 def match_gate(node: Node) -> Gate | None:
-    """Match ``silu(gate) * up`` or ``gelu(gate) * up``, where gate and up are the two halves of one tensor."""
+    """Match ``silu(gate) * up``, ``gelu(gate) * up`` or ``relu(gate)² * up``, where gate and up are the two halves of
+    one tensor."""
     for activated, up in _factors(_unconverted(node)):
         if not isinstance(activated, fx.Node) or not isinstance(up, fx.Node):
             continue
@@ -110,7 +180,19 @@ def match_gate(node: Node) -> Gate | None:
 def _input_of_activation(node: Node) -> tuple[Node, str] | None:
     """Match an activation function. Return its input and the function's name, or None if the node is something else."""
     x = _input_of_silu(node)
-    return _input_of_gelu(node) if x is None else (x, "silu")
+    if x is not None:
+        return x, "silu"
+    x = _input_of_squared_relu(node)
+    return _input_of_gelu(node) if x is None else (x, "relu2")
+
+
+def _input_of_squared_relu(node: Node) -> Node | None:
+    """Match ``relu(x)²`` and return x, or None if the node is something else."""
+    if is_call(node, aten.pow.Tensor_Scalar):
+        root = node.args[0] if node.args[1] == 2 else None
+    else:
+        root = next((a for a, b in _factors(node) if a is b), None)
+    return _as_node(root.args[0]) if root is not None and is_call(root, aten.relu.default) else None
 
 
 def _input_of_gelu(node: Node) -> tuple[Node, str] | None:

@@ -38,7 +38,7 @@ from torch_cute_ops.integrations._inductor_graph import (
     value_of,
     without_reshape,
 )
-from torch_cute_ops.integrations._inductor_patterns import Gate, Norm, match_gate, match_rms_norm
+from torch_cute_ops.integrations._inductor_patterns import Gate, Norm, match_gate, match_norm
 from torch_cute_ops.ops import _row_quant, _with_gemm
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._define import as_tuple
@@ -103,9 +103,9 @@ class FuseQuantization(CustomGraphPass):
     Rewrites:
 
     - ``fp4_quantize``, ``fp4_quantize_per_token`` or ``fp8_quantize`` is fused with the operation that computes its
-      input: an RMSNorm, a residual addition with the RMSNorm after it, or a SiLU·mul or GELU·mul. Several quantisations
-      of one tensor with equal arguments become one.
-    - RMSNorm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
+      input: a norm, a residual addition with the norm after it, or a gate. Several quantisations of one tensor with
+      equal arguments become one.
+    - A norm before ``mm_fp4_weight_only`` becomes ``rmsnorm`` or ``add_rmsnorm``. These ops let the GEMM start before
       they end (programmatic dependent launch).
     - A sum over the ranks of a process group (``torch.distributed.all_reduce``) before such an addition is fused too if
       the group has up to 8 ranks on one host, no other node reads the sum, and the residual can be overwritten: the
@@ -124,12 +124,14 @@ class FuseQuantization(CustomGraphPass):
     - RMSNorm of the last dimension with a weight (H,), as computed by ``torch.nn.functional.rms_norm`` and Hugging Face
       decoders, with any rounding in between, or with ``1 + weight``, added in float32, as in Gemma. The fused ops round
       only once, so results differ in the last bits of the normalised rows. If other nodes also read the normalised
-      rows, an FP4 op writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the RMSNorm
-      is then not fused.
+      rows, an FP4 op writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is
+      then not fused.
+    - LayerNorm of the last dimension, as computed by ``torch.nn.functional.layer_norm``, with weight and bias, with a
+      weight alone, or without both. A sum over ranks before it is not fused.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
       afterwards. The sum overwrites this tensor. An input of the graph is never overwritten.
-    - ``silu(gate) * up`` or ``gelu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` returns
-      it (:func:`torch_cute_ops.nn.merge_`).
+    - ``silu(gate) * up``, ``gelu(gate) * up`` or ``relu(gate)² * up`` of the two halves of one tensor, as a merged
+      ``gate_up_proj`` returns it (:func:`torch_cute_ops.nn.merge_`).
 
     Args:
         before: pass or passes to run before this pass, such as the previous value of ``post_grad_custom_pre_pass``.
@@ -232,7 +234,7 @@ def _fuse(node: Node) -> bool:
             new = call_op(node.graph, f"silu_mul_{suffix}", **gated._asdict(), **named)
         _take_over(node, [result_of(new, i) for i in range(outputs)])
         return True
-    norm = match_rms_norm(value)
+    norm = match_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
     # Insert the fused op right after the RMSNorm, because other nodes that read the normalised rows can precede the
@@ -254,7 +256,7 @@ def _fuse_input(node: Node) -> bool:
     gated = match_gate(value)
     if gated is not None:
         return _multiply_gated(node, value, gated)
-    norm = match_rms_norm(value)
+    norm = match_norm(value)
     if norm is None or value_of(norm.input).dtype != value_of(value).dtype or not value_of(value).is_contiguous():
         return False
     results = _normalised(norm, "rmsnorm", {}, 1, value)
@@ -329,19 +331,33 @@ def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -
 
 
 def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:
-    """Insert the op that computes the RMSNorm. Return its results, or None if one of its arguments comes after
+    """Insert the op that computes the norm. Return its results, or None if one of its arguments comes after
     ``anchor``.
 
     If possible, the op also computes the addition before the norm and replaces it. Otherwise the op is inserted before
     ``anchor``.
     """
-    named = {**named, "weight": norm.weight, "eps": norm.eps, "weight_plus_one": norm.weight_plus_one}
+    weight = _weight_without_elements(norm.input, anchor.graph) if norm.weight is None else norm.weight
+    named = {**named, "weight": weight, "eps": norm.eps, "weight_plus_one": norm.weight_plus_one}
+    if norm.subtract_mean:
+        named |= {"subtract_mean": True, "bias": norm.bias}
     results = _add_norm(norm, f"add_{name}", named, count)
     if results is not None or not are_before(anchor, named.values()):
         return results
     with anchor.graph.inserting_before(anchor):
         new = call_op(anchor.graph, name, input=norm.input, **named)
     return [new] if count == 1 else [result_of(new, i) for i in range(count)]
+
+
+def _weight_without_elements(input: Node, graph: fx.Graph) -> Node:
+    """Insert a weight without elements, which our ops take for a norm without a weight, at the start of the graph."""
+    value = value_of(input)
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    with graph.inserting_before(first):
+        made: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        weight = graph.call_function(aten.empty.memory_format, ([0],), made)
+    weight.meta["val"] = value.new_empty(0)
+    return weight
 
 
 def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[Node] | None:
@@ -376,7 +392,7 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
         return None
     summed = _sum_over_ranks(other, total)
     unused: Any = other
-    if summed is not None and hasattr(cute, f"all_reduce_{name}"):
+    if summed is not None and hasattr(cute, f"all_reduce_{name}") and not norm.subtract_mean:
         name, named = f"all_reduce_{name}", {**named, "group": summed.group}
         other = _reshaped(summed.input, value_of(total).shape, total)
     op = getattr(cute, name).default
