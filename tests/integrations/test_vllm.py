@@ -739,19 +739,23 @@ def test_norms(vllm, device):
     x, residual = (torch.randn(5, 96, device=device).bfloat16() for _ in range(2))
     weight = torch.rand(96, device=device).bfloat16()
     assert plain.supports_args(x, weight, 1e-5) and fused.supports_args(x, residual, weight, 1e-5)
-    assert not plain.supports_args(x, None, 1e-5) and not plain.supports_args(x, weight, 1e-5, 48)
+    assert plain.supports_args(x, None, 1e-5) and fused.supports_args(x, residual, None, 1e-5)
+    assert not plain.supports_args(x, weight, 1e-5, 48) and not plain.supports_args(x, None, 1e-5, 48)
     assert not plain.supports_args(x, weight.half(), 1e-5)
     assert not fused.supports_args(x, residual.float(), weight, 1e-5)
 
-    def normed(rows: np.ndarray) -> np.ndarray:
-        return rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * weight.double().cpu().numpy()
+    def normed(rows: np.ndarray, gain: torch.Tensor | None) -> np.ndarray:
+        factor = 1.0 if gain is None else gain.double().cpu().numpy()
+        return rows / np.sqrt((rows**2).mean(1, keepdims=True) + 1e-5) * factor
 
     given = x.double().cpu().numpy()
-    np.testing.assert_allclose(plain.function(x, weight, 1e-5).double().cpu(), normed(given), rtol=2**-8)
-    summed = (x.double() + residual.double()).bfloat16()
-    got, updated = fused.function(x, residual, weight, 1e-5)
-    assert updated is residual and torch.equal(residual, summed)
-    np.testing.assert_allclose(got.double().cpu(), normed(summed.double().cpu().numpy()), rtol=2**-8)
+    for gain in (weight, None):
+        np.testing.assert_allclose(plain.function(x, gain, 1e-5).double().cpu(), normed(given, gain), rtol=2**-8)
+        old = residual.clone()
+        summed = (x.double() + old.double()).bfloat16()
+        got, updated = fused.function(x, old, gain, 1e-5)
+        assert updated is old and torch.equal(old, summed)
+        np.testing.assert_allclose(got.double().cpu(), normed(summed.double().cpu().numpy(), gain), rtol=2**-8)
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ LARGEST: Final = 2**27
 """Maximum number of weight elements that one op of a trial may read, unless one expert has more."""
 TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.004, torch.bfloat16: 0.03}
 """Largest relative error of a token's result in the Frobenius norm, keyed by the dtype of the trial. In 16 bits, a
-forward rounds after each step: the 63 replaced classes of transformers 5.24 have errors of up to 0.0007 in float16 and
+forward rounds after each step: 63 replaced classes of transformers 5.24 have errors of up to 0.0007 in float16 and
 0.006 in bfloat16."""
 SEARCHED: Final = (torch.float64, torch.float32)
 """Dtypes in which the trial looks for the gate, in order. The second dtype is used if the forward does not accept the

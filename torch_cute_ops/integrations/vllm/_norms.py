@@ -12,8 +12,8 @@ PROVIDER: Final = "torch_cute_ops"
 
 
 def is_supported(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Return True if the op normalises whole rows with a weight in the dtype of ``x`` or in float32."""
-    return weight is not None and variance_size is None and weight.dtype in (x.dtype, torch.float32)
+    """Return True if the op normalises whole rows, without a weight or with one in the dtype of ``x`` or in float32."""
+    return variance_size is None and (weight is None or weight.dtype in (x.dtype, torch.float32))
 
 
 def is_sum_supported(
@@ -25,8 +25,7 @@ def is_sum_supported(
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """Apply RMSNorm to each row, with a single rounding at the end."""
-    assert weight is not None
-    normed: Tensor = torch.ops.cute.rmsnorm(x, weight, epsilon)
+    normed: Tensor = torch.ops.cute.rmsnorm(x, _weight_of(x, weight), epsilon)
     return normed
 
 
@@ -34,9 +33,13 @@ def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add ``x`` to ``x_residual`` in place; return the RMS-normalised rounded sum, and the sum."""
-    assert weight is not None
-    normed: Tensor = torch.ops.cute.add_rmsnorm(x, x_residual, weight, epsilon)
+    normed: Tensor = torch.ops.cute.add_rmsnorm(x, x_residual, _weight_of(x, weight), epsilon)
     return normed, x_residual
+
+
+def _weight_of(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the weight, or a weight without elements, which our ops take for a norm without a weight."""
+    return x.new_empty(0) if weight is None else weight
 
 
 def register() -> None:
