@@ -168,7 +168,7 @@ def _rows(
     """Compare the results of an op whose outputs contain one row for each row of ``input``."""
     lead, width = before["input"].shape[:-1], before["input"].shape[-1]
     count = lead.numel()
-    # Rows that are summed over ranks must be the same on all ranks.
+    # If rows are summed over ranks, all ranks must choose the same indices.
     rows = _chosen(count, before["input"].device, 0 if "group" in before else None)
     own = {name: before[name].reshape(count, width)[rows].contiguous() for name in ("input", *spec.updated)}
     named = {**before, **own}

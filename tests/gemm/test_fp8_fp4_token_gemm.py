@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 
 def samples(device: torch.device, m: int = 9, k: int = 576, **given) -> list[tuple[str, Sample]]:
-    """Return exact calls of both ops, in both formats and in every layout of rows. In every second call, k of the
-    activations is interleaved; in two of three calls, the scales of the weight are prepared."""
+    """Return calls of both ops whose results are exact, in both formats and in every layout of rows. In every second
+    call, k of the activations is interleaved; in two of three calls, the scales of the weight are prepared."""
     calls = []
     for fmt, layout in ((NVFP4, "128x4"), (MXFP4, "linear")):
         counts, n, how = [m, 0, 2 * m], 136, {"exact": True, **given}

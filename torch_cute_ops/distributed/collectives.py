@@ -112,9 +112,9 @@ class Sent(NamedTuple):
     """Description of the data that a rank sent in one collective.
 
     Attributes:
-        name: collective, such as ``"all_gather"``.
+        name: name of the collective, such as ``"all_gather"``.
         dtype: dtype of the data.
-        nbytes: bytes that the rank passes to the collective.
+        nbytes: number of bytes that the rank passed to the collective.
     """
 
     name: str

@@ -81,7 +81,7 @@ def from_pretrained(
             configuration.
         merge: True to merge the layers q, k and v, and the layers gate and up, by :func:`torch_cute_ops.nn.merge_`.
         quantize: scheme for ``quantize_``, such as ``"nvfp4"``; ``None`` to load the checkpoint as it is, quantised or
-            not. NVFP4 activations need a calibration, which only a separate call of ``quantize_`` can do.
+            not. NVFP4 activations need calibration, which only a separate call of ``quantize_`` supports.
         ignore: checkpoint tensors that the model may lack, as in ``load_``. With ``quantize``, also layers that stay
             unquantised, as in ``quantize_``; the default is then ``"lm_head"``.
         filter_fn: as in ``quantize_``; allowed only with ``quantize``.

@@ -134,7 +134,7 @@ class CallPath(abc.ABC, Generic[Call]):
         """
 
     def check_values(self, call: Call) -> None:
-        """Check the contents of a checked call's CPU tensors; a GPU call does not check contents.
+        """Check the values in the CPU tensors of a call that has passed ``check``. Values on a GPU are not checked.
 
         Raises:
             ValueError: if an index is out of range.

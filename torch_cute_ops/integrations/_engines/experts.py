@@ -144,7 +144,7 @@ def bytes_of_copy(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _stacked(tensor: Tensor) -> Tensor:
-    """Merge the dimension of experts with the rows; a tensor with one number per expert is unchanged."""
+    """Flatten the expert dimension into the row dimension. Return a tensor with one number per expert unchanged."""
     return tensor if tensor.dim() == 1 else tensor.flatten(0, 1)
 
 

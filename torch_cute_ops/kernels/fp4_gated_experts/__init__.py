@@ -1,9 +1,9 @@
 """First GEMM of a mixture of experts, with its gate, for Hopper.
 
 ``y[m, e · I + i] = gate(g) · u`` (SwiGLU or GELU), in 16 bits or quantised to FP4, with
-``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``. ``u`` is computed in the same way from ``w[e, I + i, k]``. A pair of a
-token and an expert is not computed or written if its ``routing`` is zero. ``kernels.fp4_experts`` reads the output. A
-call launches two kernels:
+``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``. ``u`` is computed in the same way from ``w[e, I + i, k]``. If the
+``routing`` of a token and an expert is zero, their results are neither computed nor written. ``kernels.fp4_experts``
+reads the output. A call launches two kernels:
 
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``routing``, and lists
    the tokens that are routed to the expert, in ascending order. All CTAs together rearrange the activations of each

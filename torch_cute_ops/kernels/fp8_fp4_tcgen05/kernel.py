@@ -61,8 +61,8 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, tid % WARP, work, smem)
-            # An expert's first row need not be a multiple of the box's rows, so shift the origin of the matrix to this
-            # row.
+            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
+            # matrix to this row.
             of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
             a_boxes = self.copies.boxes(of_tile, rows)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):

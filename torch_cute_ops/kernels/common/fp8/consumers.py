@@ -198,7 +198,7 @@ def swapped_token_scales(mma_n: int, values: cute.Tensor, consumer: Consumer) ->
 
 
 def token_factors(config: FP8GemmConfig, stages: Stages, stage, consumer: Consumer, smem: Smem) -> list:
-    """Load a stage's scales of the rows of ``a`` whose results this lane holds."""
+    """Load, from a stage, the scales of this lane's rows: the rows of ``a`` whose results the lane holds."""
     scales = stages.scales(stage, smem)
     if config.is_swapped:
         return swapped_token_scales(config.mma_n, scales, consumer)
@@ -570,8 +570,8 @@ class Results:
     def finish(self, column, expert, consumer: Consumer, work):
         """Return the functions that apply the epilogue to a thread's accumulators of a swapped tile.
 
-        The result is one function for each of the thread's two columns. Under split-K, it is one function for the
-        columns of ``thread_columns``.
+        The result consists of one function for each of the thread's two columns, or, with split-K, of a single function
+        for all columns in ``thread_columns``.
         """
         c, epilogue = self.config, self.epilogue.of_tile(expert, column, work)
         if c.split_k > 1:

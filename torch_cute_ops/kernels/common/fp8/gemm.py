@@ -402,8 +402,8 @@ class Producer:
         for number in range(work.first, work.num_tiles, work.num_clusters):
             expert, row, rows, column = self.schedule.find(number, lane, work, smem)
             self.weight.await_rows(expert, column, work)
-            # An expert's first row need not be a multiple of the box's rows, so shift the origin of the matrix to this
-            # row.
+            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
+            # matrix to this row.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_m, K_TILE), (None, None))
             a_to, a_from = cpasync.tma_partition(a_map[0], 0, one, a_stages, cute.group_modes(tiled, 0, 2))
             place = column // c.copied_n + work.m_rank
