@@ -5,6 +5,7 @@ Each process runs some samples of an op, or one test.
     python tools/sanitize.py                                  # all ops, all tools
     python tools/sanitize.py mm_fp4 --tools racecheck         # part of it
     python tools/sanitize.py mm_fp4 --only wgmma              # by one backend
+    python tools/sanitize.py mm_fp4 --parts 60 --take 7 33    # two of sixty parts of the samples
     python tools/sanitize.py --tests tests/gemm/test_fp8_fp4_gemm_gpu.py::test_every_tactic
 
 Each process first runs without a sanitizer tool, to fill the kernel cache: compiling under a tool is slow. The exit
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--parts", type=int, default=4, help="processes that share the samples of an op (default: 4)")
+    parser.add_argument("--take", type=int, nargs="+", metavar="I", help="run only these parts, from 1 (default: all)")
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the logs")
     parser.add_argument(
         "--only",
@@ -96,10 +98,13 @@ def main() -> None:
     given = parser.parse_args()
     if given.parts < 1:
         parser.error(f"--parts is {given.parts}; expected a positive number")
+    take = given.take or range(1, given.parts + 1)
+    if not set(take) <= {*range(1, given.parts + 1)}:
+        parser.error(f"--take is {' '.join(map(str, take))}; expected numbers from 1 to {given.parts}")
     if given.tests and (given.ops or given.only):
         parser.error("--tests cannot be combined with ops or --only")
     given.logs.mkdir(parents=True, exist_ok=True)
-    runs = runs_of_tests(given.tests) if given.tests else runs_of_ops(given.ops or OPS, given.parts, given.only)
+    runs = runs_of_tests(given.tests) if given.tests else runs_of_ops(given.ops or OPS, given.parts, given.only, take)
     failed = 0
     for tool in (None, *given.tools):
         with ThreadPoolExecutor(given.jobs) as pool:
@@ -109,10 +114,11 @@ def main() -> None:
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 
-def runs_of_ops(ops: Iterable[str], parts: int, only: str | None) -> list[Run]:
-    """Return the runs that execute the ops' samples. The samples of each op are divided into ``parts`` runs."""
+def runs_of_ops(ops: Iterable[str], parts: int, only: str | None, take: Iterable[int]) -> list[Run]:
+    """Return the runs that execute the ops' samples. The samples of each op are divided into ``parts`` runs, of which
+    those with the numbers in ``take`` are returned."""
     runs = []
-    for op, part in itertools.product(ops, range(1, parts + 1)):
+    for op, part in itertools.product(ops, take):
         command = sys.executable, str(SAMPLES), op, "--part", f"{part}/{parts}", *(("--only", only) if only else ())
         runs.append(Run(f"{f'{op}.{only}' if only else op} {part}/{parts}", True, command))
     return runs

@@ -45,6 +45,33 @@ def test_each_test_runs_under_a_tool(program, monkeypatch, tmp_path, capsys):
     assert {path.name for path in (tmp_path / "logs").iterdir()} == logs
 
 
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--parts", "3"], ["rmsnorm 1/3", "rmsnorm 2/3", "rmsnorm 3/3"]),
+        (["--parts", "60", "--take", "7", "33"], ["rmsnorm 7/60", "rmsnorm 33/60"]),
+    ],
+)
+def test_parts_of_an_op(program, monkeypatch, tmp_path, capsys, options, parts):
+    """Check which parts of an op's samples run, each in a process that gets its part as an argument."""
+    monkeypatch.setattr(program, "TOOLS", {})
+    ran = []
+    monkeypatch.setattr(program, "sanitize", lambda run, tool, logs: (ran.append(run), (run.name, True))[1])
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "rmsnorm", *options, "--logs", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 0 and capsys.readouterr().out.splitlines() == parts
+    assert sorted(run.command[-1] for run in ran) == sorted(part.split()[1] for part in parts)
+
+
+@pytest.mark.parametrize("take", ["0", "5"])
+def test_a_part_out_of_range(program, monkeypatch, capsys, take):
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "rmsnorm", "--parts", "4", "--take", take])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2 and f"--take is {take}; expected numbers from 1 to 4" in capsys.readouterr().err
+
+
 def hazard(kind, *accesses):
     lines = (f"=========     {access} Thread ({thread}, 0, 0) at kernel+0x10" for access, thread in accesses)
     return "\n".join(
