@@ -49,10 +49,13 @@ def match_layer_norm(node: Node) -> Norm | None:
         value, bias = value.args
     if is_call(value, aten.mul.Tensor) and _is_vector(value.args[1]):
         value, weight = value.args
+    if bias is not None and weight is None:
+        return None
     for difference, root in _factors(value):
-        x, eps = _input_and_eps(difference, root)
-        if x is None or (bias is not None and weight is None):
+        found = _input_and_eps(difference, root)
+        if found is None:
             continue
+        x, eps = found
         source = _unwidened(x)
         vectors = [None if each is None else _unwidened(each) for each in (weight, bias)]
         allowed = (value_of(source).dtype, torch.float32)
@@ -71,27 +74,39 @@ def _is_vector(node: Any) -> bool:
     return isinstance(node, fx.Node) and value_of(node).dim() == 1
 
 
-def _input_and_eps(difference: Any, root: Any) -> tuple[Node | None, float]:
-    """Match ``x - mean(x)`` and ``rsqrt(var(x) + eps)`` over the last dimension. Return x and eps, or None and 0 if the
-    nodes are something else."""
+def _input_and_eps(difference: Any, root: Any) -> tuple[Node, float] | None:
+    """Match ``x - mean(x)`` and ``rsqrt(var(x) + eps)`` over the last dimension. Return x and eps, or None if the nodes
+    are something else."""
     if not is_call(difference, aten.sub.Tensor) or difference.kwargs or not is_call(root, aten.rsqrt.default):
-        return None, 0.0
-    (x, mean), total = difference.args, root.args[0]
-    if not is_call(total, *_ADD) or not isinstance(total.args[1], (int, float)) or total.kwargs:
-        return None, 0.0
-    variance, eps = total.args
-    if not is_call(mean, operator.getitem) or not is_call(variance, operator.getitem):
-        return None, 0.0
-    both = mean.args[0]
+        return None
+    x, mean = difference.args
+    terms = _with_number(root.args[0])
+    if terms is None or not is_call(mean, operator.getitem) or not is_call(terms[0], operator.getitem):
+        return None
+    (variance, eps), both = terms, mean.args[0]
     if mean.args != (both, 1) or variance.args != (both, 0) or not is_call(both, aten.var_mean.correction):
-        return None, 0.0
+        return None
     is_of_rows = (
         len(both.args) == 2
         and both.args[0] is x
         and both.kwargs == {"correction": 0, "keepdim": True}
         and [dim % value_of(x).dim() for dim in both.args[1]] == [value_of(x).dim() - 1]
     )
-    return (x, float(eps)) if is_of_rows else (None, 0.0)
+    return (x, eps) if is_of_rows else None
+
+
+def _with_number(node: Any) -> tuple[Any, float] | None:
+    """Match the sum of a tensor and a number and return both, or None if the node is something else."""
+    if not is_call(node, *_ADD) or not isinstance(node.args[1], (int, float)) or node.kwargs:
+        return None
+    return node.args[0], float(node.args[1])
+
+
+def _squared(node: Any) -> Any:
+    """Match ``x²``, as a power or as a product, and return x, or None if the node is something else."""
+    if is_call(node, aten.pow.Tensor_Scalar):
+        return node.args[0] if node.args[1] == 2 else None
+    return next((a for a, b in _factors(node) if a is b), None)
 
 
 def match_rms_norm(node: Node) -> Norm | None:
@@ -132,21 +147,18 @@ def _eps_of_root(node: Any, x: Node) -> float | None:
     """Match ``rsqrt(mean(x²) + eps)`` and return eps, or None if the node is something else."""
     if not is_call(node, aten.rsqrt.default) and not (is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5):
         return None
-    total = node.args[0]
-    if not is_call(total, *_ADD) or not isinstance(total.args[1], (int, float)) or total.kwargs:
+    terms = _with_number(node.args[0])
+    if terms is None:
         return None
-    mean, eps = total.args
+    mean, eps = terms
     if not is_call(mean, aten.mean.dim) or mean.kwargs or len(mean.args) != 3 or not mean.args[2]:
         return None
     square, dims, _ = mean.args
     if [dim % value_of(square).dim() for dim in dims] != [value_of(square).dim() - 1]:
         return None
-    if is_call(square, aten.pow.Tensor_Scalar):
-        squared = square.args[0] if square.args[1] == 2 else None
-    else:
-        squared = next((a for a, b in _factors(square) if a is b), None)
+    squared = _squared(square)
     is_same = squared is not None and _unwidened(squared) is _unwidened(x)
-    return float(eps) if is_same else None
+    return eps if is_same else None
 
 
 class Gate(NamedTuple):
@@ -188,10 +200,7 @@ def _input_of_activation(node: Node) -> tuple[Node, str] | None:
 
 def _input_of_squared_relu(node: Node) -> Node | None:
     """Match ``relu(x)²`` and return x, or None if the node is something else."""
-    if is_call(node, aten.pow.Tensor_Scalar):
-        root = node.args[0] if node.args[1] == 2 else None
-    else:
-        root = next((a for a, b in _factors(node) if a is b), None)
+    root = _squared(node)
     return _as_node(root.args[0]) if root is not None and is_call(root, aten.relu.default) else None
 
 

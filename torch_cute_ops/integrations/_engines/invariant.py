@@ -80,17 +80,8 @@ def mm_fixed_rows(
     return results[0][:m].clone() if len(results) == 1 else torch.cat(results)[:m]
 
 
-def _shape(
-    rows: Tensor,
-    tensors: list[Tensor],
-    names: str,
-    bias: Tensor | None,
-    scheme: str,
-    activations: str,
-    has_input_scale: bool,
-    backend: str,
-) -> Tensor:
-    """Return an empty result, for ``torch.compile``."""
+def _shape(rows: Tensor, tensors: list[Tensor], *rest: Any) -> Tensor:
+    """Return an uninitialised result of ``mm_fixed_rows``, for ``torch.compile``."""
     return rows.new_empty((rows.shape[0], tensors[0].shape[0]))
 
 
