@@ -38,7 +38,17 @@ log = logging.getLogger("torch_cute_ops")
 
 DTYPE: Final = torch.bfloat16
 MOST_ROWS: Final = 8192
-ROWS: Final = tuple(dict.fromkeys((*range(1, 8), *map(bucket, range(8, MOST_ROWS + 1)))))
+
+
+def _rows() -> Iterator[int]:
+    yield from range(1, 8)
+    rows = 8
+    while rows <= MOST_ROWS:
+        yield rows
+        rows = bucket(rows + 1)
+
+
+ROWS: Final = tuple(_rows())
 """Numbers of rows that kernels are built for by default. They lead to the kernels of all numbers of rows up to
 ``MOST_ROWS``: calls are planned for buckets of rows, and calls with experts also differ for the fewest tokens."""
 

@@ -133,7 +133,8 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
         want[rows, expert] = silu_mul_rows(total.float(), alpha_of_gate, beta, limit, activation)
         (gates, ups), (lost_gates, lost_ups) = (each.chunk(2, 1) for each in (total.abs(), lost))
         ups = ups + lost_ups + abs(beta)
-        slopes, values = torch.full_like(gates, MOST_SLOPE), gates
+        slopes: Tensor | float = MOST_SLOPE
+        values = gates
         if activation == "relu2":
             slopes, values = 2 * (gates + lost_gates), gates.square()
         off = slopes * lost_gates * ups + values * lost_ups + values * ups * GATE_EPS

@@ -228,6 +228,11 @@ class RowQuant(KernelPath[RowCall]):
         if self.quantises and "granularity" not in signature.names:
             self.integer_outputs = frozenset(("y",))
 
+    @property
+    def takes_general_norms(self) -> bool:
+        """True if the op's norm may subtract a mean, add a bias, lack a weight and follow a float32 residual."""
+        return "subtract_mean" in self.signature.names
+
     def key(self, call: RowCall, device: int) -> tuple[Any, ...]:
         weight_dtype = None if call.weight is None else call.weight.dtype
         return (
@@ -361,12 +366,11 @@ class RowQuant(KernelPath[RowCall]):
         op, input, device = self.op, call.input, call.input.device
         fmt, _ = self.formats(call)
         _checks.check_rows(op, "input", input, fmt, _checks.INPUT_DTYPES, halves=self.source == "silu_mul")
-        is_general = "subtract_mean" in self.signature.names
         if call.residual is not None:
-            _checks.check_residual(op, call.residual, input, allows_fp32=is_general)
+            _checks.check_residual(op, call.residual, input, allows_fp32=self.takes_general_norms)
         if call.weight is not None:
             _checks.check_dtype(op, "weight", call.weight, tuple(dict.fromkeys((input.dtype, torch.float32))))
-            if not is_general or call.weight.shape != (0,):
+            if not self.takes_general_norms or call.weight.shape != (0,):
                 _checks.check_shape(op, "weight", call.weight, (input.shape[-1],), "one element a column of input")
             elif call.weight_plus_one:
                 raise ValueError(
@@ -440,11 +444,11 @@ class RowQuant(KernelPath[RowCall]):
         }
         if self.normalises:
             declared["weight_dtype"] = dtype(lambda call: call.weight.dtype)
-        if "subtract_mean" in self.signature.names:
+        if self.takes_general_norms:
             declared["without_weight"] = flag(lambda call: None if call.weight.numel() else True)
             declared["bias"] = flag(lambda call: None if call.bias is None else True)
-        if "subtract_mean" in self.signature.names and self.source == "add":
-            declared["residual_dtype"] = dtype(lambda call: call.residual.dtype)
+            if self.source == "add":
+                declared["residual_dtype"] = dtype(lambda call: call.residual.dtype)
         if "global_scale" in self.signature.names:
             declared["global_scale"] = flag(lambda call: call.factor is not None)
         if self.source == "silu_mul":
