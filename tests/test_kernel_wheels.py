@@ -43,8 +43,8 @@ def test_kernels_of_a_dense_model():
 
 @pytest.mark.parametrize(("name", "scheme"), [("llama-8b", "nvfp4"), ("qwen3-30b-a3b", "fp8_block")])
 def test_kernels_of_any_number_of_rows(name, scheme):
-    """Check that the kernels that are built by default include those of numbers of rows that are no bucket: without the
-    DSL, a server could not compile them."""
+    """Check that the default kernels suffice for numbers of rows that lie between two buckets. Without the DSL, a
+    server could not compile other kernels."""
     built = set(kernels_of_model(name, SM90, formats=[scheme]))
     for rows in (2, 13, 41, random.randint(1, 8192)):
         assert set(kernels_of_model(name, SM90, (rows,), [scheme])) <= built, rows

@@ -115,8 +115,8 @@ def main() -> None:
 
 
 def runs_of_ops(ops: Iterable[str], parts: int, only: str | None, take: Iterable[int]) -> list[Run]:
-    """Return the runs that execute the ops' samples. The samples of each op are divided into ``parts`` runs, of which
-    those with the numbers in ``take`` are returned."""
+    """Return the runs that execute the ops' samples. The samples of each op are divided into ``parts`` runs; return
+    the runs whose numbers, from 1, are in ``take``."""
     runs = []
     for op, part in itertools.product(ops, take):
         command = sys.executable, str(SAMPLES), op, "--part", f"{part}/{parts}", *(("--only", only) if only else ())

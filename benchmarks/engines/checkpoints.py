@@ -3,7 +3,7 @@
     python -m benchmarks.engines.checkpoints random 8b FOLDER
     python -m benchmarks.engines.checkpoints decode CHECKPOINT FOLDER
 
-The command runs this module in a process of its own, whose GPU memory is free when the process ends.
+The command runs this module in a separate process, so that its GPU memory is free afterwards.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Comparison:
         return made
 
     def make(self, what: str, source: str, made: Path) -> None:
-        """Write a checkpoint in a process of its own.
+        """Write a checkpoint in a separate process.
 
         Raises:
             RuntimeError: if the process fails. The message ends with its output.

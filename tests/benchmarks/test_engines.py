@@ -214,7 +214,7 @@ def test_measurement_of_an_engine():
 
 
 def test_profile(tmp_path, monkeypatch):
-    """Each batch gets the times of its own trace. The trace of the client is left out."""
+    """Check that each batch gets the times of its own trace, and that the client's trace is ignored."""
     monkeypatch.setattr(engine.time, "sleep", lambda seconds: None)
     llm, plan = FakeLLM(0.004), Plan("m", {}, 50, ("profile",), (1, 2), profiles=str(tmp_path))
     llm.start_profile = lambda: None

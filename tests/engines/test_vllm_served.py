@@ -206,7 +206,7 @@ MOE: dict[str, Any] = {
 
 
 def filled(meta: torch.Tensor) -> torch.Tensor:
-    """Return vLLM's new tensor for reloaded weights, with positive numbers in place of its undefined content."""
+    """Return vLLM's new tensor for reloaded weights, filled with positive numbers; its content is undefined."""
     tensor = _materialize(meta)
     tensor.view(torch.uint8).fill_(0x3C)
     return tensor

@@ -561,7 +561,7 @@ class ByDtype(Experts):
 
 
 class OneDoubled(Experts):
-    """Experts, one of which counts twice."""
+    """Experts of which expert 1 gets twice its routing weight."""
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().forward(x, ids, torch.where(ids == 1, 2 * weights, weights))
