@@ -276,7 +276,7 @@ def assert_values(op, before, given, results, expected=None):
             if parameter.type == "float" and not math.isfinite(before[parameter.name]):
                 return None  # which results are NaN is not specified
     expected = expected or module.results(before)
-    actual = (*defined(op, sample, results), *(given[name] for name in op.updated if given[name] is not None))
+    actual = (*defined(op, sample, results), *(given[name] for name in op.updated if given.get(name) is not None))
     module.assert_results(actual, expected, before)
     return None if op.updated else expected
 

@@ -461,13 +461,18 @@ def test_spec_ties_go_to_even_codes():
         assert spec.nearest_even_exact(Fraction(boundary), tuple(map(Fraction, spec.E2M1))) % 2 == 0
 
 
-@given(st.floats(-500, 500))
-def test_spec_boundaries(value):
+@pytest.mark.parametrize(
+    ("near_boundary", "exact", "largest"),
+    [(spec.near_e4m3_boundary, spec.e4m3_exact, 500), (spec.near_e2m1_boundary, spec.e2m1_exact, 8)],
+    ids=["e4m3", "e2m1"],
+)
+@given(value=st.floats(-1, 1))
+def test_spec_boundaries(near_boundary, exact, largest, value):
     """Check that a small relative change changes the code near a rounding boundary, and nowhere else."""
-    step = 2.0**-18
-    crosses = spec.e4m3_exact(value * (1 + step)) != spec.e4m3_exact(value * (1 - step))
-    assert spec.near_e4m3_boundary(np.array([value]), step * (1 + 1e-9))[0] >= crosses
-    assert spec.near_e4m3_boundary(np.array([value]), step * (1 - 1e-4))[0] <= crosses
+    step, value = 2.0**-18, value * largest
+    crosses = exact(value * (1 + step)) != exact(value * (1 - step))
+    assert near_boundary(np.array([value]), step * (1 + 1e-9))[0] >= crosses
+    assert near_boundary(np.array([value]), step * (1 - 1e-4))[0] <= crosses
 
 
 NUMPY_FLOATS = {"float16": (np.float16, 16), "float32": (np.float32, 32)}

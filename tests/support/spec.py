@@ -105,8 +105,17 @@ def e4m3(value: np.ndarray) -> np.ndarray:
 
 def near_e4m3_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndarray:
     """Return a mask of the numbers within this relative distance of a rounding boundary of e4m3."""
+    return _near_boundary(value, E4M3_POSITIVE, relative)
+
+
+def near_e2m1_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndarray:
+    """Return a mask of the numbers within this relative distance of a rounding boundary of e2m1."""
+    return _near_boundary(value, np.array(E2M1), relative)
+
+
+def _near_boundary(value: np.ndarray, values: np.ndarray, relative: float) -> np.ndarray:
     magnitude = np.nan_to_num(np.abs(np.asarray(value, np.float64)), posinf=1e9)
-    boundaries = np.append((E4M3_POSITIVE[1:] + E4M3_POSITIVE[:-1]) / 2, np.inf)
+    boundaries = np.append((values[1:] + values[:-1]) / 2, np.inf)
     above = np.searchsorted(boundaries, magnitude)
     distance = np.minimum(boundaries[above] - magnitude, magnitude - boundaries[np.maximum(above - 1, 0)])
     return np.abs(distance) <= relative * magnitude

@@ -79,6 +79,22 @@ def test_refused_differences(fmt):
         assert_fp4_close((y, scale.view(torch.int8)), (y, scale), fmt, TILED)
 
 
+def test_differences_on_boundaries():
+    """Check that scales and elements on rounding boundaries do not count, and that all others do."""
+    y, scale = blocks(NVFP4)
+    several = scale.clone().view(torch.uint8)
+    several[0, 0, :8, 0, 0] += 1  # scales of block 0 of rows 0 to 7
+    moved = with_codes(y, 60, step_down), several.view(scale.dtype)
+    scales, elements = torch.zeros(100, 20, dtype=torch.bool), torch.zeros(100, 320, dtype=torch.bool)
+    with pytest.raises(AssertionError, match="8 of 2000 scales differ"):
+        assert_fp4_close(moved, (y, scale), NVFP4, TILED, lambda: (scales, elements))
+    scales[:8, 0] = True
+    with pytest.raises(AssertionError, match="54 of 32000 elements differ"):  # 6 are in blocks that do not count
+        assert_fp4_close(moved, (y, scale), NVFP4, TILED, lambda: (scales, elements))
+    elements[:3, ::32] = True  # 27 of the 54
+    assert_fp4_close(moved, (y, scale), NVFP4, TILED, lambda: (scales, elements))
+
+
 def fp8_rows(granularity="token"):
     """Return ``(y, scale)`` of random rows quantised to FP8."""
     fmt, layout = resolve_fp8_format(granularity, "row")
