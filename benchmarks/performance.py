@@ -25,19 +25,21 @@ LAYERS: dict[str, Any] = {
     "model_paged": model_paged,
     "vllm": engines,
 }
-"""Modules of the benchmarks of whole layers, of sums over GPUs, of paged caches and of served models, by name of the
-result file."""
+"""Modules of the benchmarks that measure more than one op, except `host` and `model`, by name of the result file."""
 
 TEXT = """\
 # Performance against targets
 
-Measured on {gpus}: {reached} of {judged} targets are reached. If a target is missed, the table links to notes, which
-explain the limit and the changes that we tried. `benchmarks/results/*.md` contain the times of all sizes and describe
-how they are measured. The targets are for an H200. `benchmarks/results/h100/*.md` contain results of an H100, which has
-seven tenths of the H200's memory bandwidth. `benchmarks/results/per_token/layer.md` contains the times of layers with
-FP4 weights and per-token scales. Whole models (`model`) were measured before the latest improvements of FP4 layers.
+Measured on {gpus}: {reached} of {judged} targets are reached. All targets are for an H200. If a target is missed, the
+table links to notes, which explain the limit and the changes that we tried. "Of copy" is the op's bandwidth divided by
+the bandwidth of an elementwise copy of the same number of bytes, and "A over B" is A divided by B. `few` and `many` are
+the two implementations of an expert layer, for few and for many tokens; `many-fp8` is `many` with FP8 weights.
 
-`python -m benchmarks performance` writes this file from `benchmarks/results/*.json` and `benchmarks/targets.py`.
+`benchmarks/results/*.md` contain the times of all sizes and describe the method of measurement. The files in
+`benchmarks/results/h100/` contain results of an H100, which has seven tenths of the H200's memory bandwidth.
+`benchmarks/results/per_token/layer.md` contains the times of layers with FP4 weights and per-token scales. Whole models
+(`model`) were measured before the latest improvements of FP4 layers. `python -m benchmarks performance` writes this
+file from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 
 {summary}
 
@@ -47,7 +49,7 @@ FP4 weights and per-token scales. Whole models (`model`) were measured before th
 
 def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
     """Return the op, the name of the op's notes, the GPU and the targets for each result file. Measured values are
-    compared with today's targets, not with the targets at the time of the measurement."""
+    compared with the current targets, not with the targets at the time of the measurement."""
     found = []
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
