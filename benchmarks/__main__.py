@@ -1,8 +1,9 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
-measures whole models as they are served, `model_paged` decode steps with a paged cache, and `vllm` a model in vLLM.
-`tactics` measures every tactic of a GEMM, and prints the measured time next to the time that the cost model predicts.
-`all_reduce` measures the op that sums rows over several GPUs, and `layer_tp` a decoder layer that uses it.
+measures whole models as they are served, `model_paged` measures decode steps with a paged cache, and `vllm` measures a
+model in vLLM. `tactics` measures every tactic of a GEMM, and prints each time next to the cost model's prediction.
+`all_reduce` measures the op that sums rows over several GPUs, and `layer_tp` measures a decoder layer that uses this
+op.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # otherwise torch's CuTe norm replaces the eager baselines
+os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # otherwise eager baselines would use torch's CuTe norm
 
 import argparse
 import contextlib

@@ -1,5 +1,6 @@
-"""`python -m benchmarks all_reduce`: time of a sum over ranks, residual addition, norm and FP4 quantisation, in one
-launch and as NCCL's all-reduce followed by our op. One process per GPU; all calls are in CUDA graphs.
+"""`python -m benchmarks all_reduce`: time of a sum over ranks, residual addition, norm and FP4 quantisation. One launch
+that does all of them is compared with NCCL's all-reduce followed by our op. Each GPU is used by one process; all calls
+are in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NOTES: Final = "all_reduce"
 HIDDEN: Final = 8192
 ROWS: Final = (1, 8, 64, 256, 1024)
 SETS, CALLS, ROUNDS = 4, 20, 31
-"""Sets of buffers that calls use in turns, calls in a graph, and timed replays of each graph."""
+"""Number of buffer sets that calls use in turn, number of calls in a graph, and number of timed replays per graph."""
 
 ABOUT = """\
 {ranks} GPUs, {hidden:,} bfloat16 columns, NVFP4 with 128x4 scales; medians of {rounds} replays of a graph of {calls}
@@ -48,7 +49,7 @@ def variants(rows: int, device: torch.device) -> dict[str, Callable[[int], Any]]
         return [torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(SETS)]
 
     inputs, residuals = random(), random()
-    # Sums in place would grow from call to call, so the ranks' numbers cancel.
+    # In-place sums would grow from call to call, so use numbers that cancel over the ranks.
     cancelling = [each if dist.get_rank() == 0 else -each for each in random()]
     for each in cancelling:
         dist.broadcast(each, 0)
@@ -133,7 +134,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def tables(measured: Sequence[dict[str, Any]]) -> str:
-    """Return the table of times. Ratios are times of ours divided by times of `separate`."""
+    """Return the table of times. Ratios are our times divided by the times of `separate`."""
     body = []
     for row in measured:
         us = row["us"]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks blackwell`: modelled times of FP4 GEMMs by tcgen05 on a B200. Nothing is measured.
+"""`python -m benchmarks blackwell`: modelled times of FP4 GEMMs that use tcgen05, on a B200. Nothing is measured.
 
 No B200 was available. The compiled kernels give the sizes of shared memory, tensor memory and registers. Clocks and
 times are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05` and
@@ -31,7 +31,7 @@ BACKEND, EXPERTS_BACKEND = FP4Tcgen05(), FP4Tcgen05Experts()
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 CHOICES = [name for name, arch in ARCHS.items() if arch.has_tcgen05]
 FC2 = (7168, 65536)
-"""N and K of DeepSeek-V3's second expert GEMM on one of eight GPUs, all experts concatenated along K."""
+"""N and K of DeepSeek-V3's second expert GEMM on one of eight GPUs, with all experts concatenated along K."""
 FC2_EXPERTS = 256
 SHAPES = {
     (16384, 16384): (1, 16, 64, 256, 2048),
@@ -39,7 +39,7 @@ SHAPES = {
     (4096, 14336): (1, 16, 64, 256, 2048),
     FC2: (32, 64, 128, 256, 512),
 }
-"""Numbers of rows by (N, K)."""
+"""Numbers of rows M, keyed by (N, K)."""
 PUBLISHED = {(FC2, 32): 52.0, (FC2, 64): 53.0, (FC2, 128): 54.0, (FC2, 256): 69.0, (FC2, 512): 101.0}
 """Times in µs that TensorRT-LLM's authors published for FC2 in NVFP4 on a B200 (pull requests 12686, 13833). The time
 for 512 rows is a lower bound."""
@@ -91,7 +91,7 @@ class Line(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Return how many weight rows and how many activation rows one tile covers."""
+        """Return the number of weight rows and the number of activation rows that one tile covers."""
         config = self.config
         return (config.tile_n, config.tile_m) if self.mode is None else (config.tile_n, MMA_M)
 

@@ -20,8 +20,9 @@ class Case:
 
     Attributes:
         sizes: Sizes by name.
-        inductor: How Inductor compiles the baseline of plain torch ops: "" (not at all), "static" (`dynamic=False`, one
-            compile for this shape) or "dynamic" (one compile per row length, with a symbolic M).
+        inductor: Mode in which Inductor compiles the baseline of plain torch ops: "" (not compiled), "static"
+            (`dynamic=False`, one compilation for this shape) or "dynamic" (one compilation per row length, with a
+            symbolic M).
         choices: Arguments other than sizes that differ between the cases of an op, by name.
     """
 
@@ -100,9 +101,9 @@ class Benchmark(ABC):
     tolerance: float = 0.0
     """Largest fraction of output elements that may differ from `expected` (docs/numerics.md)."""
     checked_elements: int = 2**27
-    """Largest number of elements (product of the first two sizes) of a case that is checked before it is timed."""
+    """Largest number of elements (product of the first two sizes) for which a case's results are checked."""
     about: str = ""
-    """Text of the report that describes the variants. The report prints it after the description of the method."""
+    """Description of the variants, which the report prints after the description of the method."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -126,7 +127,8 @@ class Benchmark(ABC):
         Padding is not counted."""
 
     def flops(self, case: Case) -> int:
-        """Return the number of multiplications and additions of the op, or 0 if memory bandwidth always limits it."""
+        """Return the number of multiplications and additions of the op, or 0 if memory bandwidth always limits the
+        op."""
         return 0
 
     @abstractmethod
@@ -155,8 +157,8 @@ class Benchmark(ABC):
     def mismatch(
         self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], case: Case | None = None
     ) -> float:
-        """Return the fraction of elements that differ, in the worst output. The accepted error may depend on the
-        case."""
+        """Return the fraction of elements that differ, in the output with the most differences. The accepted error of
+        an element may depend on the case."""
         return mismatch(got, expected)
 
     @abstractmethod

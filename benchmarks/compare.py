@@ -51,13 +51,14 @@ class Line:
 
     @property
     def others(self) -> float | None:
-        """Return the median, over the peers that both results contain, of the peer's new time divided by its old
-        time."""
+        """Return each peer's new time divided by its old time, as the median over the peers that both results
+        contain."""
         both = self.before.others.keys() & self.after.others.keys()
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
     def verdict(self, tolerance: float) -> str:
-        """Return the reason why a person should check the case, for example a longer time, or an empty string."""
+        """Return the reason why a person should check the case, such as a longer time, or an empty string without a
+        reason."""
         if not self.after.is_right:
             return "WRONG"
         return "SLOWER" if self.ratio > 1 + tolerance else ""

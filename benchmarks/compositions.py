@@ -162,8 +162,7 @@ def nvfp4_quantize_per_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """Quantise (M, K) fp32 to NVFP4 with 128x4 scales and a scale per row, (M,). Rows of extreme magnitude are not
     handled."""
     amax = y.abs().amax(-1)
-    # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
-    # reciprocal.
+    # Divide by a tensor: on a GPU, torch computes a division by a Python number as a multiplication by the reciprocal.
     row_scale = amax / torch.full_like(amax, 2688)
     factor = torch.where(row_scale > 0, 1 / row_scale, row_scale)
     codes, scale = nvfp4_quantize(y, factor.unsqueeze(-1))
@@ -199,8 +198,8 @@ def e4m3_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise (M, K) fp32 to e4m3 with fp32 scales.
 
-    With granularity "tensor", the scale is the argument `scale`. Otherwise a scale is amax / 448: of each row, (M, 1),
-    or of each 128 elements, (M, K/128). In the column layout the matrix of scales is column-major.
+    With granularity "tensor", the scale is the argument `scale`. Otherwise each scale is amax / 448 of a row, giving
+    (M, 1), or of 128 elements, giving (M, K/128). In the column layout the matrix of scales is column-major.
     """
     if scale is not None:
         return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale.clone()
@@ -274,8 +273,8 @@ def moe_route_dense(
 def moe_route_ids(
     ids: torch.Tensor, experts: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort pairs of a token and an expert by expert. Return the row of each pair, the pair of each row, and each
-    expert's offset and number of rows."""
+    """Sort (token, expert) pairs by expert. Return the row of each pair, the pair of each row, and each expert's offset
+    and number of rows."""
     tokens, topk = ids.shape
     expert, order = ids.flatten().sort(stable=True)
     expert = expert.long()
@@ -313,7 +312,7 @@ def moe_route(
 def rotated_heads(
     q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Rotate pairs of elements of the two halves of the heads of q and k, (M, heads, D); return them in their dtype."""
+    """Apply the rotary embedding, in halves, to the heads of q and k, (M, heads, D). Return both in their dtype."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, -1)
     results = []
     for heads in (q, k):
@@ -365,7 +364,7 @@ def qkv_norm_rope_append(
     compiled: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate the heads of q and k, write k and v to the caches, and return q. Each step rounds to the
-    dtype of `qkv`, as engines do. With `compiled`, Inductor compiles each step by itself."""
+    dtype of `qkv`, as engines do. With `compiled`, Inductor compiles each step separately."""
     norm, rotate, write = (
         torch.compile(each, fullgraph=True, dynamic=False) if compiled else each
         for each in (rmsnorm, rotated_heads, append_heads)

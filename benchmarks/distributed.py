@@ -30,7 +30,7 @@ OPERANDS: Final = {
     "fp8": (Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128)),
     "nvfp4": (Operand(NVFP4, SCALE_LAYOUTS["128x4"]),) * 2,
 }
-"""Activations and weight by format. bf16 has no weight format, because bf16 GEMMs are not ours."""
+"""Operands (activations, weight), keyed by format. bf16 needs no weight operand, because bf16 GEMMs are not ours."""
 
 SUMS: Final = {"float32": 4, "bf16": 2}
 """Size in bytes of one partial sum in the reduce-scatter, by dtype."""
@@ -102,8 +102,8 @@ def row_bytes(fmt: str, width: int) -> int:
 
 
 def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
-    """Return the estimated time of a GEMM in seconds: the smallest estimate of any backend. For bf16, return the longer
-    of the time to read its operands and the time to compute its operations."""
+    """Return the estimated time of a GEMM in seconds: the smallest estimate of any backend. For bf16, return the larger
+    of two times: to read the operands, and to compute the operations."""
     activations, weight = OPERANDS[fmt]
     if weight is None:
         moved = 2 * (n * k + m * (n + k))

@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 """Numbers of tokens by routing, for each set of sizes."""
 MARLIN_US = dict(zip(ROWS, (7.0, 35, 54, 86, 115, 130, 170, 290), strict=True))
-"""Times of Marlin's expert kernel at these sizes with top-8 routing, from an earlier measurement outside this
+"""Times in µs of Marlin's expert kernel at these sizes with top-8 routing, from an earlier measurement outside this
 benchmark."""
 MARLIN_FIGURES = ", ".join(f"{us:g} (M = {m})" for m, us in MARLIN_US.items())
 MARLIN_NOTE = f"Marlin's expert kernel, from notes and not from this run, top-8, µs: {MARLIN_FIGURES}"
@@ -45,7 +45,7 @@ by alpha before the timing starts."""
 def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tensor:
     """Draw random keys (M, E). Each token is routed to the experts with its largest keys.
 
-    Keys are log-probabilities with Gumbel noise, so that experts are drawn without replacement with probabilities
+    Keys are log-probabilities plus Gumbel noise, so that experts are drawn without replacement, with probabilities
     proportional to 1 / `ranks` (E,).
     """
     return -ranks.log() - torch.empty(m, len(ranks)).exponential_(generator=generator).log()
@@ -100,8 +100,8 @@ class ExpertGemmBenchmark(FP4GemmBenchmark):
     # --- formulas based on the case's actual routing, which `GemmProblem` only estimates ---
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes of the weights of all experts that a token is routed to, of the activations of routed pairs,
-        of the scales of both, of `alpha`, and of the result."""
+        """Return the number of bytes moved: weights of all experts that tokens are routed to, activations of routed
+        pairs, scales of both, `alpha`, and the result."""
         problem, m, alpha = self.problem(case), case["M"], self.alpha_of(case)
         used, pairs = int(alpha.any(0).sum()), int(alpha.count_nonzero())
         read = problem.n * problem.b.row_bytes(used * problem.expert_k) + pairs * problem.a.row_bytes(problem.expert_k)

@@ -206,8 +206,8 @@ class ManyFP8(Many):
 
 
 class Bf16(Way):
-    """Multiplies decoded bf16 weights with PyTorch's `torch._grouped_mm`. Our ops sort the rows by expert before this,
-    and add up the results afterwards."""
+    """Multiplies decoded bf16 weights with PyTorch's `torch._grouped_mm`. Our ops sort the rows by expert before these
+    GEMMs, and add up the results after them."""
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         super().__init__(model, experts)

@@ -22,7 +22,7 @@ SQUARE = (4096, 8192, 16384)
 LLAMA_8B = ((6144, 4096), (28672, 4096), (4096, 14336))
 LLAMA_70B = ((8192, 28672), (28672, 8192), (10240, 8192))
 SHAPES = (*((size, size) for size in SQUARE), *LLAMA_8B, *LLAMA_70B)
-"""(N, K) of the weights: square weights, and the weights of Llama 8B and 70B (8B also uses 4,096 × 4,096)."""
+"""(N, K) of the weights: square weights, and the other weights of Llama 8B and 70B (8B also uses 4,096 × 4,096)."""
 LARGEST = (16384, 16384)
 
 MARK_SIZES = frozenset(
@@ -80,7 +80,7 @@ class FP4GemmBenchmark(GemmBenchmark):
     tolerance = 1e-3
     about = ABOUT
     peer_note = ""
-    """Sentence of the report on how the work of the FP4 peers differs from ours."""
+    """Sentence for the report that explains how the work of the FP4 peers differs from ours."""
     settings: ClassVar = {"weight": "NVFP4", "scale layout": "128x4", "alpha": "given", "result": "bfloat16"}
 
     def properties(self, case: Case) -> dict[str, Any]:
@@ -175,8 +175,8 @@ class FP4GemmBenchmark(GemmBenchmark):
     def mismatch(
         self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], case: Case | None = None
     ) -> float:
-        """Return the fraction of wrong elements. An element is wrong if its error exceeds one ulp, and also exceeds
-        2^-8 of the root mean square of the results.
+        """Return the fraction of wrong elements. An element is wrong if its error exceeds both one ulp and 2^-8 times
+        the root mean square of the results.
 
         The second condition accepts partial sums that are rounded to bfloat16, as in cuBLAS.
         """
@@ -206,7 +206,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         ]
 
     def choice_marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """Return the targets for the backend that "auto" chooses: its time divided by the time of our fastest
+        """Return the targets for "auto": the time of the backend that it chooses, divided by the time of our fastest
         backend."""
         ways, over = self.ways, []
         for row in rows:

@@ -149,15 +149,16 @@ def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
 
 
 def marlin(sets: Sequence[Operands]) -> str:
-    """Return the reason why Marlin is not measured: torch does not contain Marlin, and this benchmark does not use
-    vLLM, which does."""
+    """Return the reason why Marlin is not measured: it is part of vLLM, not of torch, and this benchmark does not use
+    vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return f"torch {torch.__version__} has no such GEMM, and vLLM, which has Marlin, is not installed"
     return "vLLM is installed, and this benchmark does not know how to call its Marlin"
 
 
 def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
-    """Decode the weight to bfloat16, multiply it by alpha, and return a function that multiplies by it with `torch.mm`.
+    """Decode the weight to bfloat16, multiply it by alpha, and return a function that multiplies activations by the
+    result with `torch.mm`.
 
     The bfloat16 weight is exact, because alpha is a power of two.
     """

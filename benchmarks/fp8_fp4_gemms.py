@@ -21,7 +21,7 @@ from .fp8_gemms import BLOCK, DEEP_GEMM, DTYPE
 
 FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 FP8_WEIGHT = "fp8_weight"
-"""Name of our GEMM with an FP8 weight of the same shape, twice as large in bytes."""
+"""Name of the peer that is our GEMM with an FP8 weight. This weight has the same shape and takes twice the bytes."""
 SCALE_BYTES = {"e4m3": (0x30, 0x41), "ue8m0": (126, 129)}
 """Ranges of the bytes that encode random scales, by scale format. The scales are 1/2 to 2."""
 LAYOUT = SCALE_LAYOUTS["128x4"]

@@ -72,8 +72,8 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
     # --- formulas based on the case's actual routing, which `GemmProblem` only estimates ---
 
     def bytes_moved(self, case: Case) -> int:
-        """Return the bytes of the weights of all experts that a token is routed to, of the activations, of the results
-        of routed pairs, of the scales of all three, and of `routing`."""
+        """Return the number of bytes moved: weights of all experts that tokens are routed to, activations, results of
+        routed pairs, scales of all three, and `routing`."""
         problem, m, routed = self.problem(case), case["M"], self.routing_of(case)
         used, pairs = int(routed.any(0).sum()), int(routed.count_nonzero())
         read = used * 2 * case["I"] * problem.b.row_bytes(problem.k) + m * problem.a.row_bytes(problem.k)

@@ -3,10 +3,10 @@ small that the GPU is mostly idle.
 
 Method: tensors are small (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of
 calls is timed with the host clock. Between chunks the GPU is synchronised, outside of the timing, so the launch queue
-never fills. Rounds alternate between the variants. The reported time of a variant is the minimum over rounds of the
-median over the chunks of a round, because larger medians are caused by other work on the machine. Garbage collection is
-off. Every time includes the loop and the call of a lambda. The entry "empty lambda" gives the time of the loop and of a
-lambda that does nothing.
+never fills. Rounds alternate between the variants. For each round, the median over its chunks is computed. The reported
+time is the smallest median of all rounds, because larger medians are caused by other work on the machine. Garbage
+collection is off. Every time includes the loop and the call of a lambda. The entry "empty lambda" gives the time of the
+loop and of a lambda that does nothing.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from .runner import ASSUMED_TFLOPS, describe
 DTYPE, EPS = torch.bfloat16, 1e-6
 NOTES = "fp4_wgmma"
 NOTES_OF = {"W4A8": "fp8_fp4_wgmma_ss", "FP8": "fp8_wgmma"}
-"""Files of notes on the limits of a layer, for precisions whose GEMMs do not belong to the family `NOTES`."""
+"""Files of notes on a layer's limits, for precisions whose GEMMs are not in the kernel family `NOTES`."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ PRECISIONS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W
 USUAL = (*PRECISIONS, Humming.label)
 """Default of `--precisions`."""
 OTHERS: tuple[type[Layer], ...] = (TokenW4A8, FastTokenW4A8, GateApart, QuantisedApart, Humming)
-"""Layers that are measured only if `--precisions` names them, and humming's."""
+"""Further layers. Except humming's, they are measured only if `--precisions` names them."""
 LAYERS: dict[str, type[Layer]] = {**PRECISIONS, **{one.label: one for one in OTHERS}}
 NOT_OURS = (Layer.label, Humming.label)
 

@@ -113,8 +113,8 @@ def shard(widths: layer.Widths, ranks: int) -> layer.Widths:
 
 
 def make_chain(cls: type[Divided], widths: layer.Widths, count: int, device: torch.device) -> list[Divided]:
-    """Return `count` shards of distinct layers. The last layer is followed by the first layer. The ranks' weights
-    differ, and their norms are equal."""
+    """Return `count` shards of distinct layers. The last layer is followed by the first layer. The weights of linear
+    layers differ from rank to rank; the weights of norms are equal."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     chain = [cls(widths, device, 1000 * rank + seed, inductor=False) for seed in range(count)]
@@ -126,8 +126,8 @@ def make_chain(cls: type[Divided], widths: layer.Widths, count: int, device: tor
 
 
 def adding_up(chain: Sequence[Divided], sum_up: Callable[[Tensor], Tensor], **out: Tensor) -> list[Divided]:
-    """Return layers with the weights of `chain` which add up partial sums by `sum_up` before a norm, and whose layers o
-    and down write to the tensors in `out`."""
+    """Return layers with the weights of `chain`. They add up partial sums by `sum_up` before each norm, and their
+    projections o and down write to the tensors in `out`."""
     copies = [copy.copy(each) for each in chain]
     for each in copies:
         each.sum_up, each.out = sum_up, out
@@ -185,7 +185,8 @@ and returns the partial sums of the last layer."""
 
 
 def runs_of(chain: Sequence[Divided], inputs: Inputs) -> dict[str, Run]:
-    """Return the functions to time by way. Each of them first copies the input, because NCCL's sums are in place."""
+    """Return the functions to time, keyed by way. Each function first copies the input, because NCCL's sums are in
+    place."""
 
     def run_of(own: Sequence[Divided], first: Callable[[], Tensor]) -> Run:
         def run(residual: Tensor, passes: int) -> Tensor:
@@ -229,9 +230,9 @@ def compared(runs: Mapping[str, Run], inputs: Inputs) -> tuple[dict[str, dict[st
     """Call all layers once in each way, and compare the results with the results of `separate`.
 
     Returns:
-        For each way: the fraction of elements of the last partial sums and of the residual that differ, their smallest
-        cosine similarity, and whether the residuals of all ranks are equal. And for each way that raised an error, the
-        error.
+        Two dicts keyed by way. The first contains comparisons of the last partial sums and the residual: the fraction
+        of elements that differ, the smallest cosine similarity, and whether the residuals of all ranks are equal. The
+        second contains the errors of ways that raised one.
     """
     results, absent = {}, {}
     for way, run in runs.items():
@@ -269,8 +270,8 @@ def compared(runs: Mapping[str, Run], inputs: Inputs) -> tuple[dict[str, dict[st
 
 
 def sums_equal(inputs: Inputs) -> bool:
-    """Check that our op's sum over the ranks equals the sum of the process group's all-reduce, bit for bit. With two
-    ranks each sum is a single rounded addition."""
+    """Check that our op's sum over the ranks equals the sum by the process group's all-reduce, bit for bit. With two
+    ranks they must be equal, because each sum is a single rounded addition."""
     group = dist.group.WORLD
     assert group is not None
     ours, weight = torch.zeros_like(inputs.x), torch.ones_like(inputs.x[0])
@@ -399,8 +400,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def is_right(row: Mapping[str, Any]) -> bool:
-    """Check that both ways of a row agree: equal sums if there are two ranks, equal residuals on all ranks, and results
-    whose cosine similarity is at least 0.99, because another rounding of a sum may change codes."""
+    """Check the comparisons in a row: with two ranks the sums must be equal; the residuals of all ranks must be equal;
+    the cosine similarity must be at least 0.99. It may be below 1, because another rounding of a sum may change
+    codes."""
     results = row["results"]
     sums = row["sums_equal"] or row["ranks"] > 2
     return sums and results[FUSED]["ranks_equal"] and results[FUSED]["cosine"] >= 0.99

@@ -78,7 +78,7 @@ MODELS = {
     "8B": Size(layer.MODELS["8B"], 32, 128256, PARTS),
     "70B": Size(layer.MODELS["70B"], 80, 128256, ("memory", "decode"), bf16_layers=(2, 6)),
 }
-"""Llama 3.1."""
+"""Sizes of Llama 3.1, keyed by name."""
 
 
 # Models

@@ -1,5 +1,5 @@
-"""`python -m benchmarks model`: times of decode steps, prefill and generation, and memory, of whole models that are
-quantised or in bf16.
+"""`python -m benchmarks model`: memory use, and times of decode steps, prefill and generation, of whole models,
+quantised and in bf16.
 
 If a bf16 model exceeds the GPU's memory, it is timed with few layers, and its time is extrapolated linearly.
 """
@@ -174,8 +174,8 @@ class Bench:
         return self.size.bf16_layers or (None,)
 
     def all_made(self, labels: Sequence[str], failed: dict[str, str]) -> dict[Any, Any]:
-        """Build the models of these precisions and of bf16. Return those that could be built, keyed by label and number
-        of layers (None for all layers)."""
+        """Build the models of these precisions and of bf16. Return the models that could be built, keyed by label and
+        number of layers (None for all layers)."""
         found = {}
         wanted = [(label, None) for label in labels] + [(BF16, layers) for layers in self.bf16_layers()]
         for label, layers in wanted:
@@ -272,7 +272,7 @@ class Bench:
         stats = torch._dynamo.utils.counters["stats"]
         torch._dynamo.reset()
         before = stats["unique_graphs"]
-        # The longest generation comes first: later generations reuse its KV cache, at its length.
+        # Run the longest generation first: later generations reuse its KV cache, whose length then never changes.
         llama.generated(model, prompt, llama.LONGEST, self.compile_config)
         seconds = []
         for new in (llama.LONGEST, *[llama.NEW] * llama.GENERATIONS):
@@ -286,8 +286,8 @@ class Bench:
         return {"us": median / llama.NEW * 1e6, "tokens_per_s": llama.NEW / median, "graphs": graphs}
 
     def logits(self) -> None:
-        """Compare the logits of models with few layers: our model's with the logits of a bf16 model that uses the
-        decoded weights, and both models' with the logits of an fp32 model."""
+        """Compare logits of models with few layers: our model with a bf16 model that uses the decoded weights, and each
+        of the two with an fp32 model."""
         config = self.size.config(min(LOGIT_LAYERS, self.size.layers))
         ids = torch.randint(self.size.vocabulary, (1, LOGIT_TOKENS), device=self.device)
         for label in self.labels:

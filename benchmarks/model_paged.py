@@ -70,8 +70,8 @@ class Pages:
 
 
 class PagedAttention(nn.Module):
-    """Attention block of a Llama with a paged cache. It replaces the block of transformers, whose merged projection of
-    q, k and v, and whose output projection, it uses.
+    """Attention block of a Llama with a paged cache. It replaces transformers' block, and uses this block's merged
+    projection of q, k and v, and its output projection.
 
     Attributes:
         cos_sin: (context, D) float32: in each row the cosines of a position, then the sines.
@@ -166,8 +166,8 @@ class Step:
 
 
 def build(size: llama.Size, label: str, count: int, batch: int, device: torch.device) -> Any:
-    """Return a model with `count` layers in the precision `label`. Its kernels are compiled, and its weights are the
-    same in each call."""
+    """Return a model with `count` layers in the precision `label`. Its kernels are compiled, and all calls return the
+    same weights."""
     torch.manual_seed(count)
     model = llama.build(label, size.config(count, llama.UNMASKED), device)
     torch_cute_ops.nn.warmup(model, batch)
@@ -185,12 +185,13 @@ def compared(steps: Mapping[str, Step]) -> dict[str, float]:
 
 
 def is_right(results: Mapping[str, float]) -> bool:
-    """Check the comparison of both ways: the steps may round rotated keys differently, and copy the values."""
+    """Check the results of `compared`. The two ways may round rotated keys differently, but they only copy the
+    values."""
     return results["cosine"] > 0.999 and results["keys"] <= 2**-7 and results["values"] == 0
 
 
 def kernels_per_layer(names: Mapping[int, Sequence[str]]) -> dict[str, float]:
-    """Return how often each kernel runs per layer, by the kernel's name, from the kernels of models with different
+    """Return the number of launches of each kernel per layer, keyed by name, from the kernels of models with different
     numbers of layers."""
     (first, few), *_, (last, many) = sorted(names.items())
     more = Counter(many)
@@ -215,8 +216,8 @@ def measure_model(
         record: function that replays a graph and returns the kernels that ran, or None to record no kernels.
 
     Returns:
-        A row of the result file: times in µs of the whole model by way, extrapolated from the models of `FEW` layers,
-        with their times; comparisons of the ways' results; kernels per layer; and the reasons of what is missing.
+        A row of the result file: times in µs by way, of the models with `FEW` layers and, extrapolated, of the whole
+        model; comparisons of the ways' results; kernels per layer; and the reason for each missing result.
     """
     torch._dynamo.reset()  # Dynamo limits the number of recompilations
     pages, absent = Pages(batch, context, device), {}

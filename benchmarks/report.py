@@ -67,7 +67,7 @@ def fraction(value: float | None) -> str:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by their sizes. The last size is the first sort key, and M is the last. Rows of equal sizes keep their
+    """Sort rows by their sizes: by the last size first, and by the first size, M, last. Rows of equal sizes keep their
     order."""
     return sorted(rows, key=lambda row: tuple(reversed(list(row["sizes"].values()))))
 

@@ -39,8 +39,8 @@ STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
 """Sizes that Inductor compiles separately, in addition to the sizes for which an op has a target relative to
 Inductor."""
 DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
-"""Sizes of "full" for which Inductor compiles once per width, with a symbolic M. Another value of M in the same row
-tile would cause another compilation."""
+"""Sizes of "full" for which Inductor compiles once per width, with a symbolic M. A second value of M that falls into
+the same row tile would cause another compilation."""
 
 ABOUT = """\
 QuACK writes bfloat16 and does not quantise. Inductor compiles either for one shape ("static" in the JSON file), or for

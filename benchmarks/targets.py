@@ -59,7 +59,7 @@ OVER_CUBLAS_BF16 = 0.97
 """Smallest speedup over cuBLAS with bfloat16 operands, from 2,048 rows on."""
 CHOICE_MEDIAN, CHOICE_LARGEST = 1.1, 1.25
 """Largest accepted time of "auto" divided by the time of our fastest backend. The first number limits the median over
-all cases, the second the maximum."""
+all cases, and the second number limits the maximum."""
 EXPERTS_US = {
     "top-8": {1: 5, 8: 18, 16: 29, 32: 45, 64: 61, 128: 68, 256: 72, 512: 85},
     "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
@@ -139,11 +139,12 @@ VLLM_DECODE = {
 size."""
 VLLM_PREFILL = {"ours": 1.0, "ours_fp8": 1.3}
 VLLM_PREFILL_TOKENS = 8192
-"""Smallest time of a prefill with bf16 weights, divided by the time with our kernels, and the number of tokens."""
+"""Smallest time of a prefill with bf16 weights, divided by the time with our kernels, and the prefill's number of
+tokens."""
 VLLM_REQUESTS = 1.8
 """Smallest time of many requests with Marlin, divided by the time with our kernels."""
 VLLM_COLD_SECONDS = 4.0
-"""Largest accepted difference between the start with our kernels and the start with Marlin, with cold caches."""
+"""Largest accepted difference in seconds between the start times with our kernels and with Marlin, with cold caches."""
 VLLM_WARM = 1.05
 """Largest accepted time of a start with warm caches, divided by the time with Marlin."""
 

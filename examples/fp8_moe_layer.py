@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run an expert layer of DeepSeek-V3 with FP8 activations and FP8 or FP4 weights, and compare it with bf16.
 
-        python examples/fp8_moe_layer.py                          # rows of experts one after the other
+    python examples/fp8_moe_layer.py                          # rows of experts one after the other
     python examples/fp8_moe_layer.py --layout masked          # an equal number of rows for each expert, for decoding
     python examples/fp8_moe_layer.py --weights mxfp4          # or nvfp4: half of the weights' bytes
     python examples/fp8_moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512

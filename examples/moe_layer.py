@@ -17,9 +17,9 @@ The layer is a `torch_cute_ops.nn.ExpertLayer`. Calls with few tokens run three 
 
 Calls with many tokens permute rows into the experts' order, with activations in FP8: `moe_route`,
 `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, `grouped_mm_fp8_fp4` and `moe_finalize`. A call has
-few tokens if it has up to 16 tokens per expert on average, and up to 512 tokens. For experts as wide as gpt-oss's,
-calls never have few tokens (`torch_cute_ops.nn.experts.few_tokens`). The two kinds of calls need the second weight in
-different layouts. No shape depends on the routing, so the layer can be captured in a CUDA graph.
+few tokens if it has up to 16 tokens per expert on average, and up to 512 tokens. With experts as wide as gpt-oss's, no
+call counts as a call with few tokens (`torch_cute_ops.nn.experts.few_tokens`). The two kinds of calls need the second
+weight in different layouts. No shape depends on the routing, so the layer can be captured in a CUDA graph.
 
 Weights are random. Without a GPU, or if the GPU lacks kernels for both GEMMs, the ops run their references in plain
 torch on the CPU, and no time is measured. The bf16 layer loops over the experts and waits for the device, so it is
@@ -203,7 +203,7 @@ def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 def chosen_sizes(options: argparse.Namespace, defaults: Sizes) -> Sizes:
-    """Return the sizes that the options set. Sizes that the options do not set have their default values."""
+    """Return the sizes that the options set, and default values for all other sizes."""
     hidden, experts, intermediate, tokens = defaults
     return (
         options.hidden or hidden,

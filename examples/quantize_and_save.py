@@ -39,7 +39,7 @@ STYLES = {
 # measured for four random layers.
 MAX_ERROR = {"16bit": 0.15, "fp4": 0.2, "fp8": 0.05}
 # Largest accepted relative difference between the logits of the saved model and of the loaded model with merged layers.
-# Merging changes the order of no sum, but on a GPU the wider GEMM may use another tactic.
+# Merging does not change the order of any sum, but on a GPU the wider GEMM may use another tactic.
 MAX_DIFFERENCE = 0.02
 
 

@@ -38,8 +38,8 @@ SIZES = {
 }
 PAGE = 256  # tokens per page of transformers' KV cache
 CHECKED = 4  # number of requests whose tokens are checked
-# Largest accepted distance between the logit of a served token and the largest logit, in standard deviations. The two
-# may differ, because a forward pass over a whole request sums attention in another order than single steps.
+# Largest accepted distance between the logit of a served token and the largest logit, in standard deviations. A
+# distance is possible, because a forward pass over a whole request sums attention in another order than single steps.
 MAX_SHORTFALL = 0.1
 
 

@@ -50,8 +50,7 @@ LEAST_SAVED = {"nvfp4": 3.5, "mxfp4": 3.7, "fp8_block": 1.9}
 """Smallest accepted ratio, by scheme, of the bytes that ranks would gather in bf16 to the bytes that they gather."""
 MAX_ERROR = 0.02
 """Largest accepted relative error of the result. Several ranks add partial sums in another order than one rank. If a
-sum is then rounded differently, a code of the next layer may differ by one step, which is about a tenth of the value in
-FP4 and a hundredth in FP8."""
+sum is then rounded differently, a code of the next layer may differ by one step."""
 TOPK = 2
 MINUTES = 5
 
@@ -69,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         dist.destroy_process_group()
         # Free the layers before the interpreter exits. They refer to the process group, and gloo's threads run as long
-        # as the group is referenced. If the interpreter exits while a thread uses a tensor, the process aborts.
+        # as the group is referenced. If the interpreter exits while one of these threads uses a tensor, the process
+        # aborts.
         gc.collect()
 
 

@@ -6,7 +6,8 @@ parameters, pass a number, which is converted to the parameter's size. The kerne
 and once with each seed, each time on fresh buffers.
 
 The exit status is 0 if no run had a fault and all runs gave the same bits. It is 1 after a fault, which is printed with
-instruction, thread and address. It is 2 for wrong arguments, and for instructions that the emulator does not implement.
+instruction, thread and address, and if the bits of two runs differ. It is 2 for wrong arguments, and for instructions
+that the emulator does not implement.
 """
 
 from __future__ import annotations

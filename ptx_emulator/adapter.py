@@ -54,7 +54,7 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
     """Compile ``kernel`` for ``arch``. The result is cached in this process."""
     cls = type(kernel)
     spec = KernelSpec(f"{cls.__module__}.{cls.__qualname__}", kernel.config)
-    key = (key_of(spec, arch), kernel.arguments())  # kernels of other packages may take arguments beyond their config
+    key = (key_of(spec, arch), kernel.arguments())  # other packages' kernels may take more arguments
     if key not in _compiled:
         with tempfile.TemporaryDirectory() as folder:
 
@@ -116,8 +116,8 @@ def run_kernel(
         lenient: True for kernels of other projects (see ``Machine``).
         edit: Function that changes the PTX before it runs, for tests that inject faults.
         written_before: Tensors, keyed by argument number. The emulator acts as if the previous kernel wrote these
-            tensors to the arguments as late as possible (see ``Machine``). In the same way, the writes of each launch
-            reach the kernel's later launches late. With None, each launch starts when the previous launch has ended.
+            tensors to the arguments as late as possible (see ``Machine``). The writes of each launch of the kernel also
+            reach its next launch as late as possible. With None, each launch starts when the previous launch has ended.
         held: Numbers of the bulk copies of each launch that are executed as late as possible (see ``Machine``).
         starved: Numbers of the warps of each launch that run as late as possible (see ``Machine``).
         scoped: True if the scopes of mbarrier operations limit which memory accesses they order (see ``Machine``).
@@ -151,8 +151,8 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # The previous kernel released its dependents only after all kernels before it had ended. So only the previous
-        # kernel may still run.
+        # The previous kernel released its dependents only after all kernels before it had ended, so no other kernel can
+        # still be running.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(

@@ -2,8 +2,8 @@
 
 ``PURE`` maps the first parts of an opcode to an ``Operation``. An operation's function takes its operands as arrays of
 the types that the operation names (``bf16`` as ``uint16``, packed types as ``uint32``), and returns the array of the
-target register. If PTX defines the rounding, results have the same bits as on hardware. For instructions that PTX
-defines as approximate, the result is correctly rounded.
+target register. If PTX defines the rounding of an instruction, its results equal the hardware's bit for bit. If PTX
+defines an instruction as approximate, its results are correctly rounded.
 """
 
 from collections.abc import Callable
@@ -48,11 +48,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Operation:
-    """A function that computes an instruction, the types of its operands and of its result, and supported modifiers.
+    """A function that computes an instruction, with the types of its operands and result, and the modifiers it
+    supports.
 
     ``ins`` and ``out`` name types by letters: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and
-    ``w`` is a type with twice the bits of ``t``. ``mods`` are the modifiers that the function supports. An instruction
-    with any other modifier is unknown.
+    ``w`` is a type with twice the bits of ``t``. ``mods`` are the supported modifiers. An instruction with any other
+    modifier is unknown to the emulator.
     """
 
     function: Callable[..., Any]
@@ -130,8 +131,8 @@ FLOAT_MODS = "rn ftz sat"
 
 def _binary(op: Op, function: Callable[..., Array], a: Array, b: Array) -> Array:
     if op.type.is_float:
-        # An operation in float64 that is then rounded to at most 24 bits is correctly rounded (Figueroa: 53 >= 2 * 24 +
-        # 2). Half precision needs fewer bits, and a subnormal sum of two half-precision numbers is exact.
+        # Rounding a float64 result to at most 24 bits gives the correctly rounded result (Figueroa: 53 >= 2 * 24 + 2).
+        # Half precision needs fewer bits, and a subnormal sum of two half-precision numbers is exact.
         if op.type.name == "f32" and not op.mods & {"ftz", "sat"}:
             return canonical(function(a, b))
         return arithmetic(op, function, a, b)

@@ -213,8 +213,8 @@ class Barriers:
     ) -> tuple[Array, Array]:
         """Test whether a phase of an mbarrier is complete. The parity or the number of the phase identifies it.
 
-        If ``waits``, a thread waits for an incomplete phase, unless its wait times out. This happens at most once per
-        thread and phase. ``arrive`` describes ``relaxed`` and ``cluster``.
+        If ``waits``, a thread waits for an incomplete phase, unless its wait times out, which happens at most once per
+        thread and phase. ``relaxed`` and ``cluster`` mean the same as in ``arrive``.
 
         Returns:
             Masks of the threads that continue, and of the threads whose phase is complete.
@@ -256,7 +256,8 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """If nothing else can run, let each wait time out that has not timed out before. Return True if one did."""
+        """Time out every wait that has not timed out before, because nothing else can run. Return True if a wait timed
+        out."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:

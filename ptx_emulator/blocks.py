@@ -29,7 +29,7 @@ class Block:
 
 
 def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
-    """Divide a program into basic blocks, in program order. The last block ends a thread."""
+    """Divide a program into basic blocks, in program order. The last block ends the thread that reaches it."""
     steps = [decoder.decode(instruction) for instruction in program.instructions]
     leaders = {0, *program.labels.values()}
     for i, step in enumerate(steps):
@@ -64,7 +64,7 @@ def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
     """Annotate the steps and blocks of a program. Return the number of loads that may read shared memory.
 
     The analysis is cached for each program, because it takes longer than decoding. It depends on the launch in two
-    ways. In clusters, addresses of shared memory are registers. If a previous kernel is running,
+    ways: in clusters, addresses of shared memory are read from registers, and while a previous kernel runs,
     ``griddepcontrol.wait`` ends a block.
     """
     key = in_clusters, *(len(block.steps) for block in blocks)
@@ -138,8 +138,8 @@ def find_loads(blocks: list[Block]) -> int:
 
     The compiler may move any instruction that does not synchronise, branch or access memory. All other instructions are
     *fixed*: they need the results of loads at a definite point of the program. A fixed instruction needs a load if it
-    uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 was seen to move an
-    ``mma`` after a later arrival.
+    uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 moved an ``mma`` past
+    a later arrival at a barrier.
     """
     loads = 0
     origins: Counter[int] = Counter()  # for each register, a bit set of the loads on which its value depends

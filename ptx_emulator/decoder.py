@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Source:
-    """An operand: its register or None, and a function that computes the operand's array from all registers."""
+    """An operand: its register (None for a constant), and a function that computes the operand's array from all
+    registers."""
 
     slot: int | None
     value: Callable[[dict[int, Array]], Array]
@@ -187,7 +188,7 @@ class Decoder:
         return step
 
     def end(self) -> Step:
-        """Return the step that follows the last instruction, and ends a thread."""
+        """Return the step after the last instruction. The step ends a thread."""
         return Step(
             Instruction("exit", [], None, "end of the kernel", 0),
             [],

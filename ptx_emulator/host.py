@@ -71,7 +71,7 @@ def _host_function(module: Any) -> list[_Block]:
                 functions[op.operation.attributes["sym_name"].value] = op.operation
         (name,) = [name for name in functions if f"_mlir_ciface_{name}" in functions]
         blocks = list(functions[name].regions[0].blocks)
-        with module.context:  # the DSL wraps values of vectors, in the context of the caller
+        with module.context:  # reading a vector value creates DSL objects, which need a current context
             _host_functions[module] = [
                 _Block(
                     [hash(argument) for argument in block.arguments],
@@ -275,7 +275,7 @@ class _Host:
         return bytes(self.memory[address : address + size])
 
     def _evaluate(self, op: _Operation, values: dict[int, Any]) -> tuple[int, list[Any]] | None:
-        """Evaluate one operation. For a branch, return the number of the next block and the values of its arguments."""
+        """Evaluate one operation. For a branch, return the next block's number and the values of its arguments."""
         name, attributes, type = op.name, op.attributes, op.type
         operands = [values.get(operand) for operand in op.operands]
         result: Any = None

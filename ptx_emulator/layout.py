@@ -42,8 +42,8 @@ class GlobalMemory:
     def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
         """Copy ``contents`` into a new allocation, and return the address of the allocation.
 
-        The address is a multiple of ``align``, but not of any larger power of two. So a kernel that relies on more
-        alignment fails. ``accessible`` is a mask of the bytes that kernels may access. None means all bytes.
+        The address is a multiple of ``align``, but not of any larger power of two, so that a kernel that relies on more
+        alignment fails. ``accessible`` is a mask of the bytes that kernels may access; None means all bytes.
         """
         lead = align % 256
         memory = Memory(name, lead + len(contents))
@@ -64,8 +64,8 @@ class GlobalMemory:
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Restore the contents ``copies``, which ``copies()`` returned earlier. Return a function that undoes the
-        restoration: it writes the present contents again.
+        """Restore the contents ``copies``, which ``copies()`` returned earlier. Return a function that writes the
+        present contents again.
 
         Allocations that were made after ``copies()``, for parameters of launches, are not changed.
         """

@@ -1,10 +1,10 @@
 """Execution of one launch: threads, scheduling and memory. ``barriers`` contains the barriers, and ``under_way`` the
 asynchronous operations.
 
-All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. Of the threads of these
-warps, those at the lowest program address run one basic block, so that diverged threads reconverge as early as
-possible. ``seed`` determines the order in which warps run. An asynchronous copy is executed at a random time after its
-start, at the latest when no thread can run.
+All threads of all CTAs exist at the same time. In each step, some warps are chosen at random. Among the threads of
+these warps, only the threads at the lowest program address run one basic block, so that diverged threads reconverge as
+early as possible. ``seed`` determines the order in which warps run. An asynchronous copy is executed at a random time
+after its start, at the latest when no thread can run.
 
 Each of these faults raises an error that names the instruction, the thread and the address:
 
@@ -16,14 +16,13 @@ Each of these faults raises an error that names the instruction, the thread and 
 - an access to unallocated tensor memory, or an unordered access to tensor memory (see ``tensor_memory``);
 - a thread that ends before its bulk copies have read their source, or before its ``cp.async`` copies have been written;
 - misuse of barriers, and threads that wait forever;
-- programmatic dependent launch: dependents that are released before the wait for the previous kernel, a launch in which
-  no thread waits, and stores to global memory before the previous kernel has ended, unless it is known that this kernel
-  does not access the memory.
+- errors of programmatic dependent launch: dependents that are released before the wait for the previous kernel, a
+  launch in which no thread waits, and stores to global memory that the previous kernel may still access.
 
-The emulator does not model any other memory ordering: other fences have no effect, only the proxies above exist, and
-accesses to global memory are not ordered. It does not model the registers of a warpgroup MMA or ``tcgen05.ld`` before
-the operation has completed, caches, or timing. ``mbarrier.try_wait`` blocks until it can succeed. With a ``seed``, it
-may time out once if nothing else can run.
+The emulator does not model any other memory ordering: other fences have no effect, no other proxies exist, and accesses
+to global memory are not ordered. It does not model the registers of a warpgroup MMA or ``tcgen05.ld`` before the
+operation has completed, caches, or timing. ``mbarrier.try_wait`` blocks until it can succeed, but may time out once per
+thread and phase: if nothing else can run, and with a ``seed`` also at random.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Machine(Layout):
         memory: Global memory.
         seed: Seed of the order in which warps and copies are executed. With None, all warps run in lockstep, and copies
             are executed as late as possible. Threads that poll (``ld.acquire``) then continue only when no other thread
-            can, after a pending copy has been executed.
+            can run, after one pending copy.
         max_steps: Number of executed instructions after which the launch is aborted.
         strict: True if only ``bar.warp.sync`` orders memory within a warp, as PTX specifies. If False, shuffles, votes
             and elections order it too, because lanes that execute an instruction together have issued all earlier
@@ -140,9 +139,10 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        # Threads that have polled and do not run again until all running threads have polled; used only without a seed.
+        # Threads that have polled. They do not run again until all running threads have polled. Used only without a
+        # seed.
         self.polled = np.zeros(self.threads, bool)
-        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits (a number), or 0 if other arrays record it
+        self.reason = np.zeros(self.threads, np.int32)  # why a thread waits, or 0 if another array records it
         self.step: Step | None = None
         # For each register, a mask of the threads whose value depends on uninitialised memory.
         self.undefined: dict[int, Array] = {}
@@ -200,7 +200,7 @@ class Machine(Layout):
         return all(self.blocks[block].polls for block in distinct(self.block[running]))
 
     def _run_some(self, running: Array) -> None:
-        """Choose warps at random, and run each for some blocks."""
+        """Choose warps at random, and run them for some blocks."""
         blocks = FAR
         if self.random is not None:
             if self.under_way.copies and self.random.random() < 0.3:
@@ -226,7 +226,7 @@ class Machine(Layout):
             threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
-                among[threads] = False  # otherwise these threads, at the lowest address, would poll until the turn ends
+                among[threads] = False  # else these threads, at the lowest address, would poll on and on
                 self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
@@ -365,8 +365,8 @@ class Machine(Layout):
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
-            # Run the step again with NaN for undefined values, and zero for defined values. Predicates stay unchanged.
-            # A result that is then NaN depends on an undefined value.
+            # Run the step again with NaN for undefined values and zero for defined values, and unchanged predicates. If
+            # a result is NaN, it depends on an undefined value.
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
             marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
@@ -427,7 +427,7 @@ class Machine(Layout):
         for cta in distinct(self.cta[threads]):
             if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
-        # A cluster barrier does not expect threads that have ended. So this end may complete the barrier.
+        # A cluster barrier does not expect threads that have ended, so it may be complete now.
         for cluster in distinct(self.cluster[threads]):
             self.barriers.check_cluster(cluster)
 
@@ -478,8 +478,8 @@ class Machine(Layout):
         absent = positions(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
-        # Lanes at a bar.warp.sync can meet lanes at any other bar.warp.sync. At all other instructions, lanes meet only
-        # at the same instruction.
+        # A bar.warp.sync may synchronise with a bar.warp.sync elsewhere in the program. At other instructions, all
+        # lanes must arrive at the same instruction.
         reason = AT_WARP if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
@@ -492,7 +492,7 @@ class Machine(Layout):
         self.reason[ready] = 0
         elsewhere = ready[self.block[ready] != block.first]
         if len(elsewhere):
-            # Lanes that wait at another bar.warp.sync have also met all their partners. So let them continue.
+            # For lanes that wait at another bar.warp.sync, all partners have arrived too, so let these lanes continue.
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]

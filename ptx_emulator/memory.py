@@ -38,7 +38,7 @@ class Uninitialised(EmulationError):
 
 
 class Race(EmulationError):
-    """Two accesses to the same byte of shared memory, of which at least one is a write, and which no barrier orders."""
+    """Two accesses to the same byte of shared memory that no barrier orders, at least one of them a write."""
 
 
 class Deadlock(EmulationError):

@@ -173,8 +173,9 @@ def _variable(match: re.Match) -> Variable:
 
 _Statement = tuple[str, list[Operand], Reg | None, str]
 _statements: dict[tuple, dict[str, _Statement]] = {}
-"""Cache of parsed statements (opcode, operands, guard, text). Programs that differ in only some statements share it.
-The operands depend only on the key: the program's name, and the registers that each open scope declares."""
+"""Cache of parsed statements (opcode, operands, guard, text). Programs that differ in only some statements share the
+other statements. The operands depend only on the key: the program's name, and the registers that each open scope
+declares."""
 
 
 def forget() -> None:
@@ -278,7 +279,7 @@ class _Body:
         instruction = Instruction(opcode, [*operands], register, short, line, self.source, statement)
         self.program.instructions.append(instruction)
         if opcode.split(".")[0] == "bra":
-            # The label may follow the branch. So record the open scopes, and look up the label in them at the end.
+            # The label may follow the branch, so record the open scopes now and look up the label in them at the end.
             self.branches.append((instruction, list(self.scopes)))
 
     def _resolve_labels(self) -> None:

@@ -1,7 +1,7 @@
 """A detector of data races in shared memory, by vector clocks.
 
 Each thread has a vector clock with one column per thread of its cluster, and one column for all asynchronous copies. A
-thread *knows of* an access if the access happened before the thread's current point; the thread's clock shows this. For
+thread *knows of* an access if the access happened before the thread's current point, as the thread's clock shows. For
 each byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An
 access races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order
 in which the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through
@@ -14,15 +14,16 @@ thread. A use of the result in arithmetic or ``mma`` does not count, because the
 barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
 performed. Each thread has a separate clock for this knowledge.
 
-Copies. All copies share one column: a thread that knows of a copy knows of all copies that were started earlier.
-Therefore a write to the source of a copy to another CTA is not always detected.
+Copies. All copies share one column: a thread that knows of a copy also counts as knowing of all copies that were
+started earlier. Therefore, if a thread overwrites the source of a copy to another CTA too early, the race is not always
+found.
 
 Scopes. With ``scoped``, an mbarrier orders memory only between threads that the scopes of both of its operations
 include. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a thread arrives
-at CTA scope, other CTAs learn nothing from its arrival. So each mbarrier collects knowledge under two keys: one key for
-the CTA that contains it, and a ``far`` key for other CTAs. A relaxed arrival passes on the knowledge of the thread's
-last release fence. A relaxed wait takes effect at the thread's next acquire fence. Commits of tensor cores have no
-scope.
+at CTA scope, other CTAs learn nothing from its arrival. So each mbarrier collects clocks under two keys: one key for
+the CTA that contains the mbarrier, and a ``far`` key for other CTAs. A relaxed arrival passes on the knowledge of the
+thread's last release fence. A relaxed wait takes effect at the thread's next acquire fence. Commits of tensor cores
+have no scope.
 
 Clusters. An access to another CTA's shared memory must complete before the other CTA ends: a thread of the other CTA
 must know of the access.
@@ -36,12 +37,13 @@ thread has waited for a later commit.
 
 Proxy fences. A bulk copy to global memory counts as reading shared memory until the issuing thread has waited for the
 copy's group. After a thread has written bytes, a ``fence.proxy.async`` must precede the copy that reads these bytes. A
-separate clock of each thread records the fenced accesses. Barriers pass on all three clocks together.
+separate clock of each thread records the fenced accesses. Barriers pass on all three clocks of a thread together: the
+accesses it knows of, the performed loads, and the fenced accesses.
 
 ``lenient`` relaxes three rules, because NVIDIA's own kernels break them. First, a bulk copy may overwrite bytes before
-loads of the bytes have been performed. Second, a lane arrives for its whole warp: kernels for sm_120a release a stage
-in this way, between ``ldmatrix`` and ``mma``. Third, a commit passes on the earlier accesses of its thread: in this
-way, a CTA of a pair learns that the mbarriers of the other CTA have been initialised.
+loads of the bytes have been performed. Second, a lane arrives for its whole warp, as when kernels for sm_120a release a
+stage between ``ldmatrix`` and ``mma``. Third, a commit passes on the earlier accesses of its thread, by which a CTA of
+a pair learns that the mbarriers of the other CTA are initialised.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ Key = tuple
 READING = 0xFFFF
 """Clock of a copy's read that no thread has waited for. It is later than any clock."""
 PIPES = 8
-"""Largest number of threads in a cluster that issue to tensor cores."""
+"""Largest number of threads in a cluster that issue tensor-core operations."""
 PERFORMED = 0xFFFF
 """Start time of a load that has been performed."""
 
@@ -96,7 +98,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # If the program uses cp.async, additional columns count the cp.async groups of each thread.
+        # If the program uses cp.async, one more column per thread counts the thread's cp.async groups.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -169,8 +171,8 @@ class Races:
         reaches = cluster or not is_far
         released = self.released.get(is_far) if relaxed and reaches else None
         if is_far:
-            # A thread that is ordered after the released accesses is also ordered after this arrival, which itself
-            # accesses the other CTA's memory.
+            # The arrival itself accesses the other CTA's memory, so a thread that learns of the released accesses also
+            # learns of the arrival.
             clocks = self.clocks if released is None else released
             column = self.column[thread]
             self.visited[cta, column] = max(self.visited[cta, column], clocks[thread, column])
@@ -268,7 +270,7 @@ class Races:
                     self._tick(some)
 
     def _settle(self, threads: Array) -> None:
-        """Update, for each of ``threads``, the time up to which all its loads have been performed."""
+        """Update the time up to which all loads have been performed, for each of ``threads``."""
         if self.has_copies:
             until = self.clocks[threads, self.column[threads]]
             late = positions(self.under_way[threads])
@@ -328,7 +330,7 @@ class Races:
         self.writer[records] = columns[:, None]
         self.written[records] = clocks[:, None]
         self.was_read[records] = 0
-        # If a record now names another thread as its writer, two threads of this instruction write the same byte.
+        # If a record now names another writer, two threads write the same byte in this instruction.
         twice = self.writer[records] != columns[:, None]
         if any_true(twice):
             i, j = np.argwhere(twice)[0]
@@ -436,7 +438,8 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """Check and record that a tensor core reads 16-byte chunks in operation ``number`` of the pipe ``column``."""
+        """Check and record that a tensor core reads 16-byte chunks, in operation ``number`` of the pipe with this
+        ``column``."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))

@@ -1,15 +1,16 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Block-scaled MMAs (``ScaledShape``) and FP8 MMAs (``FP8Shape``) are implemented. NVIDIA documents neither the order
-of additions nor intermediate rounding. Here the exact products and the accumulator are added in float64, and the sum is
-rounded once.
+Block-scaled MMAs (``ScaledShape``) and FP8 MMAs (``FP8Shape``) are implemented. NVIDIA documents neither the order of
+additions nor intermediate rounding. The emulator adds the exact products and the accumulator in float64, and rounds the
+sum once.
 
 The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
 
 - Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
   column n.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
-  consecutive blocks along k. For K = 96, the scales continue in another word, four columns further per 128 rows.
+  consecutive blocks along k. For K = 96, the scales continue in a second word, four columns further to the right per
+  128 rows.
 - For K = 96, the leading dimension in the descriptor may be an absolute address. It locates the second 128 bytes of a
   row.
 """
@@ -283,8 +284,8 @@ class TensorCores:
     ) -> None:
         """Execute a block-scaled ``tcgen05.mma`` with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
 
-        Each CTA of a pair holds half of D's rows and the same rows of A. It also holds half of the rows of B, and the
-        scales of its rows of A and B. ``block`` is None for ``kind::mxf8f6f4``.
+        Each CTA of a pair holds half of D's rows, the same rows of A, half of the rows of B, and the scales of its rows
+        of A and B. ``block`` is None for ``kind::mxf8f6f4``.
         """
         of = ScaledShape.of_mxf8f6f4(instruction, group) if block is None else None
         shape = of or ScaledShape.of(instruction, group, block or 0)

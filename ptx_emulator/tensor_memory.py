@@ -1,7 +1,7 @@
 """Tensor memory (PTX ISA, "tcgen05"): allocation of columns, contents, and order of accesses.
 
-The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column in a quarter of the
-lanes, which is the part that one warp can access. A record stores three accesses to these words: the last write, the
+The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column in one quarter of the
+lanes, because one warp can access only one quarter. A record stores three accesses to these words: the last write, the
 last MMA that read scales from them, and the last load by a warp. For each of the three, it stores a column of the
 vector clocks of ``races``, and the clock in this column. MMAs and copies to tensor memory (``cp``) use the column of
 their *pipe*, which stands for the issuing thread. The clock in it counts the thread's operations. Loads and stores use
@@ -10,15 +10,16 @@ the column of their warp's first thread. No thread knows their clock before ``tc
 An operation must know of all conflicting operations. The rules are those of "Memory Consistency Model for 5th
 generation of TensorCore operations":
 
-- Of the operations of one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same
-  accumulator and shape. No other operations are ordered. For example, a copy after an MMA needs a commit, and a wait
-  for the mbarrier of the commit.
-- A thread gains knowledge through barriers. It takes effect at the thread's next ``tcgen05.fence::after_thread_sync``.
+- Within one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same accumulator and shape.
+  No other operations are ordered. For example, a copy after an MMA needs a commit, and a wait for the mbarrier of the
+  commit.
+- A thread learns of operations through barriers. This knowledge takes effect at the thread's next
+  ``tcgen05.fence::after_thread_sync``.
 - Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
   barrier. A commit implies the fence ``before_thread_sync``.
 
 ``lenient`` relaxes these rules, because NVIDIA's own kernels break them. All operations of a thread are then ordered,
-and no fence and no wait is needed.
+without fences or waits.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Pipe:
 
 
 class Records:
-    """The last access of one kind to each record: its column and clock. For loads and stores, a flag is True after a
+    """The last access of one kind in each record: its column and clock. For loads and stores, also a flag, True after a
     fence."""
 
     def __init__(self, ctas: int):
@@ -119,8 +120,8 @@ class TensorMemory:
         self.cta_group = size
 
     def ctas_of(self, thread: int, group: int) -> list[int]:
-        """Return the CTAs on which an instruction acts: the thread's own CTA, or the pair with ranks 2 i and 2 i +
-        1."""
+        """Return the CTAs on which an instruction acts: the thread's own CTA, or its pair of CTAs with ranks 2 i and 2
+        i + 1."""
         self.group(group)
         machine = self.machine
         if group == 1:
@@ -193,8 +194,8 @@ class TensorMemory:
                 records.complete(part, column[thread], clocks[thread, column[thread]], True)
 
     def _known(self, threads: Array) -> Array:
-        """Return the vector clock of the accesses that each of ``threads`` knows of, for threads that execute one
-        instruction together."""
+        """Return the vector clock of the accesses that all of ``threads``, which execute an instruction together, know
+        of."""
         races = self.machine.races
         known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
         own = races.column[threads]

@@ -31,8 +31,8 @@ class Group:
 
 @dataclass(eq=False)
 class Copy:
-    """An asynchronous operation in flight. A ``cp.async`` instruction is a single operation for all ``threads`` that
-    execute it.
+    """An asynchronous operation in flight. A ``cp.async`` instruction counts as a single operation of all ``threads``
+    that execute it.
 
     Attributes:
         group: Bulk group to which a bulk copy belongs.
@@ -99,7 +99,7 @@ class UnderWay:
         self.bulk_copies += 1
 
     def release_held(self) -> None:
-        """Execute one of the copies that are being delayed, because nothing else can run."""
+        """Execute one held copy, because nothing else can run."""
         self.copies, self.held = self.held, []
 
     def start_group(self, threads: Array, execute: Callable[[], None]) -> None:

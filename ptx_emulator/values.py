@@ -54,7 +54,7 @@ UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dty
 
 
 def of_each(value: Array | int, threads: Array) -> Array:
-    """Return an array with one value per thread. ``value`` is already such an array, or a single value."""
+    """Return ``value``, which is an array with one value per thread, or a single value to repeat for each thread."""
     if isinstance(value, np.ndarray) and value.shape == threads.shape:
         return value
     return np.broadcast_to(value, threads.shape)
@@ -121,8 +121,7 @@ _ROUNDING = {"rn": np.rint, "rz": np.trunc, "rp": np.ceil, "rm": np.floor}
 
 
 def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Array:
-    """Round float64 values to ``significand`` bits. Below ``2^min_exponent``, the distance between neighbouring results
-    is constant.
+    """Round float64 values to ``significand`` bits. Below ``2^min_exponent``, the results are equally spaced.
 
     ``mode`` is rn, rz, rp (up) or rm (down). Infinities and NaN are not changed. float64 represents the results
     exactly.
@@ -144,15 +143,15 @@ def to_f16(value: Array, mode: str = "rn") -> Array:
 
 
 _BELOW_BF16, _BELOW_HALF_OF_BF16 = np.uint64((1 << 45) - 1), np.uint64((1 << 44) - 1)
-"""Masks of the bits of a float64 that bf16 drops: all of them, and all except the highest."""
+"""Masks of the float64 bits that bf16 drops: all dropped bits, and all except the highest."""
 
 
 def to_bf16(value: Array, mode: str = "rn") -> Array:
     """Convert float64 or float32 numbers to the bits of bf16."""
     wide = value.astype(np.float64)
     if mode == "rn" and not any_true((np.abs(wide) < 2.0**-126) & (wide != 0)):
-        # bf16 drops the low 45 bits of a float64's significand. To round, add half a unit of the lowest remaining bit,
-        # or slightly less for ties to even.
+        # bf16 drops the low 45 bits of a float64's significand. To round, add half a unit of the lowest remaining bit.
+        # If this bit is 0, add slightly less, so that ties go to even.
         bits = wide.view(np.uint64)
         carried = bits + (_BELOW_HALF_OF_BF16 + (bits >> np.uint64(45) & np.uint64(1)))
         cut = (carried & ~_BELOW_BF16).view(np.float64)
@@ -223,8 +222,7 @@ TINY = {
 def product(left: Array, right: Array) -> Array:
     """Return ``left @ right``, computed a few rows at a time.
 
-    For products this small, several threads of the BLAS library do not help: on busy cores, they took ten times as
-    long.
+    Such small products need no BLAS threads: on busy cores, products with several threads took ten times as long.
     """
     rows = max((1 << 18) // right.size, 1)
     return np.concatenate([left[i : i + rows] @ right for i in range(0, len(left), rows)])

@@ -90,7 +90,8 @@ def delete_packages(folder: Path) -> None:
 
 
 def with_section(changelog: str, version: str, date: str) -> str:
-    """Return a changelog whose section "Unreleased" is the section of `version`, below an empty one."""
+    """Return the changelog with the section "Unreleased" renamed to `version`, below a new, empty section
+    "Unreleased"."""
     if f"\n## [{version}] - " in changelog:
         sys.exit(f"CHANGELOG.md already has a section for {version}")
     title = "\n## [Unreleased]\n"

@@ -46,7 +46,7 @@ def main() -> None:
                 outputs = (*defined(spec, sample, called(spec, sample, choice, results)), *updated(spec, sample))
                 for name, output, reference in zip(names_of(spec, sample), outputs, expected, strict=True):
                     share = differing(output, reference, relative(spec), more)
-                    # A norm is summed in another order than the reference's, so about one element in 1,000 rounds
+                    # Kernels sum a norm in another order than the reference, so about one element in 1,000 rounds
                     # differently. In a small tensor the fraction may be larger.
                     if share > 2e-2:
                         raise SystemExit(f"{spec.name} {sample.name} {choice}: {share:.1%} of {name} differs")
@@ -63,9 +63,10 @@ def relative(spec: OpSpec) -> float:
 def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     """Return a bound on the absolute error that FP8 tensor cores cause in each output element, or None for other ops.
 
-    An MMA step aligns its 32 products and the accumulator to the largest of these terms, and keeps 14 bits. A block of
-    one scale takes four steps. With per-token scales, tensor cores add up 512 elements of K in 16 steps, or all of K.
-    Instead of the largest term, the bound uses the sum of all magnitudes, which is at least as large.
+    An MMA step aligns its 32 products and the accumulator to the largest of these terms, and keeps 14 bits. The 128
+    elements that share a scale take four steps. With per-token scales, tensor cores add up 512 elements of K in 16
+    steps, or all of K. Instead of the largest term, the bound uses the sum of all magnitudes, which is at least as
+    large.
     """
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
@@ -99,10 +100,11 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None) -> list[dict[str, Any]]:
-    """Return the backends to run the sample with, as keyword arguments: one dict per backend that can compute it.
+    """Return keyword arguments that select the backends to run the sample with: one dict per backend that supports the
+    sample.
 
-    If the sample names a backend, or the op has none, the only dict is empty. The list is empty if the named backend
-    cannot compute the sample or is in ``without``.
+    If the sample names a backend, or the op has no backends, the only dict is empty. The list is empty if the named
+    backend does not support the sample or is in ``without``.
     """
     if not spec.has_backends:
         return [] if only else [{}]

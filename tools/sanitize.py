@@ -39,10 +39,10 @@ OURS = ("--kernel-name", "kns=torch_cute_ops")
 WITHOUT_CUBLAS = ("--without", "cublas")
 TOOLS = {
     # When the DSL compiles under the tool, it asks the driver for functions that the driver lacks, and the tool would
-    # count each failed query as an error. If an API call of ours fails, it raises an exception anyway.
+    # count each failed query as an error. Our own failed API calls raise exceptions anyway.
     "memcheck": ((*OURS, "--report-api-errors", "no"), ()),
-    # Leave out cuBLAS: with any kernel filter, even a plain torch.mm makes the tool fail with "failed to handle a
-    # hardware exception".
+    # Leave out cuBLAS: with any kernel filter, the tool fails on a plain torch.mm with "failed to handle a hardware
+    # exception".
     "racecheck": ((*OURS, "--racecheck-report", "all", "--print-limit", "0"), WITHOUT_CUBLAS),
     "synccheck": (OURS, ()),
     # Use no kernel filter: initcheck must see the writes of PyTorch's kernels. It does not see bulk stores of cuBLAS:
@@ -166,7 +166,7 @@ def judge_hazards(report: str) -> tuple[str, bool]:
         docstring.
     """
     hazards = HAZARD.findall(report)
-    # of two writes, either may be the earlier
+    # In a WAW hazard, either access is the earlier write
     earlier = {"RAW": "Write", "WAR": "Read", "WAW": "Write"}
     by_lane_0 = sum(
         any(access == earlier[kind] and int(thread) % 32 == 0 for access, thread in zip(accesses, threads, strict=True))

@@ -3,10 +3,10 @@
 
     python3 tools/setup_env.py [--venv .venv] [--extras dev,bench] [-- ARGUMENTS OF ITS PYTHON ...]
 
-A suitable torch is kept. If the Python that runs this script can import one (in a CUDA container, for example, or in
-another virtual environment), that Python's packages are made visible in the new environment, and only missing packages
-are installed. Otherwise torch is installed at the version in constraints.txt. An existing environment at --venv is
-completed, not replaced. This script needs only the standard library.
+If the Python that runs this script can import a suitable torch (in a CUDA container, for example, or in another virtual
+environment), its packages are made visible in the new environment, and only missing packages are installed. Otherwise
+torch is installed at the version in constraints.txt. An existing environment at --venv is completed, not replaced. This
+script needs only the standard library.
 
 The variable PINS lists requirements, separated by spaces, that replace the constraints of the same packages:
 PINS="torch==2.9.1 nvidia-cutlass-dsl==4.8.0"; a name without a version stands for the newest version.
@@ -138,9 +138,9 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
 
 
 def compile_packages(python: Path, processes: int) -> subprocess.Popen[bytes]:
-    """Start to compile the bytecode of the installed packages, with one process per processor if `processes` is 0. pip
-    would use one processor. Leave out tests of packages and the models of transformers: they are a third of the code,
-    and few are ever imported. Errors are ignored: some packages contain files that do not compile."""
+    """Start to compile the bytecode of the installed packages, with one process per processor if `processes` is 0 (pip
+    would use only one processor). Leave out tests of packages and the models of transformers: they are a third of the
+    code, and few are ever imported. Errors are ignored: some packages contain files that do not compile."""
     command = [str(python), "-W", "ignore", "-m", "compileall", "-qq", "-j", str(processes)]
     return subprocess.Popen([*command, "-x", "/(tests|transformers/models)/", site_packages(python)])
 

@@ -5,7 +5,7 @@
 
 vLLM pins torch and other packages that the project's own environment has in other versions, so this environment is
 separate. Its packages are pinned in tests/engines/vllm-dependencies.txt, and vLLM itself by version and hash in
-tests/engines/vllm.txt. They take 2.3 GB. The script needs only the standard library.
+tests/engines/vllm.txt. All packages take 2.3 GB. The script needs only the standard library.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ NORMS = {"rms_norm": [ENTRY_POINT], "fused_add_rms_norm": [ENTRY_POINT]}
 CLOSE, ROUGH = 0.05, 0.3
 """Largest accepted mean difference of log probabilities: for 16-bit activations, and for FP8 activations.
 
-On a CPU, the five likeliest tokens of a Llama with 32 layers of width 512 and random NVFP4 weights differ between
-bfloat16 and float32 by 0.0056 on average, with logits of standard deviation 0.45. The logits of the 8B model have a
-standard deviation of 1.28. Rounding activations to FP8 moves the log probabilities of small models by 0.13."""
+On a CPU, a Llama with 32 layers of width 512 and random NVFP4 weights ran in bfloat16 and in float32. The log
+probabilities of the five likeliest tokens differed by 0.0056 on average, with logits of standard deviation 0.45. (In
+the 8B model, the standard deviation is 1.28.) Rounding activations to FP8 changes the log probabilities of small models
+by 0.13."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Backend:
         name: name in options, results and tables.
         options: arguments of ``vllm.LLM`` that select the backend.
         is_ours: True if this package's kernels multiply by the weights.
-        is_decoded: True if the engine serves the checkpoint's weights in bfloat16.
+        is_decoded: True if the engine serves the checkpoint with its weights decoded to bfloat16.
         module: module that the backend needs, or an empty string.
         limit: largest accepted mean difference of log probabilities from the reference, or None if answers are compared
             but not judged.
@@ -70,4 +71,4 @@ BACKENDS = {
 """Backends by name. ``vllm`` means the kernels that vLLM chooses without any setting."""
 OURS = tuple(name for name, each in BACKENDS.items() if each.is_ours)
 PEERS = tuple(name for name, each in BACKENDS.items() if not each.is_ours)
-"""Backends without this package's kernels. The first that ran is the reference of the answers."""
+"""Backends without this package's kernels. The first of them that runs gives the reference answers."""

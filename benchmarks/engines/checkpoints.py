@@ -36,7 +36,7 @@ def device() -> torch.device:
 def make(size: str, folder: Path) -> None:
     """Write a Llama with random NVFP4 weights in ModelOpt's format.
 
-    The merged layers of the model share a global scale, which vLLM's own kernels need.
+    Layers that vLLM merges share a global scale, because vLLM's own kernels need this.
     """
     config: Any = SIZES[size].config()
     config.max_position_embeddings = POSITIONS
@@ -58,7 +58,7 @@ def decode(quantised: Path, folder: Path) -> None:
     if any(isinstance(module, QuantExperts) for module in model.modules()):
         raise ValueError(f"{quantised} contains quantised experts; only linear layers can be decoded")
     twin: Any = llama.decoded(model)
-    # `from_pretrained` replaces the model's own method by one that refuses, because it had quantised layers.
+    # Call the class's method, because `from_pretrained` replaced the method of the quantised model by one that raises.
     type(twin).save_pretrained(twin, folder)
 
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks vllm`: times of a served model in vLLM, with this package's kernels and with vLLM's own.
 
-Without a network: the model is a folder, or a Llama with random weights that the command makes.
+The command needs no network: the model is a folder, or a Llama with random weights that the command creates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .processes import Outcome
 PARTS = ("start", "decode", "prefill", "requests")
 AGAINST = ("marlin", "humming", "bf16")
 MORE = 256
-"""Tokens of the longest sequence in addition to the longest prompt."""
+"""Number of tokens by which vLLM's longest allowed sequence exceeds the longest measured sequence."""
 STEP_TOKENS = 16384
 """Smallest number of tokens that vLLM may process in a step."""
 PACKAGES = ("transformers", "flashinfer-python")
@@ -90,8 +90,8 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def in_order(ours: Sequence[str], against: Sequence[str]) -> list[Backend]:
-    """Return the backends in the order in which they run: peers first, because one of them is the reference, and of
-    these the decoded weights first."""
+    """Return the backends in the order in which they run: first the peers, because the first peer that runs is the
+    reference."""
     peers = [name for name in PEERS if name in against]
     return [BACKENDS[name] for name in (*peers, *(name for name in OURS if name in ours))]
 

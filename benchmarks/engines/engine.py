@@ -1,7 +1,7 @@
 """Program that starts vLLM with one backend, and measures it: `python -m benchmarks.engines.engine PLAN RESULTS`.
 
-PLAN is a JSON file with the fields of `Plan`. The program appends each result to the file RESULTS, as a line with a
-JSON object that has the key "event", because vLLM's processes write to the standard output.
+PLAN is a JSON file with the fields of `Plan`. The program appends each result to the file RESULTS, as one line with a
+JSON object with the key "event". It does not print the results, because vLLM's processes write to the standard output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .outputs import kernel_times
 ANSWERED, LIKELIEST = 8, 5
 """Number of tokens of an answer that is compared, and number of log probabilities per token."""
 SHORT, LONG = 32, 2048
-"""Lengths of compared prompts: of a batch, and of a single prompt whose prefill has many rows."""
+"""Lengths of the prompts whose answers are compared: in a batch, and as a single prompt whose prefill takes many
+rows."""
 TRACE_SECONDS = 60.0
 """Longest wait for a trace."""
 FIRST_TOKEN = 4

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 GAP = 0.2
-"""Difference of log probabilities up to which either of two tokens counts as right."""
+"""Largest difference of log probabilities with which either of two tokens counts as right."""
 WRONG_SHARE = 0.01
-"""Largest accepted share of answers whose first different token is wrong."""
+"""Largest accepted fraction of wrong answers: the first token that differs from the reference is wrong (see `GAP`)."""
 
 Answer = Mapping[str, Any]
 """Answer to one prompt: "tokens", the greedy tokens, and "logprobs", a dict for each token with the log probabilities
@@ -85,7 +85,7 @@ def compare(given: Sequence[Answer], reference: Sequence[Answer]) -> Agreement:
 
 
 def weights_gib(log: str) -> float | None:
-    """Return the memory of the model's weights in GiB that vLLM's log states, or None without such a line."""
+    """Return the memory of the model's weights in GiB that vLLM's log states, or None if the log does not state it."""
     found = re.findall(r"Model loading took ([\d.]+) GiB", log)
     return float(found[-1]) if found else None
 

@@ -41,7 +41,7 @@ CACHES = {
 }
 """Folders of caches that processes fill while an engine starts, by environment variable."""
 DROPPED = ("TORCH_CUTE_OPS_VLLM", "TORCH_CUTE_OPS_TUNING", "VLLM_BATCH_INVARIANT")
-"""Environment variables that would change the choice of kernels."""
+"""Environment variables that are removed, because they would change the choice of kernels."""
 TAIL = 30
 
 
@@ -50,7 +50,7 @@ class Outcome:
     """Results of one process.
 
     Attributes:
-        events: results in their order.
+        events: results in the order in which they were written.
         error: description of a failure, or an empty string.
         log: output of the process and of vLLM.
     """
@@ -72,7 +72,7 @@ class Outcome:
 def environment_of(caches: Path, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an engine's process: no network, and caches in the folder `caches`.
 
-    vLLM samples without FlashInfer if FlashInfer is not installed.
+    If FlashInfer is not installed, vLLM is told to sample without FlashInfer.
     """
     made = {name: value for name, value in given.items() if name not in DROPPED} | SETTINGS
     made |= {name: str(caches / folder) for name, folder in CACHES.items()}

@@ -19,7 +19,7 @@ from .processes import Outcome
 NOTES = layer.NOTES
 OURS_FIRST = "ours"
 UNITS = {"decode": ("ms", 1e3), "prefill": ("ms", 1e3), "requests": ("s", 1e6), "start": ("s", 1e6)}
-"""Unit of the times in tables, and number of µs in it, by part."""
+"""Unit of the times in tables, and the unit's length in µs, keyed by part."""
 Row = Mapping[str, Any]
 """Times of one measurement: "model", "part", "case", "tokens" (number of tokens that are computed in this time, or
 None), "variants" (times in µs by backend) and "absent" (reasons by backend)."""

@@ -131,7 +131,7 @@ Slots are scattered over caches twice as large as needed."""
         def call(i: int) -> tuple[torch.Tensor, ...]:
             return self.results(function(**self.arguments(sets[i])), sets[i])
 
-        # The steps of the peers round to 16 bits in between.
+        # The peers are not checked, because their steps round intermediate results to 16 bits.
         return Variant(call, self.bytes_moved(case), case.inductor, checked=False)
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:

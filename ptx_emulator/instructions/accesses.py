@@ -149,8 +149,8 @@ def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     window = 0 if space else SHARED_WINDOW
 
     def run(threads: Array, address: Array, rank: Array) -> tuple:
-        # Do not check the rank here, because compiled code may compute addresses in CTAs that do not exist. Accesses to
-        # memory check it.
+        # Do not check the rank here, because compiled code may compute addresses in CTAs that do not exist. Each memory
+        # access checks the rank.
         number = np.minimum(rank, 255).astype(np.int64)
         offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
         return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)

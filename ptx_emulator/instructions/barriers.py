@@ -44,7 +44,7 @@ _MBARRIER = "b64 shared::cta shared::cluster shared release acquire relaxed cta 
 
 
 def _order(parts: list[str]) -> tuple[bool, bool]:
-    """Return True if an mbarrier operation is relaxed, and True if its scope is the cluster. The default scope is the
+    """Return two flags of an mbarrier operation: it is relaxed, and its scope is the cluster. The default scope is the
     CTA."""
     return "relaxed" in parts, "cluster" in parts
 

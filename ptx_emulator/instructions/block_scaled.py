@@ -27,7 +27,8 @@ def _numbers(words: Array) -> Array:
 
 
 def _selectors(values: tuple[Array, ...]) -> list[int]:
-    """Return the byte selectors and thread selectors of the scales. Raise a fault unless all lanes pass the same."""
+    """Return the byte selectors and thread selectors of the scales. Raise a fault unless all lanes pass the same
+    selectors."""
     for value in values:
         different = positions(value != value.flat[0])
         if len(different):
@@ -39,10 +40,10 @@ def _selectors(values: tuple[Array, ...]) -> list[int]:
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``(A * scales) @ (B * scales) + C``.
 
-    Lane 4 g + t holds values of rows g and g + 8 of A, and of column g of B. From each of these, the lane holds the
-    eight values that begin at k = 8 t, and the eight values that begin at k = 32 + 8 t. The scales of a row or column
-    are bytes of one word, starting at the selected byte. If thread s is selected, lanes 4 g + 2 s and 4 g + 2 s + 1
-    hold the words of rows g and g + 8, and lane 4 g + s holds the word of column g.
+    Lane 4 g + t holds values of rows g and g + 8 of A, and of column g of B. Of each of these rows and columns, the
+    lane holds eight values from k = 8 t on, and eight values from k = 32 + 8 t on. The scales of a row or column are
+    bytes of one word, starting at the selected byte. If thread s is selected, lanes 4 g + 2 s and 4 g + 2 s + 1 hold
+    the words of rows g and g + 8, and lane 4 g + s holds the word of column g.
     """
     match = _FORM.fullmatch(ins.opcode)
     if match is None:
@@ -59,7 +60,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         if max(a_byte, b_byte) > 4 - count or (a_byte | b_byte) % count or a_thread > 1 or b_thread > 3:
             raise Fault(EmulationError, 0, f"selectors {a_byte}, {a_thread}, {b_byte}, {b_thread}")
         a, b, c, (a_scale, b_scale) = np.split(words, [4, 6, 10])
-        # Along A's registers, the half of the rows is the inner index and the half of k is the outer index.
+        # A's four registers are ordered by half of k, and within each half of k by half of the rows.
         left = _numbers(a).reshape(2, 2, warps, 8, 4, 8).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, K)
         right = _numbers(b).transpose(1, 2, 0, 3, 4).reshape(warps, 8, K)
         rows = np.concatenate([a_scale[:, :, 2 * a_thread], a_scale[:, :, 2 * a_thread + 1]], 1)

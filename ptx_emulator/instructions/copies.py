@@ -25,7 +25,8 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if "L2::cache_hint" in mods:
         rest.pop()
-    # The optional operand is the number of bytes to read, or a predicate that makes the copy write only zeros.
+    # The optional operand is the number of bytes to read, or a predicate. If the predicate is true, the copy writes
+    # zeros.
     (count,) = rest or (size,)
     ignores = isinstance(count, Reg) and count.width == 1
     m = d.machine
@@ -199,7 +200,7 @@ def one_to_shared(
     counted: int | None = None,
 ) -> Callable[[], None]:
     """Return a function that stores the ``size`` bytes that ``read()`` returns, and then arrives at an mbarrier. The
-    mbarrier may belong to another CTA. It counts ``counted`` bytes, or ``size`` if None."""
+    mbarrier may belong to another CTA. It counts ``counted`` bytes, or ``size`` bytes if ``counted`` is None."""
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
     if barrier_cta == int(m.cta[thread]):
@@ -219,8 +220,8 @@ def one_to_shared(
 
 @effect("cp.async.bulk.prefetch")
 def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Check and record a prefetch into L2. The detector of races does not count it as a read, because threads may write
-    the bytes at the same time."""
+    """Check and record a prefetch into L2. The race detector does not count the prefetch as a read, because threads may
+    write the bytes at the same time."""
     modifiers(ins, parts, "L2 global L2::cache_hint")
     m = d.machine
 

@@ -110,8 +110,8 @@ def _numbers(kind: str, words: Array) -> Array:
 
 # Arrays of operand and accumulator registers have the axes (register, warp, g, t). Each register holds a group of
 # neighbouring elements of a row of A or of the accumulator. In lane 4 g + t, the first register holds group t of row g,
-# and the second register holds group t of row g + 8. The next two registers hold elements of the same rows, 8 columns
-# further on (16 columns for bytes).
+# and the second register holds group t of row g + 8. The next two registers hold elements of the same two rows, 8
+# columns to the right (16 columns for bytes).
 
 
 def _rows(kind: str, words: Array) -> Array:
@@ -145,7 +145,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     Lane 4 g + t holds two elements, 2 t and 2 t + 1, of row g of A and C, and of column g of B. If elements are bytes,
     it holds elements 4 t to 4 t + 3 of A and B. NVIDIA documents neither the order of additions nor intermediate
-    rounding. Here the exact products and C are added in float64, and the sum is rounded once.
+    rounding. The emulator adds the exact products and C in float64, and rounds the sum once.
     """
     if ".".join(parts) not in _MMA:
         raise unknown(ins)
@@ -156,8 +156,8 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def run(threads: Array, *registers: Array) -> Array:
         warps = whole_warps(machine, threads)
         words = np.stack([of_each(register, threads) for register in registers])
-        # The axes are: register, warp, g, t, and part of the word. Registers run over the columns first, then over the
-        # rows 8 further down.
+        # The axes are: register, warp, g, t, and part of the word. Registers run over the columns first, then continue
+        # 8 rows further down.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
         b = _numbers(kind, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
@@ -198,9 +198,9 @@ def swizzled(address: Array, bits: int = 3) -> Array:
 def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``wgmma``: ``A @ B + D`` or ``A @ B``, with A in registers or in shared memory.
 
-    Each of the four warps computes a quarter of the product, independently of the other warps. The result is available
-    at once. The operands' shared memory counts as being read until the warp has waited for the MMA's group. The
-    emulator does not detect if a thread uses registers before the MMA has ended.
+    Each of the four warps computes a quarter of the product, independently of the other warps. The emulator stores the
+    result at once, but counts the operands' shared memory as being read until the warp has waited for the MMA's group.
+    The emulator does not detect if a thread uses registers before the MMA has ended.
     """
     match = _WGMMA.fullmatch(".".join(parts))
     target, a, descriptor, predicate, *signs = ins.operands

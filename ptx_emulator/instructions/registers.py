@@ -151,8 +151,8 @@ def _launch_dependents(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("fence membar")
 def _fence(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a memory fence. The modifier ``sync_restrict`` is ignored, because the detector of races covers only
-    shared memory."""
+    """Decode a memory fence. The modifier ``sync_restrict`` is ignored, because the race detector covers only shared
+    memory."""
     restricted = "sync_restrict::shared::cta sync_restrict::shared::cluster"
     modifiers(ins, parts, f"sc acq_rel acquire release cta cluster gpu sys gl {restricted}")
     machine, cluster = d.machine, "cta" not in parts

@@ -110,7 +110,7 @@ def _places(shape: str, count: int) -> tuple[Array, Array]:
     register, thread = np.arange(count)[:, None], np.arange(32)[None]
     if shape == "32x32b":
         return thread + 0 * register, register + 0 * thread
-    # 16x256b: a thread has four registers for every 8 columns.
+    # For 16x256b, a thread uses four registers for every 8 columns.
     return thread // 4 + register % 4 // 2 * 8, register // 4 * 8 + thread % 4 * 2 + register % 2
 
 

@@ -1,4 +1,4 @@
-"""Conversions of narrow formats by torch, with which the tests compare the emulator's conversions."""
+"""Conversions between numbers and narrow formats, by torch. The tests compare the emulator's conversions with them."""
 
 import numpy as np
 import torch

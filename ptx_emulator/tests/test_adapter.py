@@ -1,4 +1,4 @@
-"""Run a GEMM kernel of CuTe DSL in the emulator. Check its results, and check that injected faults are found."""
+"""Run a CuTe DSL GEMM kernel in the emulator. Check its results, and check that the emulator finds injected faults."""
 
 import re
 from typing import Any
@@ -44,7 +44,7 @@ def test_wrong_matrix_products_of_the_dsl(config: tuple) -> None:
         return edit
 
     wait, barrier, group = r"cp\.async\.wait_group\s+1;", r"bar\.sync\s+0;", r"cp\.async\.commit_group;"
-    # Remove one synchronisation at a time: either loads may then precede the copy to their stage, or the next copy may
+    # Remove one synchronisation at a time. Then either loads may precede the copy to their stage, or the next copy may
     # overwrite a stage before it is read.
     for pattern, which in ((wait, 1), (barrier, 0), (barrier, 1), (barrier, 2), (barrier, 3), (group, 1)):
         for seed in (None, 0, 1):

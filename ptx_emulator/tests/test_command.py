@@ -10,7 +10,7 @@ from programs import AT, SLOT, entry
 from ptx_emulator.__main__ import main
 
 DOUBLE = entry(f"{AT} ld.global.b32 %r1, [%rd9]; add.u32 %r1, %r1, %r1; st.global.b32 [%rd9], %r1;", params=1)
-# Each thread stores its number in shared memory and reads its neighbour's word. Without the barrier, this is a race.
+# Each thread stores its number in shared memory and reads its neighbour's word, which is a race without the barrier.
 EXCHANGE = entry(
     f"{AT} {SLOT} st.shared.b32 [%r9], %r0; BARRIER xor.b32 %r10, %r8, 4; mov.u32 %r11, buf; add.s32 %r11, %r11, %r10;"
     "ld.shared.b32 %r1, [%r11]; st.global.b32 [%rd9], %r1;",
@@ -21,8 +21,8 @@ EXCHANGE = entry(
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Return a function that runs the command on a PTX text, and returns exit status, output and the folder of saved
-    buffers."""
+    """Return a function that runs the command on a PTX text. It returns the exit status, the output, and the folder
+    with the saved buffers."""
 
     def run(text: str, *arguments: str) -> tuple[int, str, Path]:
         file = tmp_path / "kernel.ptx"

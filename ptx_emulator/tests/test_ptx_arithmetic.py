@@ -34,7 +34,7 @@ def f32(bits: int) -> np.float32:
 def rounded(
     exact: Fraction, significand: int, min_exponent: int, max_exponent: int, toward_zero: bool = False
 ) -> float:
-    """Round to the nearest value of a format, with ties to even, or toward zero if ``toward_zero``."""
+    """Round to the nearest value of a format with ties to even, or if ``toward_zero``, toward zero."""
     if exact == 0:
         return 0.0
     magnitude = abs(exact)
@@ -88,8 +88,8 @@ def test_conversion_to_halves(values: list) -> None:
 
 @pytest.mark.parametrize("name", HALVES)
 def test_packed_halves(name: str) -> None:
-    """Check that sums and products are rounded as in torch, for random bits and all pairs of special values, and that
-    ``fma`` rounds once."""
+    """Check that sums and products are rounded as in torch, and that ``fma`` rounds once. Operands are random bits and
+    all pairs of special values."""
     dtype, form, special = HALVES[name]
     some = np.array([*special, *(bits | 0x8000 for bits in special)], np.uint16)
     random = np.random.default_rng(0).integers(1 << 16, size=(3, 1 << 16), dtype=np.uint16)

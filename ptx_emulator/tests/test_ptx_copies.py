@@ -66,8 +66,8 @@ STARTED:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_copies_tell_of_themselves_alone(seed: int | None) -> None:
-    """Check that a wait for a copy orders the stores that precede the issuing thread's arrival, but not the stores
-    between this arrival and the copy."""
+    """Check that a wait for a copy orders the issuing thread's stores before its arrival at the mbarrier, but not its
+    stores between this arrival and the copy."""
     store = "mov.u32 %r4, 9; st.shared.u32 [%r3], %r4;"
     before, after = (
         entry(TOLD.format(AT=AT, WAIT=WAIT, BEFORE=one, AFTER=other), 272) for one, other in ((store, ""), ("", store))
@@ -90,8 +90,8 @@ def test_wrong_bulk_copies() -> None:
 
 
 def test_bulk_prefetches() -> None:
-    """Check that a prefetch accepts whole 16-byte pieces of one tensor, initialised or not, and that other sizes and
-    addresses raise a fault."""
+    """Check that a prefetch accepts multiples of 16 bytes inside one tensor, even uninitialised bytes, and that other
+    sizes and addresses raise a fault."""
 
     def prefetch(source: str, size: str) -> None:
         body = "setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, 256; mov.u32 %r2, 0; mov.u64 %rd2, 64;"
@@ -143,7 +143,7 @@ def test_bulk_store(seed: int | None) -> None:
         stored(),
         stored("fence.proxy.async;", wait="cp.async.bulk.wait_group 0;"),
         stored("fence.proxy.async.shared::cluster;"),
-        # The thread that copies may execute the fence after the barrier, or other threads may execute it before the
+        # Either the copying thread executes the fence after the barrier, or the other threads execute it before the
         # barrier.
         stored("", FENCE),
         stored("", f"@!%p0 {FENCE}"),
@@ -155,7 +155,7 @@ def test_bulk_store(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_need_a_fence(seed: int | None) -> None:
-    """Check that a bulk copy needs a proxy fence for shared memory that follows the stores and precedes the copy."""
+    """Check that a bulk copy needs a proxy fence for shared memory between the stores and the copy."""
     for fences in (
         ("",),
         ("fence.proxy.async.global;",),
@@ -172,8 +172,8 @@ def test_bulk_stores_need_a_fence(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_bulk_stores_must_have_read(seed: int | None) -> None:
-    """Check for a fault if the source of a bulk copy is overwritten, or the issuing thread ends, before the copy has
-    read the source."""
+    """Check that a fault is raised if the source of a bulk copy is overwritten, or the issuing thread ends, before the
+    copy has read its source."""
     again = "bar.sync 0; st.shared.u32 [%r9], %r0;"
     later = "mov.u32 %r4, 0; L: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 300; @%p2 bra L;"
     launch(stored(end=again), zeros(64), block=64, seed=seed)
@@ -276,7 +276,7 @@ def test_cp_async(seed: int | None) -> None:
         # Within a warp, bar.warp.sync is enough. Within a thread, no barrier is needed.
         (gathered(between="cp.async.wait_group 0; bar.warp.sync -1;", partner=1), 1),
         (gathered(between="cp.async.wait_group 0;", partner=0), 0),
-        # The newest group is empty, so waiting for all except this group is enough.
+        # The newest group is empty, so it is enough to wait for all other groups.
         (gathered(between="cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;"), 32),
         (gathered(after="bar.sync 0; cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.wait_all;"), 32),
     ):
@@ -294,7 +294,7 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
         gathered(between=wait, partner=1),
         gathered(between=f"bar.sync 0; {wait}"),
         gathered(between="cp.async.wait_group 1; bar.sync 0;"),
-        # In these programs, the group was not committed, or some threads do not wait.
+        # In these programs, the group is not committed, or some threads do not wait.
         gathered(copy, f"{wait} bar.sync 0;"),
         gathered(between=f"@%p0 {wait} bar.sync 0;"),
     ):
@@ -304,8 +304,8 @@ def test_cp_async_must_be_waited_for(seed: int | None) -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_cp_async_must_not_overwrite(seed: int | None) -> None:
-    """Check for a race if ``cp.async`` overwrites bytes that other threads may still read, or if a thread stores to
-    bytes that ``cp.async`` still writes."""
+    """Check that a race is reported if ``cp.async`` overwrites bytes that other threads may still read, or if a thread
+    stores to bytes that ``cp.async`` is still writing."""
     again = "cp.async.ca.shared.global [%r9], [%rd9], 4;"
     with pytest.raises(Race, match=r"write of .* thread \d+ of CTA 0 read unordered; .*cp\.async\.ca"):
         launch(gathered(after=f"{again} cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
@@ -333,7 +333,7 @@ def test_groups_of_cp_async(seed: int | None) -> None:
         launch(gathered(two, wait + newer, after="cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
     wait = wait.replace("1", "0")
     assert (launch(gathered(two, wait + newer), WORDS, zeros(64), block=64, seed=seed)[1]).all()
-    # A bulk copy may read bytes that cp.async wrote if the issuing threads executed a fence.
+    # A bulk copy may read bytes that cp.async wrote if the threads that issued the cp.async executed a fence.
     stored = f"""
     {wait} {FENCE} bar.sync 0; setp.ne.u32 %p2, %r0, 0; @%p2 bra END; mov.u32 %r1, buf;
     cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1+256], 256;
@@ -358,7 +358,7 @@ COPIES = """
 
 
 def copied(copy: str, data: np.ndarray) -> np.ndarray:
-    """Run ``copy`` in 32 threads, with target bytes of 0xFF, and return the target bytes of each thread."""
+    """Run ``copy`` in 32 threads, with target bytes initialised to 0xFF, and return the target bytes of each thread."""
     size = data.shape[1]
     kind, value = {4: ("b32", "%r4"), 8: ("v2.b32", "{%r4, %r5}"), 16: ("v4.b32", "{%r4, %r5, %r6, %r7}")}[size]
     start = "mov.b32 %r4, -1; mov.b32 %r5, -1; mov.b32 %r6, -1; mov.b32 %r7, -1;"
@@ -491,8 +491,8 @@ SENT:
     ],
 )
 def test_words_of_another_cta_are_acquired_at_cluster_scope(wait: str, suffices: bool) -> None:
-    """Check that a wait for a word from another CTA needs cluster scope if ``scoped``, and that any scope suffices
-    otherwise."""
+    """Check that a wait for a word from another CTA needs cluster scope with ``scoped``, and that any scope suffices
+    without ``scoped``."""
     text = entry(SENT.replace("WAIT", wait), 72, 1)
     want = ([101] * 32 + [100] * 32) * 2
     for seed in (None, *SEEDS):
@@ -547,8 +547,8 @@ READY:
     ],
 )
 def test_stores_are_released_to_another_cta_at_cluster_scope(fence: str, order: str, suffices: bool) -> None:
-    """Check that threads must arrive with release semantics at cluster scope if another CTA loads the words that they
-    have stored."""
+    """Check that threads must arrive with release semantics at cluster scope if another CTA loads words that they
+    stored."""
     arrival = f"{fence} mbarrier.arrive{order}.shared::cluster.b64 _, [%r6];"
     text = entry(ARRIVED.replace("ARRIVE", arrival), 136, 1)
     for seed in (None, *SEEDS):
@@ -586,7 +586,8 @@ PEER = f"""
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
-    """Check for a fault, in every order of execution, if a CTA ends before other CTAs have read its shared memory."""
+    """Check that in every order of execution a fault is raised if a CTA ends before other CTAs have read its shared
+    memory."""
     (out,) = launch(entry(PEER.replace("LAST", MEET), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == ([8] * 32 + [7] * 32) * 2
     with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):
@@ -646,7 +647,7 @@ def test_a_barrier_does_not_wait_for_loads(seed: int | None) -> None:
     ],
 )
 def test_what_waits_for_loads(between: str) -> None:
-    """Check that a load counts as complete when an instruction that the compiler cannot move needs the value of this
+    """Check that a load counts as performed when an instruction that the compiler cannot move needs the value of this
     load or of a later load."""
     refilled(between)
 
@@ -676,8 +677,8 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
 
 
 def peek(before: str, after: str, seed: int | None) -> list[int]:
-    """Run a thread that waits twice. Return 1 if the first wait succeeded and 0 if not, and how often the second wait
-    timed out."""
+    """Run a thread that waits twice. Return two numbers: 1 if the first wait succeeded, else 0; and how often the
+    second wait timed out."""
     program = entry(PEEK.format(AT=AT, BEFORE=before, AFTER=after), 16)
     return launch(program, zeros(2), zeros(2), seed=seed)[0].tolist()
 
@@ -692,8 +693,8 @@ def test_a_wait_may_time_out_once() -> None:
 
 
 def test_waits_time_out_at_random() -> None:
-    """Check that, over many seeds, a wait for a copy sometimes times out and sometimes does not, and that without a
-    seed a wait times out only if nothing else can run."""
+    """Check that a wait for a copy times out with some of many seeds, and that without a seed it times out only if
+    nothing else can run."""
     body = PEEK.format(AT=AT, BEFORE="", AFTER="").replace(
         "mbarrier.try_wait.parity.shared.b64 %p1",
         "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;"
@@ -707,8 +708,8 @@ def test_waits_time_out_at_random() -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_copy_that_is_held(seed: int | None) -> None:
-    """Check that the ``held`` one of two copies to the same address is executed last, and that waiting for it still
-    succeeds."""
+    """Check that, of two copies to the same address, the copy in ``held`` is executed last, and that waiting for it
+    still succeeds."""
     start = "cp.async.bulk.global.shared::cta.bulk_group [%rd0],"
     body = f"""
     {SLOT} setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, buf;

@@ -78,8 +78,8 @@ def test_shuffle_modes(mode: str, b: int, want: list[int]) -> None:
 
 @pytest.mark.parametrize("mode", ["up", "down", "idx", "bfly"])
 def test_shuffles_within_segments(mode: str) -> None:
-    """Check that, with segments of 8 lanes, a lane that would read from another segment gets its own value and the
-    predicate false."""
+    """Check that, with segments of 8 lanes, a lane that would read from another segment gets its own value, and a false
+    predicate."""
     clamp = (24 << 8) | (0 if mode == "up" else 7)
     body = f"""
     {AT} shfl.sync.{mode}.b32 %r1|%p0, %r0, 10, {clamp}, -1;
@@ -318,7 +318,7 @@ def test_an_endless_loop_ends() -> None:
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_who_polls_does_not_keep_others_from_going_on(seed: int | None) -> None:
-    """Check that the last warp runs although the other warps poll in code at a lower address."""
+    """Check that the last warp runs even if the other warps poll at a lower program address."""
     body = """
     setp.ge.u32 %p0, %r0, 992;
     @%p0 bra STORE;
@@ -357,8 +357,8 @@ def test_what_the_kernel_before_writes_is_there_behind_the_wait(seed: int | None
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 @pytest.mark.parametrize("polled", [3, 5])
 def test_the_kernel_before_ends_for_those_who_poll(polled: int, seed: int | None) -> None:
-    """Check that the previous kernel ends if all threads poll for the value 5 that it writes, but not while they can
-    continue with the old value 3."""
+    """Check that the previous kernel ends if all threads poll for the value 5, which this kernel writes, but does not
+    end while the threads can continue with the old value 3."""
     memory = GlobalMemory()
     address = memory.allocate("p0", np.full(65, 3, np.uint32).view(np.uint8))
 

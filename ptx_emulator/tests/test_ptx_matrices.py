@@ -75,7 +75,7 @@ def test_mma(k: int, half: str) -> None:
     words = np.concatenate([fragments(*warp) for warp in warps])
     (_, out) = launch(product(k, half), words, zeros(3 * 128), block=96)
     assert torch.equal(of_lanes(out), torch.stack([a.float() @ b.float() + c for a, b, c in warps]))
-    # Also test fractions, whose sums are rounded once, infinities and NaN.
+    # Also test infinities, NaN, and fractions, whose sums are rounded once.
     a, b, c = (torch.randn_like(x) for x in warps[0])
     a[3, 2], c[5, 1] = torch.inf, torch.nan
     want = a.double() @ b.double() + c.double()
@@ -123,8 +123,8 @@ def test_wrong_products() -> None:
     ("register", "lane", "results", "lanes"), [(11, 13, (2, 3), range(12, 16)), (15, 9, (0, 2), range(1, 32, 4))]
 )
 def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple, lanes: range) -> None:
-    """Check that an uninitialised word of A makes only row 11 of the result undefined, and that an uninitialised word
-    of B makes only column 2 undefined."""
+    """Check that an uninitialised word of A makes only row 11 of the result undefined, and an uninitialised word of B
+    only column 2."""
     words = fragments(*matrices(16, "f16"))
     hole = f"{SLOT} setp.eq.u32 %p0, %r0, {lane}; @%p0 ld.shared.b32 %r{register}, [%r9];"
     for result in range(4):
@@ -170,7 +170,7 @@ def test_warpgroup_products_of_what_nobody_wrote() -> None:
 
 @pytest.mark.parametrize("row", [0, 17, 49])
 def test_a_warp_of_a_warpgroup_races(row: int) -> None:
-    """Check that the error names the warp that multiplies a row if a thread stored the row without a fence."""
+    """Check that, if a thread stores a row without a fence, the error names the warp that multiplies this row."""
     sums, writer = registers(30, 34), row // 16 * 32 + 9
     body = f"""
     mov.u32 %r9, buf; mad.lo.u32 %r8, %r0, 80, %r9;
@@ -225,15 +225,15 @@ def test_ldmatrix(form: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_ldmatrix_races(seed: int | None) -> None:
     data = np.arange(64 * 4, dtype=np.uint32)
-    # ldmatrix races with the stores if no barrier separates them. An mma between the stores and ldmatrix does not help:
-    # all lanes execute it together, but it does not order memory accesses.
+    # ldmatrix races with the stores if no barrier separates them. An mma between the stores and ldmatrix is no barrier:
+    # all lanes execute the mma together, but it orders no memory accesses.
     product = f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {registers(20, 24)},"
     product += "{%r10, %r11}, {%r12}, {%r13, %r13, %r13, %r13};"
     for between in ("", product):
         with pytest.raises(Race, match=r"read of .*ldmatrix"):
             launch(matrix_loads("x4.shared", between), data, zeros(256), block=64, seed=seed)
-    # ldmatrix with x1 reads only the rows whose addresses lanes 0 to 7 pass. Lane 0 passes row 3, which is read. Lane 8
-    # passes row 11, which is not read.
+    # ldmatrix with x1 reads only the rows whose addresses lanes 0 to 7 pass: it reads lane 0's row 3, and not lane 8's
+    # row 11.
     again = "setp.ne.u32 %p0, %r0, LANE; @%p0 bra END; st.shared.u32 [%r9], %r0; END:"
     with pytest.raises(Race, match=r"write of .* thread 0 of CTA 0 read"):
         launch(matrix_loads("x1.shared", after=again.replace("LANE", "3")), data, zeros(256), block=64, seed=seed)
@@ -259,7 +259,7 @@ def test_wrong_ldmatrix() -> None:
 
 @pytest.mark.parametrize(("form", "lanes"), [("x1.shared", range(12, 16)), ("x1.trans.shared", range(1, 32, 4))])
 def test_matrices_that_nobody_wrote(form: str, lanes: range) -> None:
-    """Check that lanes may store their results if these do not depend on the uninitialised row 3 of the matrix."""
+    """Check that lanes whose results do not depend on the matrix's uninitialised row 3 may store these results."""
     data = np.arange(32 * 4, dtype=np.uint32)
     program = matrix_loads(form).replace("st.shared.v4", "setp.ne.u32 %p1, %r0, 18; @%p1 st.shared.v4")
     for lane in (0, 1, 5, 11, 12, 15, 16, 30):

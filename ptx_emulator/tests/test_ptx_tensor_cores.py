@@ -15,8 +15,8 @@ ACCUMULATOR, A_SCALES, B_SCALES = 0, 32, 36
 """Columns of tensor memory, relative to the first allocated column."""
 A, B, A_SCALE, B_SCALE, BYTES = 0, 4096, 4608, 5120, 5632
 FULL, READY, DONE, FREE, POINTER = (BYTES + 8 * i for i in range(5))
-"""Offsets in shared memory of four mbarriers, and of the address of the allocated tensor memory. The operands come
-before."""
+"""Offsets in shared memory of four mbarriers and, last, of the address of the allocated tensor memory. The operands
+precede them."""
 
 
 def wait(offset: int, parity: int) -> str:
@@ -243,8 +243,8 @@ def fp8_operands(kind: Kind, random: np.random.Generator) -> Operands:
 
 
 def mx_operands(kind: Kind, random: np.random.Generator) -> Operands:
-    """Return operands of ``kind::mxf8f6f4``: rows of 32 codes, and four scales per row. The MMA uses one of the
-    four. The bytes after 8 bytes of FP4 codes hold NaN of e4m3."""
+    """Return operands of ``kind::mxf8f6f4``: rows of 32 codes, and four scales per row. The MMA uses one of the four
+    scales. The 8 ignored bytes after every 8 bytes of FP4 codes contain e4m3's NaN."""
     assert kind.formats is not None
     rows, data, factors = (128 * kind.group, N), [], []
     for fmt, size, number in zip(kind.formats, rows, kind.ids, strict=True):
@@ -324,7 +324,7 @@ def test_negated_operands_of_fp8(negated: tuple[int, int]) -> None:
 
 
 def test_lanes_of_an_mma_of_fp8_may_be_listed() -> None:
-    """Check that a zero vector of disabled lanes does not change the result, and that other vectors are refused."""
+    """Check that a vector of disabled lanes is accepted, without an effect, if it is zero, and refused otherwise."""
     given = f"{FP8.instruction}, %p"
     product = operands(FP8).product
     for lanes, error in (("0, 0, 0, 0", None), ("0, 1, 0, 0", NotImplementedError), ("0, 0", NotImplementedError)):
@@ -425,7 +425,7 @@ def test_faults_are_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no wait::ld", "no fence before the barrier", "no fence behind the barrier"])
 def test_lenient_rules(name: str) -> None:
-    """Check that the emulator with ``lenient`` accepts omissions that NVIDIA's own kernels contain."""
+    """Check that with ``lenient`` the emulator accepts omissions that NVIDIA's own kernels contain."""
     before, after, _, _ = FAULTS[name]
     product = operands(NVFP4).product
     assert np.array_equal(run(NVFP4, PLAIN.replace(before, after), lenient=True), [product, 2 * product])

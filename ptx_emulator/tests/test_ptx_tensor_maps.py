@@ -101,8 +101,8 @@ EXPECT = "mbarrier.arrive.expect_tx.shared.b64 _, [%r2], {SIZE};"
 def copied(
     map: Map, at: tuple[int, ...], mods: str = "", more: str = "", ctas: int = 1, to: str = "[%r2]", **kwargs
 ) -> np.ndarray:
-    """Return each CTA's shared memory after CTA 0 has copied a box. If ``mods`` is not a multicast, each CTA copies
-    it."""
+    """Copy a box in CTA 0 or, if ``mods`` is not a multicast, in each CTA. Return a mask of the correct bytes in each
+    CTA."""
     copy = f"""cp.async.bulk.tensor.{len(at)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{mods}
         [%r1], [%rd2, {{{joined(at)}}}], {to}{more};"""
     guard = "@%p2 bra STARTED;" if "multicast" in mods else ""
@@ -163,8 +163,8 @@ COPY:
 
 
 def test_a_pair_counts_on_one_mbarrier() -> None:
-    """Check that with ``cta_group::2`` a copy may arrive at the mbarrier of the other CTA of the pair, and that only
-    this mbarrier then orders the copy."""
+    """Check that with ``cta_group::2`` a copy may arrive at the mbarrier of the pair's other CTA, and that then no
+    other mbarrier orders the copy."""
     twice = ALL_TO_ONE.replace("{EXPECTED}", str(2 * CUBE.box_bytes))
     own = {"to": "[%r7]", "ctas": 2, "start": twice}
     with pytest.raises((Race, Uninitialised)):
@@ -223,7 +223,7 @@ def stored(map: Map, at: tuple[int, ...], before: str = "", after: str = "") -> 
 
 @pytest.mark.parametrize(("map", "at"), [MAPS[1], MAPS[2], MAPS[3], MAPS[6], MAPS[7]])
 def test_stored_boxes(map: Map, at: tuple[int, ...]) -> None:
-    """Check that loading a box that was stored gives the stored bytes, except outside of the tensor."""
+    """Check that a box, stored and loaded again, contains the stored bytes, except outside of the tensor."""
     tensor, source = stored(map, at)
     there = box(map, np.full_like(tensor, 0xFF), at)
     assert np.array_equal(box(map, tensor, at), source & there)
@@ -266,7 +266,8 @@ def spread(map: Map, at: tuple[int, int], moved: int = 16, counted: int = 0) -> 
 @pytest.mark.parametrize("at", [(0, 0), (128, 1), (128, 4), (0, -3)])
 @pytest.mark.parametrize("swizzle", [0, 3])
 def test_elements_of_4_bits_are_spread(at: tuple[int, int], swizzle: int) -> None:
-    """Check that 16 elements take 16 bytes of shared memory, and that the mbarrier counts their 8 bytes of codes."""
+    """Check that 16 elements take 16 bytes of shared memory, and that the mbarrier counts only their 8 bytes of
+    codes."""
     got, want = spread(SPREAD._replace(swizzle=swizzle), at)
     assert np.array_equal(got, want)
 

@@ -20,7 +20,8 @@ def test_bytes_by_hand():
 
 @by_cache
 def test_the_op_agrees_with_what_is_expected(cache):
-    """Check that the op writes what is expected and nothing else, and that the expected results change no tensor."""
+    """Check that the op writes the expected results and nothing else, and that computing the expected results changes
+    no tensor."""
     case = BENCHMARK.case(5, cache=cache)
     sets = [BENCHMARK.make_set(case, CPU)]
     made = cloned(sets[0])
@@ -34,8 +35,8 @@ def test_the_op_agrees_with_what_is_expected(cache):
 
 @by_cache
 def test_the_peers_compute_the_op(cache):
-    """Check the composition that is the peer, whose steps round to 16 bits in between: q differs by at most two ulps,
-    values in 16 bits and in FP8 are equal, and at most one byte in 50 of the rest differs."""
+    """Check the peer, a composition whose steps round intermediate results to 16 bits. q may differ by two ulps; caches
+    of values must be equal in 16 bits and FP8; at most one byte in 50 of other results may differ."""
     case = BENCHMARK.case(64, cache=cache)
     tensors = BENCHMARK.make_set(case, CPU)
     want = BENCHMARK.expected(case, tensors)

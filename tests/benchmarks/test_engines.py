@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_decode_step():
-    """129 tokens take 1.29 s and one token 0.01 s: 128 steps of 10 ms each."""
+    """Check that 1.29 s for 129 tokens and 0.01 s for one token give 128 steps of 10 ms each."""
     assert outputs.step_seconds([9.0, 1.29, 0.2], [0.01, 0.01, 3.0], 129) == pytest.approx(0.01)
 
 
@@ -37,7 +37,8 @@ SAID = answer([3, 5], {"3": -0.1, "4": -2.0}, {"5": -0.5, "6": -0.6})
         (SAID, 1, 0, [0, 0, 0, 0]),
         # The second token differs. In the reference it is less likely by 0.1, which is a near tie.
         (answer([3, 6], {"3": -0.3, "9": -1.0}, {"6": -0.5, "5": -0.9}), 0, 0, [0.2, 0.1, 0.4]),
-        # The first token differs, and is less likely by 1.9. The second step has another text before it.
+        # The first token differs, and is less likely by 1.9. The second step continues a different text, so it is
+        # ignored.
         (answer([4, 5], {"3": -0.1, "4": -0.05}, {"5": -9.0}), 0, 1, [0, 1.95]),
         # The reference does not list the token.
         (answer([8, 5], {"8": -0.1, "3": -0.2}, {"5": -9.0}), 0, 1, [0.1]),
@@ -142,7 +143,7 @@ def test_processes(tmp_path):
 
 
 def test_results_of_a_process(tmp_path, monkeypatch):
-    """A program that ends early has no results, even if its status is 0."""
+    """Check that a program that ends early gives no results, even if its status is 0."""
     lines = ['{"event": "start", "seconds": 2}', '{"event": "end"}']
 
     def run(given, environment, log, timeout_s):
@@ -318,7 +319,7 @@ def test_times_of_wrong_answers_are_left_out(run, capsys):
 
 
 def test_a_failed_engine(run, capsys):
-    """If the first peer fails, the next peer becomes the reference."""
+    """Check that the next peer becomes the reference if the first peer fails."""
     status, result, text, _ = run({"fails": "bf16"}, "--no-plot")
     assert status == 1 and result["reference"] == "marlin" and "- bf16: the engine ended with status 1" in text
     assert "the last line" in capsys.readouterr().err and result["agreement"].keys() == {"ours"}
@@ -328,7 +329,7 @@ def test_a_failed_engine(run, capsys):
 
 
 def test_checkpoints(tmp_path, monkeypatch):
-    """The decoded checkpoint contains the products of codes and scales, rounded to bfloat16."""
+    """Check that the decoded checkpoint contains the products of codes and scales, rounded to bfloat16."""
     pytest.importorskip("transformers")
     from safetensors.torch import load_file
 
@@ -349,7 +350,7 @@ def test_checkpoints(tmp_path, monkeypatch):
     values = torch.cat((values, -values))
     quantised = [name for name in stored if name.endswith("_scale_2")]
     assert len(quantised) == 7 and decoded.keys() == {name for name in stored if "_scale" not in name}
-    assert len({stored[name].item() for name in quantised}) == 1  # merged layers share it
+    assert len({stored[name].item() for name in quantised}) == 1  # merged layers share a global scale
     for name in decoded:
         want = stored[name]
         if want.dtype == torch.uint8:

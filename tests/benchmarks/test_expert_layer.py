@@ -131,8 +131,8 @@ def cells(line):
 
 
 def test_results(small, fake_backend, tmp_path, capsys):
-    """Check the number of tokens from which the layout `many` is faster than the layout `few`. With 1 token, `many`
-    takes 8 µs and `few` 4 µs; with 64 tokens (16 per expert), `many` takes 16 µs and `few` 32 µs."""
+    """Check the number of tokens from which the implementation `many` is faster than `few`. With 1 token, `many` takes
+    8 µs and `few` 4 µs; with 64 tokens (16 per expert), `many` takes 16 µs and `few` 32 µs."""
     backend = fake_backend([4.0, 6.0, 8.0, 10.0, 9.0, 32.0, 30.0, 16.0, 20.0, 50.0])
     assert expert_layer.measure_models(options(tmp_path), CPU, backend, l2_bytes=100_000) == 0
     result = json.loads((tmp_path / "expert_layer.json").read_text())

@@ -22,7 +22,8 @@ def norm(x, weight):
 @torch.no_grad()
 @pytest.mark.parametrize("label", [*layer.PRECISIONS, "W4A8 per token", "W4A8 per token, fast"])
 def test_a_layer(label):
-    """Compare a decoder layer's output with a float64 computation on decoded weights. The residual is updated twice."""
+    """Compare a decoder layer's output, and the residual that it updates twice, with a float64 computation on decoded
+    weights."""
     one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
     weights = {
         name: (linear.weight if label == "bf16" else linear.dequantize()).double()
@@ -46,8 +47,8 @@ def test_a_layer(label):
 
 @torch.no_grad()
 def test_a_gate_apart(monkeypatch):
-    """Check that the variant "gate apart" calls one op more than the other variants if there is one row, and the same
-    ops as the other variants if there are more rows."""
+    """Check that the variant "gate apart" calls one op more than the other variants with one row, and the same ops with
+    several rows."""
     one, apart = (cls(SMALL, CPU, 3, inductor=False) for cls in (layer.W4A16, layer.GateApart))
     apart.norms, gates = one.norms, []
     for each in (one, apart):

@@ -98,7 +98,7 @@ def test_results(tmp_path):
 
 @torch.no_grad()
 def compare(rank):
-    """Compare a way whose sums are wrong on both ranks, and a way that raises an error on one rank."""
+    """Compare the way `one_shot`, first with wrong sums on both ranks, then with an error on one rank."""
 
     def fails(x):
         if rank == 1:

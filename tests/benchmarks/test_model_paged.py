@@ -92,8 +92,8 @@ def recorded(replay):
 
 
 def test_a_run(monkeypatch, tmp_path, capsys):
-    """Check times extrapolated to four layers: with the op a step takes 10 and 16 µs with one and two layers, without
-    it 11 and 19 µs."""
+    """Check times extrapolated to four layers. With the op, a step takes 10 µs with one layer and 16 µs with two
+    layers; without the op, it takes 11 µs and 19 µs."""
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda each: each))
     monkeypatch.setattr(model_paged.environment, "collect", lambda device: {"gpu": "made up"})
     monkeypatch.setattr(model_paged.environment, "headline", lambda found: found["gpu"])

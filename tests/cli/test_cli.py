@@ -45,7 +45,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_info(capsys, cache, monkeypatch):
-    # Cache the answers, because each plans the op for every architecture, and text and JSON print the same report.
+    # Cache the answers: each answer plans an op for every architecture, and the text and the JSON print the same
+    # answers.
     monkeypatch.setattr(info, "availability", functools.cache(info.availability))
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -191,8 +192,8 @@ HIDDEN = [str(64 * i) for i in range(1, 101)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_warmup_can_be_stopped(tmp_path, number, status):
-    """The workers exit even though minutes of compilation remain, and no stored kernel is incomplete. Ctrl-C reaches
-    all processes of the terminal; SIGTERM reaches only the first process."""
+    """Check that the workers exit although minutes of compilation remain, and that no stored kernel is incomplete.
+    Ctrl-C reaches all processes of the terminal; SIGTERM reaches only the first process."""
     command = [sys.executable, "-m", "torch_cute_ops", "warmup", "fp4_quantize", "--dtype", "bf16", "--arch", "sm_90a"]
     command += ["--workers", "2", "--hidden", *HIDDEN]
     variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path))
@@ -272,7 +273,8 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("variable", ["TORCH_CUTE_OPS_CACHE_MB", "TORCH_CUTE_OPS_PDL"])
 def test_a_wrong_setting(variable):
-    """Check that a command ends with one line and status 2. Another program gets an exception with a traceback."""
+    """Check that a command ends with one line and status 2, and that other programs get an exception with a
+    traceback."""
     environment = {**os.environ, variable: "x"}
     done = subprocess.run(
         [sys.executable, "-m", "torch_cute_ops", "cache"],

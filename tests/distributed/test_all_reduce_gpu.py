@@ -115,7 +115,7 @@ def _results(rank: int) -> None:
     # More rows than fit into the shared memory in one launch.
     for name in FORMS:
         check_call(name, 2500, 8192, BF16, group)
-    # A row alone has the bits that it has in a batch, and NaN and infinity arrive.
+    # A single row gives the same bits as in a batch, and NaN and infinity are preserved.
     special = rows(rank, 4, 8192, BF16)
     special[1].view(torch.int16)[:4096] = -1
     special[2, 5], special[3] = torch.inf, -0.0
@@ -130,7 +130,7 @@ def _results(rank: int) -> None:
 
 
 def _graphs(rank: int) -> None:
-    """Replay graphs of several sizes in turns, with new inputs, while eager calls run between them."""
+    """Replay graphs of several sizes in turn, with new inputs, and with eager calls between the replays."""
     group, width, weight = world_name(), 8192, torch.ones(8192).cuda()
     captured = {}
     for count in (1, 64, 300):
@@ -162,7 +162,7 @@ def _graphs(rank: int) -> None:
 
 
 def _streams(rank: int) -> None:
-    """Call the op on two streams in turns, which only the op itself orders."""
+    """Call the op on two streams in turn. Only the op itself orders the streams."""
     group, weight = world_name(), torch.ones(8192).cuda()
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     inputs = [rows(rank, 33, 8192, BF16, i) for i in range(20)]
@@ -198,7 +198,7 @@ def _late_and_lost(rank: int) -> None:
     assert groups.shared_memory(group, rank).timeout_s == seconds
     torch.cuda.synchronize()
     dist.barrier()
-    # A rank is late, but in time.
+    # A rank is late, but arrives before the time-out.
     if rank == 1:
         time.sleep(1.5)
     x, residual = rows(rank, 3, 8192, BF16, 1), torch.zeros(3, 8192, dtype=BF16).cuda()
@@ -231,5 +231,6 @@ def _late_and_lost(rank: int) -> None:
 
 
 def test_late_and_lost_ranks() -> None:
-    """Check that a late rank is waited for, that a rank that does not come is named, and that a reset helps."""
+    """Check that ranks wait for a late rank, that an error names a missing rank, and that calls succeed after a
+    reset."""
     on_gpus(_late_and_lost)

@@ -134,8 +134,8 @@ def columns_and_rows(rank: int) -> None:
 
 @torch.no_grad()
 def what_travels(rank: int) -> None:
-    """Check that only the codes and scales of the normalised rows are sent, and how many bytes these have. They must
-    equal the codes and scales that one rank computes for all rows."""
+    """Check that only codes and scales of the normalised rows are sent, and count their bytes. They must equal the
+    codes and scales that one rank computes for all rows."""
     mesh = init_device_mesh("cpu", (WORLD,))
     group = mesh.get_group()
     torch.manual_seed(1)
@@ -299,8 +299,8 @@ def warmed_up(rank: int) -> None:
 
 
 def one_rank_keeps_its_rows(rank: int) -> None:
-    """Check a rank whose number of rows changes while the other rank's does not. After the group's time-out, its error
-    must name the other rank."""
+    """Check a rank whose number of rows changes while the other rank's number stays the same. After the group's
+    time-out, its error must name the other rank."""
     group = dist.group.WORLD
     agree_on_rows("layer", (4,), group)
     if rank:

@@ -258,7 +258,7 @@ EXPECTED = {
     "silu_mul_fp4quant_mm_fp4": {"rows", "columns"},
     "silu_mul_mm_fp4_weight_only": {"rows", "columns"},
 }
-"""Dimensions over which each op can be sharded, if not only over rows."""
+"""Dimensions over which each op can be sharded. Ops that are not listed can be sharded only over rows."""
 
 
 @pytest.mark.parametrize("name", ["fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"])

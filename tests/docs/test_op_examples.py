@@ -1,5 +1,4 @@
-"""Docstrings of the ops: every section exists, examples show correct results, and references lead to existing
-sections."""
+"""Docstrings of the ops: every section exists, examples show correct results, and references name existing sections."""
 
 import doctest
 import re

@@ -11,8 +11,8 @@ from support.example_scripts import ROOT
 
 import torch_cute_ops
 
-# Look for the installed distribution instead of importing it: a folder of that name could be imported, and scipy looks
-# for sphinx in sys.modules.
+# Look for the installed distribution instead of importing sphinx: a folder named sphinx could be imported, and scipy
+# behaves differently if sphinx is in sys.modules.
 try:
     version("sphinx")
 except PackageNotFoundError:

@@ -64,7 +64,7 @@ def model_of(kind: str = "Llama", seed: int = 0, **sizes: Any) -> nn.Module:
         for name, each in model.named_parameters():
             if each.dim() >= 2:
                 is_tied = "embed" in name and config.tie_word_embeddings
-                # A router with large logits: the choice of experts seldom depends on rounding.
+                # Give the router large logits, so that the choice of experts seldom depends on rounding.
                 gain = 6 if name.endswith(("gate.weight", "router.weight")) else 1.5
                 each.normal_(std=0.1 if is_tied else 1.0 if "embed" in name else gain / each.shape[-1] ** 0.5)
             elif "bias" in name:

@@ -60,7 +60,8 @@ def registered():
 
 
 def test_register():
-    """Our methods are registered before SGLang's, because one of SGLang's methods overrides the user's choice."""
+    """Check that our methods are registered before SGLang's, because one of SGLang's methods overrides the user's
+    choice."""
     assert [*quantization.QUANTIZATION_METHODS][:3] == [*METHODS.values()]
     assert [name for name in QUANTIZATION_CHOICES if name in METHODS.values()] == [*METHODS.values()]
     assert linear.WEIGHT_LOADER_V2_SUPPORTED.count(CuteLinearMethod.__name__) == 1
@@ -112,7 +113,8 @@ def check(got: np.ndarray, x: np.ndarray, weights: list[np.ndarray], bound: floa
 @pytest.mark.parametrize(("config", "scheme", "chosen"), CHECKPOINTS)
 @torch.no_grad()
 def test_layers(config, scheme, chosen):
-    """SGLang's loaders fill the layers, merged ones too, and products are those with the decoded weights."""
+    """Check that SGLang's loaders fill the layers, merged layers too, and that products agree with the decoded
+    weights."""
     made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(config))
     for name, layer in layers_of(made, 256, parallel_group="replicated").items():
         assert type(layer.quant_method) is CuteLinearMethod and layer.quant_method.scheme == scheme, name
@@ -125,7 +127,7 @@ def test_layers(config, scheme, chosen):
 @pytest.mark.parametrize(("config", "scheme", "chosen"), [CHECKPOINTS[0], CHECKPOINTS[-1]])
 @torch.no_grad()
 def test_two_ranks(config, scheme, chosen):
-    """Each rank loads its part: of the rows, or of the columns."""
+    """Check that each rank loads its shard of the rows or of the columns."""
     parts = {name: [stored_layer(scheme, rows, 256) for rows in sizes] for name, sizes in SIZES.items()}
     x, sums = torch.randn(3, 256).bfloat16(), 0.0
     for rank in range(2):
@@ -153,7 +155,8 @@ def test_ignored_layers():
 
 @torch.no_grad()
 def test_attention_of_deepseek():
-    """SGLang's models read the weight and the scales of kv_b_proj, and ask the other methods for a name."""
+    """Check the attributes that SGLang's models read: the weight and scales of kv_b_proj, and the names of other
+    methods."""
     config, scheme, _ = CHECKPOINTS[-1]
     made = quantization.get_quantization_config(METHODS["auto"]).from_config(config)
     options: Any = {"bias": False, "quant_config": made, "params_dtype": torch.bfloat16, "parallel_group": "replicated"}
@@ -191,7 +194,8 @@ def test_transforms_are_refused():
     [("nvfp4", "modelopt", "CuteNvFp4Config"), ("mxfp4", "compressed-tensors", "CuteCompressedTensorsConfig")],
 )
 def test_checkpoints(scheme, style, kind, tmp_path):
-    """SGLang accepts checkpoints that ``save`` wrote with our method, and chooses its own without --quantization."""
+    """Check that SGLang loads checkpoints from ``save`` with our method, and without --quantization with its own
+    method."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, **sizes)
     model = transformers.LlamaForCausalLM(config).bfloat16()
@@ -216,8 +220,9 @@ def test_without_a_server():
 
 
 def test_settings_of_a_server(tmp_path):
-    """Settings in effect are used, even if the user does not give them: a chunk of a prefill by default, and the
-    longest prompt without chunks. SGLang has no function to forget the settings, so this test is the last."""
+    """Check that SGLang's effective settings determine the largest number of rows: the default size of a prefill chunk,
+    or without chunks, the longest prompt. SGLang provides no function to forget the settings, so this test runs
+    last."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, max_position_embeddings=20000, **sizes)
     config.architectures = ["LlamaForCausalLM"]

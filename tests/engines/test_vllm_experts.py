@@ -1,4 +1,4 @@
-"""Tiny models with experts, served by vLLM on a CPU, against the same checkpoints in transformers."""
+"""Tiny models with experts, served by vLLM on a CPU, and compared with the same checkpoints in transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUTED: dict[str, Any] = {
     "first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
 }  # fmt: skip
 GLM: dict[str, Any] = {"kind": "Glm4Moe", "head_dim": 64, **ROUTED}
-"""The experts, router and shared expert of DeepSeek-V3, and another attention."""
+"""Model with the experts, router and shared expert of DeepSeek-V3, but a different attention."""
 DEEPSEEK: dict[str, Any] = {
     "kind": "DeepseekV3", "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
     "v_head_dim": 64, "num_key_value_heads": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", **ROUTED,
@@ -67,8 +67,8 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class ExpertsAgree:
-    """Check that each layer of experts is ours and returns, to the last bit, what the same experts of transformers
-    return: for few tokens, which compute only routed pairs, and for many, which permute the tokens."""
+    """Check that each layer of experts is ours, and that its results equal the results of the same experts in
+    transformers, bit for bit: with few tokens (only routed pairs are computed), and with many (tokens are permuted)."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.count = model, 0
@@ -131,8 +131,8 @@ def test_experts(scheme, style, of, tmp_path):
     ("fp8_block", "compressed-tensors", DEEPSEEK), ("fp8_channel", "modelopt", QWEN),
 ])  # fmt: skip
 def test_experts_with_quantised_activations(scheme, style, of, tmp_path):
-    """Whole models with FP8 activations agree only roughly. DeepSeek's attention differs between vLLM and transformers
-    for this model without quantisation too."""
+    """Compare whole models with FP8 activations, which agree only roughly. For this model, DeepSeek's attention differs
+    between vLLM and transformers even without quantisation."""
     folder = save(tmp_path / "model", scheme, style, **of)
     model = in_transformers(folder)
     check = ExpertsAgree(model)

@@ -17,7 +17,7 @@ def test_signature(name, stub, theirs):
 
 
 def test_settings_of_experts() -> None:
-    """The integration reads only attributes of vLLM's settings of experts."""
+    """Check that vLLM's settings of experts contain the attributes that the integration reads."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 
     known = {*dir(FusedMoEConfig), *(field.name for field in dataclasses.fields(FusedMoEConfig))}

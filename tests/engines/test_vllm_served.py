@@ -1,4 +1,4 @@
-"""Tiny models that ``save`` wrote, served by vLLM on a CPU, against the same checkpoints in transformers."""
+"""Tiny models that ``save`` wrote, served by vLLM on a CPU, and compared with the same checkpoints in transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DENSE = [
 
 @pytest.mark.parametrize(("scheme", "style", "calibrated"), DENSE)
 def test_fp4_checkpoints(scheme, style, calibrated, tmp_path):
-    """With 16-bit activations, tokens and log probabilities agree with transformers."""
+    """Check that with 16-bit activations, tokens and log probabilities agree with transformers."""
     seeds = (0, 1, 2) if (scheme, style, calibrated) in DENSE[1:3] else (0,)
     for seed in seeds:
         folder = save(tmp_path / str(seed), scheme, style, calibrated=calibrated, seed=seed)
@@ -105,7 +105,7 @@ def test_layers_with_quantised_activations(scheme, style, calibrated, activation
 
 
 def skewed(folder: Path) -> Path:
-    """Double the global scales of k and up, and halve their block scales: the same weights."""
+    """Double the global scales of k and up, and halve their block scales, so that the weights stay equal."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     for name in [name for name in tensors if name.endswith("weight_scale_2") and ("k_proj" in name or "up" in name)]:
@@ -131,7 +131,7 @@ def test_biases(tmp_path):
 
 
 def test_tied_output_head_and_scales_of_the_cache(tmp_path):
-    """Scales of the KV cache, which are tensors of k_proj and v_proj in the file, are left to vLLM."""
+    """Check that scales of the KV cache, which are tensors of k_proj and v_proj in the file, are left to vLLM."""
     folder = save(tmp_path / "model", "nvfp4", "modelopt", tie_word_embeddings=True)
     tensors = load_file(folder / "model.safetensors")
     for i, kind in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
@@ -150,7 +150,7 @@ def test_quantised_output_head(style, tmp_path):
 
 
 def test_sizes_without_a_kernel(tmp_path):
-    """down_proj with K = 500 has no kernel: its weight is decoded when it is loaded."""
+    """Check that the weight of down_proj, for which K = 500 and no kernel exists, is decoded when it is loaded."""
     folder = save(tmp_path / "model", "fp8_channel", "compressed-tensors", intermediate_size=500)
     decoded: list[bool] = []
     served = serve(folder, check=lambda model: decoded.extend(
@@ -162,7 +162,8 @@ def test_sizes_without_a_kernel(tmp_path):
 
 
 def test_choice_by_the_setting(tmp_path, monkeypatch):
-    """Without --quantization vLLM's own method computes the layers, unless the setting chooses ours."""
+    """Check that without --quantization vLLM's own method computes the layers, unless the setting chooses our
+    method."""
     folder = save(tmp_path / "model", "fp8_channel", "compressed-tensors")
     assert [*serve(folder, None).methods] == ["CompressedTensorsLinearMethod"]
     monkeypatch.setattr(settings, "VLLM", "auto")
@@ -170,8 +171,8 @@ def test_choice_by_the_setting(tmp_path, monkeypatch):
 
 
 def test_compiled(tmp_path, monkeypatch, caplog):
-    """vLLM compiles the model as one graph, with our norms if the user prefers them, and reads every file that it
-    traced."""
+    """Check that vLLM compiles the model as one graph, with our norms if the user prefers them, and reads every file
+    that it traced."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     from vllm.compilation import backends
 
@@ -186,8 +187,8 @@ def test_compiled(tmp_path, monkeypatch, caplog):
 
 
 def test_batch_invariance(tmp_path, monkeypatch):
-    """A prompt's log probabilities are equal, to the last bit, alone and in a batch. Only this package is in the mode:
-    vLLM's own mode replaces torch's operations by Triton's kernels, also on a CPU, where they do not run."""
+    """Check that a prompt's log probabilities are the same, bit for bit, alone and in a batch. Only this package uses
+    the batch-invariant mode: vLLM's own mode uses Triton kernels, which do not run on a CPU."""
     monkeypatch.setattr(_checkpoints, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     folder, found = save(tmp_path / "model", "nvfp4", "modelopt"), []
     batch = serve(folder, check=lambda model: found.extend(
@@ -206,7 +207,7 @@ MOE: dict[str, Any] = {
 
 
 def filled(meta: torch.Tensor) -> torch.Tensor:
-    """Return vLLM's new tensor for reloaded weights, filled with positive numbers; its content is undefined."""
+    """Return vLLM's new tensor for reloaded weights, filled with positive numbers because its content is undefined."""
     tensor = _materialize(meta)
     tensor.view(torch.uint8).fill_(0x3C)
     return tensor
@@ -217,8 +218,8 @@ _materialize = reloading.materialize_meta_tensor
 
 @pytest.mark.parametrize(("of", "calibrated"), [({}, True), (MOE, False)])
 def test_reloaded_weights(of, calibrated, tmp_path, monkeypatch):
-    """After vLLM loaded another file's weights, its answers are the other file's. The file without calibration contains
-    no input scales, so that activations stay in 16 bits."""
+    """Check that, after vLLM loaded the weights of another file, its answers are the answers of this other file. A file
+    without calibration contains no input scales, so activations stay in 16 bits."""
     monkeypatch.setattr(reloading, "materialize_meta_tensor", filled)
     folder, other = (
         save(tmp_path / str(seed), "nvfp4", "modelopt", seed=seed, calibrated=calibrated, **of) for seed in (0, 1)
@@ -274,7 +275,7 @@ def server(tmp_path) -> Iterator[tuple[Path, str]]:
 
 
 def test_server(server):
-    """The server's answers equal offline answers."""
+    """Check that the server's answers equal offline answers."""
     folder, address = server
     want = serve(folder).answers
     for prompt, answer in zip(PROMPTS, want, strict=True):

@@ -64,8 +64,8 @@ def test_gemms_of_packed_rows_know_nothing_but_offsets(
     layout: str,
     has_counts: bool,
 ) -> None:
-    """Check that GEMMs over packed rows get offsets but no counts: without counts, a GEMM chooses tiles for random
-    routing. In the masked layout, GEMMs get counts."""
+    """Check that GEMMs over packed rows get offsets but no counts, because without counts a GEMM chooses tiles for
+    random routing. In the masked layout, GEMMs get counts."""
     given = []
 
     def multiplied(*args: object, **named: object) -> torch.Tensor:

@@ -22,8 +22,8 @@ def minilm_nvfp4(quickstart: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def bert() -> dict[str, torch.Tensor]:
-    """Return the tensors of a small BERT with two layers of two heads, and the unused tensors that such files
-    contain."""
+    """Return the tensors of a small BERT with two layers of two heads, and tensors that such files contain but the
+    example ignores."""
     torch.manual_seed(0)
     hidden, wide = 64, 128
     tensors = {
@@ -191,7 +191,8 @@ def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, a
 
 @pytest.mark.usefixtures("minilm_modules")
 def test_minilm_embeddings(minilm_nvfp4: ModuleType, hidden_states: ModuleType) -> None:
-    """Compare the model with sentence-transformers' embeddings, and with NVFP4 weights against the decoded model."""
+    """Compare the model's embeddings with sentence-transformers', and the model with NVFP4 weights with the decoded
+    model."""
     tensors, tokenizer = hidden_states.minilm_model()
     ids, mask = minilm_nvfp4.encode(tokenizer, minilm_nvfp4.SENTENCES)
     with torch.no_grad():

@@ -171,8 +171,8 @@ def test_offsets(layout, rows, blocks):
 
 
 def test_offset_of_known_places():
-    """Check known offsets of the 128x4 layout in the PTX ISA: 32 rows of 4 bytes form a column of 128 bytes, and the
-    next 32 rows the next column."""
+    """Check offsets of the 128x4 layout that the PTX ISA shows: 32 rows of 4 bytes form a column of 128 bytes, and the
+    next 32 rows form the next column."""
     layout = SCALE_LAYOUTS["128x4"]
     known = {
         (0, 0): 0,
@@ -223,8 +223,8 @@ def test_rearranging_views(layout, offset):
 
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
 def test_rearranging_takes_no_more_than_copies(layout):
-    """Check that rearranging scales needs no tensor of indices, which would take eight times the bytes, and most of the
-    time of loading a model."""
+    """Check that rearranging scales needs no tensor of indices, which would take eight times the scales' bytes, and
+    most of a model's loading time."""
     made = []
 
     class Sizes(TorchDispatchMode):

@@ -43,7 +43,7 @@ def fractions_of(bytes_: torch.Tensor, block_size: int) -> list[list[Fraction | 
 
 
 def value_of_index(index: int, block_size: int) -> Fraction | None:
-    """Return s for an index, by the definition of prepared scales."""
+    """Return the scale that a table index stands for, divided by its row's power of two."""
     if index in (0, 255):
         return None if index else Fraction(0)
     if block_size == 32:
@@ -54,8 +54,8 @@ def value_of_index(index: int, block_size: int) -> Fraction | None:
 
 @by_format
 def test_bytes(block_size):
-    """Check each byte against exact fractions: the power of two of each row, the index of each block, and the zeros. An
-    index 0 stands for a scale with which all products round to 0 in e4m3."""
+    """Check each byte against exact fractions: the power of two of each row, the index of each block, and the zeros.
+    Index 0 stands for scales so small that their products with all codes round to 0 in e4m3."""
     n, k = 40, 576
     bytes_ = scale_bytes(n, k // block_size, block_size)
     fmt = FORMATS[block_size]

@@ -79,6 +79,6 @@ def test_rounding_error_of_nvfp4():
     lost = [((one - weight).square().mean() / weight.double().square().mean()).sqrt() for one in (decoded, reencoded)]
     assert [one.item() for one in lost] == pytest.approx([0.0951, 0.0969], abs=4e-4)
     off = (reencoded - decoded).abs()
-    # Below e4m3's normal range, the distance of two numbers is constant.
+    # Below e4m3's normal range, numbers are equally spaced.
     least = powers.double().repeat_interleave(128, 1) / factor.double() * 2.0**-10
     assert (off <= torch.maximum(decoded.abs() * 0.0477, least) * (1 + 1e-6)).all()

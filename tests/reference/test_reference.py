@@ -25,12 +25,12 @@ quantized, dequantized = OPS["fp4_quantize"].reference, OPS["fp4_dequantize"].re
 
 FP4_POWERS = st.one_of(st.integers(-10, 10), st.integers(-60, 59))
 FP8_POWERS = st.one_of(st.integers(-10, 10), st.integers(-100, 100))
-"""Powers of two of a global scale: mostly small, sometimes as large as the scales allow."""
+"""Exponents of global scales that are powers of two: mostly small, sometimes as large as the scales allow."""
 
 
 @st.composite
 def rows(draw, kinds=KINDS, parts=1):
-    """Draw a tensor (..., K), or (..., 2K) with two ``parts``, the arguments of its format, and a random generator."""
+    """Draw a tensor, (..., K) or with two ``parts`` (..., 2K); the arguments of its format; and a random generator."""
     fmt = draw(one_of((NVFP4, MXFP4)))
     shape = [*draw(leads()), draw(st.integers(1, 9)) * fmt.block_size * parts]
     dtype, generator = draw(one_of(DTYPES)), draw(generators())
@@ -282,7 +282,7 @@ def test_route_dense(call, has_factor):
 
 def test_routes_by_hand():
     """Check small routings worked out by hand: rows are ordered by expert, then token, up to the size of the buffer. A
-    token may name an expert twice, or none."""
+    token may name an expert twice, or no expert."""
     ids = torch.tensor([[1, -1], [0, 1], [1, 1], [3, 0]], dtype=torch.int32)
     want = {
         "alignment": ([[2, -1], [0, 3], [4, 5], [-1, 1]], [2, 7, 0, 3, 4, 5, -1, -1, -1, -1], [0, 2, 6, 6], [2, 4, 0]),
@@ -377,8 +377,8 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 
 def test_every_reference_takes_its_ops_arguments():
     """Check that references take the op's arguments by name, and all other arguments as ``**named``. Only ops define
-    defaults. A reference has a default only for scales of activations or rows, because some ops that call it lack this
-    argument."""
+    defaults. A reference defines a default only for scales of activations or rows, because some ops that share the
+    reference lack this argument."""
     for name, op in OPS.items():
         reference = getattr(importlib.import_module(f"torch_cute_ops.reference.{name}"), name)
         theirs = inspect.signature(reference).parameters.values()

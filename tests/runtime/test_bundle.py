@@ -295,7 +295,7 @@ def test_a_damaged_library(copy, damage):
 
 
 def test_links_in_a_bundle(copy):
-    """Check that links to the bundle and inside it are allowed, because volumes of containers consist of them."""
+    """Check that links to the bundle and inside it are allowed, because container volumes consist of links."""
     copy.rename(copy.with_name("data"))
     copy.symlink_to("data")
     (copy / "sm_90a.so").rename(copy / "version-7.so")

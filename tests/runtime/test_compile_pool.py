@@ -1,4 +1,4 @@
-"""Kernels compiled ahead in parallel processes: which ones, in which order, and after a failure."""
+"""Kernels that are compiled ahead in parallel processes: their selection, their order, and failures."""
 
 import contextlib
 import errno
@@ -45,7 +45,7 @@ def asked(monkeypatch, tmp_path):
 
 
 def test_each_missing_kernel_is_compiled_once(asked, monkeypatch):
-    """Kernels in memory or on disk are left out."""
+    """Check that kernels in memory or on disk are left out."""
     compile_ahead([*KERNELS, KERNELS[1]], SM90, 2)
     assert asked.pop() == (2, [Task(each, "sm_90a") for each in KERNELS])
     compiler._compiled[KERNELS[0], "sm_90a"] = object()
@@ -60,7 +60,7 @@ def test_each_missing_kernel_is_compiled_once(asked, monkeypatch):
 
 
 def test_no_pool_that_would_not_help(asked, monkeypatch):
-    """With two kernels, one processor, one worker, or nowhere to keep kernels, no process starts."""
+    """Check that no process starts with two kernels, one processor, one worker, or no place to keep kernels."""
     compile_ahead(KERNELS[:2], SM90)
     compile_ahead(KERNELS, SM90, 1)
     with monkeypatch.context() as patch:
@@ -75,8 +75,8 @@ def test_no_pool_that_would_not_help(asked, monkeypatch):
     ("failing", "tried"), [((1,), 6), ((0, 5), 6), ((0, 2, 3), 4), ((0, 1, 2, 3, 4, 5), 3)], ids=str
 )
 def test_failures(failing, tried, asked, monkeypatch, caplog):
-    """After one or two failed kernels the others are still compiled. The third failure ends the pool. A warning names
-    each failed kernel."""
+    """Check that after one or two failed kernels the remaining kernels are compiled, that the third failure ends the
+    pool, and that a warning names each failed kernel."""
     seen = []
 
     def compile_all(given, workers, ranks, pool):
@@ -128,7 +128,7 @@ def no_descriptor(patch):
     "spoil", [no_interpreter, no_tqdm, no_process, no_descriptor], ids=lambda spoil: spoil.__name__
 )
 def test_without_processes(spoil, monkeypatch, tmp_path, caplog):
-    """If no process can start, nothing is compiled ahead, one warning says why, and no error is raised."""
+    """Check that, if no process can start, nothing is compiled ahead, one warning says why, and no error is raised."""
     monkeypatch.setattr(compiler, "_compiled", {})
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
     with monkeypatch.context() as patch:
@@ -178,8 +178,8 @@ def test_ranks_divide_the_processors_and_begin_at_different_kernels(pool, monkey
 
 
 def test_the_longest_kernels_begin_first(pool):
-    """Check that kernels with large output tiles, which take several times as long, do not begin last. Kernels of equal
-    size keep their order."""
+    """Check that kernels with large output tiles, which take several times as long to compile, do not begin last.
+    Kernels of equal size keep their order."""
     gemm = {"n": 28672, "k": 4096, "dtype": torch.bfloat16, "static_weight": True}
     rows = (1, 8, 2048, 16)
     kernels = [registry.kernels_of("mm_fp4_weight_only", "sm_90a", m=m, **gemm)[-1] for m in rows]
@@ -254,7 +254,7 @@ def test_a_pool_starts_when_enough_kernels_are_missing(early):
 
 
 def test_a_pool_that_is_not_needed(early, monkeypatch):
-    """Check that a pool is closed after an error, and that none starts if kernels cannot be kept."""
+    """Check that a pool is closed after an error, and that no pool starts if kernels cannot be kept."""
     with pytest.raises(ZeroDivisionError), EarlyPool(3) as pool:
         pool.expect(KERNELS, SM90)
         raise ZeroDivisionError

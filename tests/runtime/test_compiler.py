@@ -71,8 +71,8 @@ def test_key_contains_every_field_of_a_config(name):
 
 @pytest.fixture
 def forget_versions():
-    """Return a function after which the next key looks up the installed versions again. The end of the test has the
-    same effect."""
+    """Return a function that clears the cache of installed versions. The cache is also cleared at the end of the
+    test."""
     yield installed_packages.cache_clear
     installed_packages.cache_clear()
 
@@ -97,7 +97,8 @@ def test_key_contains_class_architecture_options_and_versions(monkeypatch, forge
 
 
 def test_arguments_depend_on_the_config_alone():
-    """The key does not contain the descriptions of arguments, so equal configs must give equal descriptions."""
+    """Check that equal configs give equal descriptions of arguments, because the key does not contain the
+    descriptions."""
     kernels = row_quant.RowQuantKernel, fp4_dequant.FP4DequantKernel
     for make, config in zip(kernels, CONFIGS.values(), strict=True):
         assert make(config).arguments() == make(dataclasses.replace(config)).arguments() != ()

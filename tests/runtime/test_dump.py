@@ -1,4 +1,4 @@
-"""Dumps of calls: what is kept, when, and what a replay of it gives."""
+"""Dumps of calls: their contents, when they are written, and the results of replays."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_given_outputs(tmp_path):
 
 
 def test_shapes_alone_under_capture(tmp_path, monkeypatch):
-    """Contents cannot be read during a capture, so no tensor is copied."""
+    """Check that no tensor is copied during a capture, because contents cannot be read then."""
     x = torch.zeros(5, 64, device="meta")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -125,8 +125,8 @@ def test_shapes_alone_under_capture(tmp_path, monkeypatch):
 
 
 def test_a_failed_copy_keeps_the_last_dump(tmp_path, monkeypatch, caplog):
-    """After a CUDA error no tensor can be read. The call goes on and raises its own error. The log does not name the
-    previous call's dump, and names the dump of the next call that fails."""
+    """Check that, if tensors cannot be read after a CUDA error, the call raises its own error, and the log does not
+    name the previous call's dump. For the next call that fails, the log names the dump."""
     recorder, x = recorder_of("rmsnorm", tmp_path), torch.randn(5, 64)
     recorder.record((x, torch.ones(64)), {})
     before = recorder.path.read_bytes()
@@ -157,7 +157,7 @@ def test_a_failed_copy_keeps_the_last_dump(tmp_path, monkeypatch, caplog):
     ],
 )
 def test_the_name_of_a_dump(host, rank, name, tmp_path, monkeypatch):
-    """Processes of two hosts, and two ranks, never write to the same file of a shared folder."""
+    """Check that neither two hosts nor two ranks write to the same file of a shared folder."""
     monkeypatch.setattr(platform, "node", lambda: host)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
@@ -175,7 +175,7 @@ def test_the_rank_of_a_process_group(tmp_path, monkeypatch):
 
 
 def test_links_are_not_followed(tmp_path):
-    """A link with the name of a dump is replaced, and the file that it leads to stays."""
+    """Check that a link with the name of a dump is replaced, and that the file it leads to stays."""
     other, recorder = tmp_path / "other", recorder_of("rmsnorm", tmp_path / "dumps")
     other.write_bytes(b"valuable")
     recorder.folder.mkdir()
@@ -199,8 +199,8 @@ except ValueError:
 
 
 def test_the_setting(tmp_path):
-    """The last call of each op stays when the process is killed, also a call that fails. Without the setting, nothing
-    is loaded."""
+    """Check that the last call of each op, even a failed call, can be read after the process is killed, and that
+    without the setting no module for dumps is imported."""
     done = forked(PROGRAM, TORCH_CUTE_OPS_DUMP=str(tmp_path / "dumps"))
     assert done.returncode < 0, done.stderr
     norm, quantize = (
@@ -238,7 +238,7 @@ def test_replay_command(dumped, capsys):
 
 
 def test_replay_says_where_the_result_differs(dumped, capsys, monkeypatch):
-    """One wrong element of any row is found, and versions that differ are named."""
+    """Check that a single wrong element in any row is found, and that differing versions are named."""
     real = replay
 
     def wrong(*args):

@@ -61,7 +61,7 @@ def test_reasons(members: Any, of_host: str, reason: str | None, monkeypatch: py
 
 @pytest.mark.parametrize(("report", "ranks"), [([0, 1, 0], "rank 2"), ([1, 0, 1], "ranks 0, 3")], ids=["one", "two"])
 def test_missing_ranks_are_named(report: list[int], ranks: str) -> None:
-    """Check the error of the call after a launch on rank 1 of four that waited in vain."""
+    """Check the error of a call on rank 1 of four, after a launch in which this rank waited in vain for other ranks."""
     memory = object.__new__(groups.SharedMemory)
     memory.name, memory.rank, memory.ranks, memory.timeout_s = "tp", 1, 4, 30.0
     memory._report, memory._nothing = np.array(report, np.int32), bytes(12)
@@ -70,7 +70,7 @@ def test_missing_ranks_are_named(report: list[int], ranks: str) -> None:
 
 
 class Stream:
-    """Stand-in for ``torch.cuda.Stream``, which is not unequal to None."""
+    """Stand-in for ``torch.cuda.Stream``, for which ``stream != None`` is also False."""
 
     def __init__(self, handle: int, is_capturing: bool = False) -> None:
         self.cuda_stream, self.is_capturing = handle, is_capturing
@@ -110,7 +110,8 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_streams_are_not_unequal_to_none() -> None:
-    """Check the property of torch's streams for which ``follow_last_launch`` compares handles."""
+    """Check that ``stream != None`` is False for torch's streams, which is why ``follow_last_launch`` compares
+    handles."""
     stream = torch.Stream(stream_id=0, device_index=0, device_type=1)
     assert (stream != None) is False  # noqa: E711
 

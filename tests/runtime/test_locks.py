@@ -75,7 +75,7 @@ def test_waiting_is_bounded(path, holder, caplog):
 
 
 def test_a_file_that_nobody_locks(path):
-    """Check that the file of a lock that nobody holds, as a killed process leaves it, can be locked."""
+    """Check that a lock file that a killed process left, and that nobody holds, can be locked."""
     path.parent.mkdir()
     path.write_text("1\nanother-host\n")
     started = time.monotonic()

@@ -132,7 +132,7 @@ def replace_by(make):
 
 def bind(path):
     with socket.socket(socket.AF_UNIX) as server:
-        here = os.open(path.parent, os.O_RDONLY)  # the path may be longer than the name of a socket can be
+        here = os.open(path.parent, os.O_RDONLY)  # the path may be too long for the name of a socket
         server.bind(f"/proc/self/fd/{here}/{path.name}")
         os.close(here)
 
@@ -197,8 +197,8 @@ def test_an_entry_that_is_deleted_while_it_is_read_is_no_damage(store, monkeypat
 
 
 def test_an_entry_that_appears_while_it_is_read_is_no_damage(store, monkeypatch, caplog):
-    """A reader finds no description; then another process stores the entry, as a whole. The reader must not take the
-    entry for half an entry and delete it: the other process would find nothing right after its compilation."""
+    """Check a reader that finds no description just before another process stores the whole entry. The reader must not
+    delete the entry as incomplete: the other process needs it right after its compilation."""
     name, real, missed = digest(1), files.read, []
 
     def read_before_it_appears(path, limit):
@@ -217,8 +217,8 @@ def test_an_entry_that_appears_while_it_is_read_is_no_damage(store, monkeypatch,
 
 
 def test_only_the_damaged_entry_is_deleted(store, monkeypatch):
-    """A reader finds damage. Before it deletes the entry, another process has replaced it by a whole entry, which
-    stays."""
+    """Check a reader that finds a damaged entry, which another process replaces by a whole entry before the reader
+    deletes it. The whole entry must stay."""
     name, real = digest(1), store._delete
     store.save("1", write(1))
     truncate(store.root / name)
@@ -296,7 +296,7 @@ def test_a_failed_write_affects_one_kernel(store, caplog, number):
 
 
 def test_a_file_instead_of_the_folder(tmp_path, caplog):
-    """Check that, if a file is in the folder's place, kernels stay in memory and no locks are taken."""
+    """Check that kernels stay in memory and no locks are taken if a file is in the place of the cache folder."""
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file", MEGABYTE)
     assert store.load(digest(1), read) is None

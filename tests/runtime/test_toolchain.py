@@ -20,7 +20,7 @@ def forget():
 
 @pytest.fixture
 def dsl(monkeypatch):
-    """Return a function that replaces the DSL by a stub with this version and these packages."""
+    """Return a function that replaces the DSL by a stub with a given version and given packages."""
 
     def install(version, packages):
         module = ModuleType("cutlass")

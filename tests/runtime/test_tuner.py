@@ -42,8 +42,8 @@ def test_a_key_is_tuned_once():
 
 
 def test_hopeless_candidates_are_not_tried():
-    """Check that candidates with more than four times the best estimate are tried only if all better candidates are
-    wrong."""
+    """Check that candidates whose estimate exceeds four times the best estimate are tried only if all better candidates
+    give wrong results."""
     estimates = {A: 1.0, B: 4.0, C: 4.1, LAST: float("inf")}
     seconds = {A: 4.0, B: 3.0, C: 1.0, LAST: 1.0}
     clock = Clock(seconds, estimates=estimates)
@@ -106,8 +106,8 @@ def test_other_threads_are_not_tuned():
 
 
 def test_the_generation_changes():
-    """Check that the generation changes with each block and each choice, so that callers look up their choices
-    again."""
+    """Check that the tuner's generation number changes with each block and each choice, so that callers look up their
+    choices again."""
     seen = [tuning.generation]
     with tuning.autotune():
         seen.append(tuning.generation)

@@ -59,7 +59,8 @@ def agreed(clock, **block):
 
 
 def by_sum(rank):
-    """A, B and C are candidates: B is fastest on rank 0, C on rank 1, A in total. On rank 2, B is wrong."""
+    """Tune candidates A, B and C: B is fastest on rank 0, C on rank 1, and A in total. On rank 2, B gives a wrong
+    result."""
     seconds = ({A: 3.0, B: 1.0, C: 9.0}, {A: 3.0, B: 9.0, C: 2.0}, {A: 3.0, B: 0.1, C: 9.0})[rank]
     first = Clock(seconds, wrong=[B] if rank == 2 else [])
     answers = [agreed(first), agreed(first), len(first.timed)]
@@ -82,7 +83,8 @@ def test_ranks_choose_by_the_sum_of_their_times(tmp_path, store):
 
 
 def one_fails(rank):
-    """First rank 1 raises; then all ranks raise; then an interrupt ends rank 1's call. The other ranks do not wait."""
+    """Tune while rank 1 raises, then while all ranks raise, then while an interrupt ends rank 1's call. The other ranks
+    must not wait."""
     seconds = {A: 3.0, B: 2.0, C: 9.0}
     error = RuntimeError("out of memory on this rank")
     answers = [agreed(Clock(error if rank == 1 else seconds))]
@@ -109,7 +111,7 @@ def test_a_failed_rank_delays_nobody(tmp_path):
 
 
 def last_is_late(rank):
-    """Rank 2 arrives with different times after the other ranks decided without it."""
+    """Tune so that rank 2 arrives, with different times, after the other ranks decided without it."""
     if rank == 2:
         time.sleep(4.0)
     clock = Clock({A: 0.1, B: 9.0, C: 9.0} if rank == 2 else {A: 3.0, B: 2.0, C: 9.0})
@@ -117,7 +119,7 @@ def last_is_late(rank):
 
 
 def first_never_comes(rank):
-    """Rank 0 never calls. The other ranks wait for it once in a block, for twice the time-out, and then agree without
+    """Tune without rank 0. The other ranks wait for it once in a block, for twice the time-out, and then agree without
     it."""
     if rank == 0:
         return None

@@ -245,7 +245,7 @@ def add_for_ever(path):
         add_choices(path, random.randrange(1000), 5)
 
 
-@pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
+@pytest.mark.slow  # runs early: a process with compiled kernels takes ten times as long to fork
 def test_killed_writers_leave_a_file_that_can_be_read(file, caplog):
     add_choices(file, 5000, 1)
     for _ in range(15):

@@ -34,7 +34,7 @@ def corrupted(output: torch.Tensor) -> torch.Tensor:
 
 
 def is_in_range(op, sample) -> bool:
-    """Check a sample's indices as debug mode does: a GPU takes some that a CPU, and debug mode, refuse."""
+    """Check a sample's indices as debug mode does. A GPU accepts some indices that a CPU and debug mode refuse."""
     try:
         op.path.check_values(op.bind(**arguments(op, sample)))
     except ValueError as error:
@@ -145,7 +145,8 @@ def test_values_are_checked():
 
 
 def test_the_setting():
-    """Check that the setting installs the checks: a reference that is wrong once raises, and so does a wrong scale."""
+    """Check that the setting installs the checks: a reference that returns a wrong result once raises, and so does a
+    wrong scale."""
     done = forked(
         "import torch, torch_cute_ops\n"
         "from torch_cute_ops.reference import rmsnorm\n"

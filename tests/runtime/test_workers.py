@@ -1,4 +1,5 @@
-"""Worker processes: each task gets a result, and no worker outlives the block or the parent process."""
+"""Worker processes: each task gets a result, and no worker outlives the ``with`` block or the parent process. All
+workers are forked from one process, the template."""
 
 import errno
 import gc
@@ -59,7 +60,7 @@ def prepare():
 
 
 def test_a_template_is_prepared_once():
-    """Check that all workers are forked from one process, which has called ``prepare``."""
+    """Check that all workers are forked from the template, which called ``prepare``."""
     with Workers(mark, 2, prepare) as workers:
         answers = {answer for _, answer in workers.map(range(5))}
     ((prepared, parent),) = answers
@@ -67,7 +68,8 @@ def test_a_template_is_prepared_once():
 
 
 def collector(_):
-    """Return three flags: the template collected garbage, this worker does, and it ignores the template's objects."""
+    """Return three flags: the template collected garbage; this worker collects garbage; it ignores the template's
+    objects."""
     return os.environ["COLLECTS"], gc.isenabled(), gc.get_freeze_count() > 10_000
 
 
@@ -76,13 +78,14 @@ def prepare_collector():
 
 
 def test_the_template_collects_no_garbage():
-    """Check that imports are not slowed down by collections, and that workers collect only their own garbage."""
+    """Check that garbage collection does not slow down the template's imports, and that workers collect only their own
+    garbage."""
     with Workers(collector, 1, prepare_collector) as workers:
         assert list(workers.map([0])) == [(0, ("False", True, True))]
 
 
 def test_no_zombies():
-    """Check that the ids of workers are free after the block, because the template has waited for all of them."""
+    """Check that the workers' process ids are free after the block, because the template waited for all workers."""
     with Workers(sleep, 2) as workers:
         assert len(list(workers.map([0.0, 0.1, -1.0, 0.0]))) == 4
     for pid in workers.pids:
@@ -111,7 +114,7 @@ def end():
 
 
 def test_tasks_fail_if_the_template_dies():
-    """Check that every task is answered if the template ends before it forks a worker, or while a worker runs."""
+    """Check that every task gets a result if the template ends before it forks a worker, or while a worker runs."""
     with Workers(sleep, 2, end) as workers:
         assert dict(workers.map([0.0, 1.0, 2.0])) == dict.fromkeys([0.0, 1.0, 2.0], Died(3))
     answers = {}

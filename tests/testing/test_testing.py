@@ -1,4 +1,5 @@
-"""``torch_cute_ops.testing``: differences that the comparisons accept or refuse. Also helpers of our own tests."""
+"""``torch_cute_ops.testing``: differences that the comparisons accept or refuse. Helpers of our own tests are tested
+too."""
 
 import pytest
 import torch
@@ -80,7 +81,8 @@ def test_refused_differences(fmt):
 
 
 def test_differences_on_boundaries():
-    """Check that scales and elements on rounding boundaries do not count, and that all others do."""
+    """Check that differences of scales and elements on rounding boundaries do not count, and that all other differences
+    do."""
     y, scale = blocks(NVFP4)
     several = scale.clone().view(torch.uint8)
     several[0, 0, :8, 0, 0] += 1  # scales of block 0 of rows 0 to 7
@@ -122,7 +124,7 @@ def test_allowed_differences_of_fp8(granularity):
     excused = torch.zeros(100, 384, dtype=torch.bool)
     excused[:30, 7] = True
     assert_fp8_close((more, scale), (y, scale), fmt, lambda: excused)
-    # Equal rows count as one row, so that a change in each of 100 equal rows is accepted.
+    # Equal rows count as one row, so the same change in each of 100 equal rows is accepted.
     same = y[:1].expand(100, 384), scale[:1].expand(scale.shape)
     assert_fp8_close((with_bytes(same[0].contiguous(), 100, fp8_step), same[1]), same, fmt)
 
@@ -218,7 +220,7 @@ def test_raw_call(launches):  # noqa: F811
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS.values() if "counts" in op.signature.names])
 def test_samples_state_valid_row_counts(op):
     """Check that in samples each expert's count is at least 0 and fits into its rows, because kernels do not check
-    it."""
+    this."""
     for sample in sample_inputs(op.name, "cpu"):
         given = arguments(op, sample)
         rows, offsets, counts = next(iter(given.values())), given["offsets"], given["counts"]

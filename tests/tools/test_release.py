@@ -75,7 +75,7 @@ def test_this_version_is_in_the_changelog():
 
 
 def test_pins_replace_constraints(monkeypatch):
-    """CI tests other versions of torch and of the DSL by these pins."""
+    """Check that PINS replaces constraints. CI uses it to test other versions of torch and of the DSL."""
     monkeypatch.delenv("PINS", raising=False)
     usual = setup_env.constraints()
     assert usual == (ROOT / "constraints.txt").read_text().splitlines()

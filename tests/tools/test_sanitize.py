@@ -26,8 +26,8 @@ def program():
 
 
 def test_each_test_runs_under_a_tool(program, monkeypatch, tmp_path, capsys):
-    """Run each test without and with the tool. The last lines are printed, outputs are stored, and a failure of the
-    tool is a failure of the run."""
+    """Check that each test runs without and with the tool, that its last line is printed and its output stored, and
+    that a failure of the tool fails the run."""
     (tmp_path / "compute-sanitizer").write_text(SANITIZER)
     (tmp_path / "compute-sanitizer").chmod(0o755)
     (tmp_path / "test_two.py").write_text(TESTS)
