@@ -2,8 +2,7 @@
 `layer` measures the ops of a decoder layer in one captured graph, `expert_layer` measures routed expert layers, `model`
 measures whole models as they are served, `model_paged` measures decode steps with a paged cache, and `vllm` measures a
 model in vLLM. `tactics` measures every tactic of a GEMM, and prints each time next to the cost model's prediction.
-`all_reduce` measures the op that sums rows over several GPUs, and `layer_tp` measures a decoder layer that uses this
-op.
+`all_reduce` measures the op that sums rows over several GPUs, and `layer_tp` a decoder layer with this op.
 
 Five commands need no GPU. `compare OLD NEW` compares two folders of results. `performance` writes docs/performance.md.
 `plots` draws pictures of result files. `blackwell` prints estimated times of the tcgen05 FP4 GEMM on a B200.

@@ -1,6 +1,5 @@
-"""`python -m benchmarks all_reduce`: time of a sum over ranks, residual addition, norm and FP4 quantisation. One launch
-that does all of them is compared with NCCL's all-reduce followed by our op. Each GPU is used by one process; all calls
-are in CUDA graphs.
+"""`python -m benchmarks all_reduce`: one launch that sums over ranks, adds the residual, normalises and quantises to
+FP4, compared with NCCL's all-reduce followed by our op. One process per GPU; all calls are in CUDA graphs.
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ class Case:
 
     Attributes:
         sizes: Sizes by name.
-        inductor: Mode in which Inductor compiles the baseline of plain torch ops: "" (not compiled), "static"
-            (`dynamic=False`, one compilation for this shape) or "dynamic" (one compilation per row length, with a
-            symbolic M).
+        inductor: Mode in which Inductor compiles the baseline of plain torch ops: "" (not compiled), "static" (with
+            `dynamic=False`, for this shape) or "dynamic" (once per row length, with a symbolic M).
         choices: Arguments other than sizes that differ between the cases of an op, by name.
     """
 
@@ -127,8 +126,7 @@ class Benchmark(ABC):
         Padding is not counted."""
 
     def flops(self, case: Case) -> int:
-        """Return the number of multiplications and additions of the op, or 0 if memory bandwidth always limits the
-        op."""
+        """Return the op's number of multiplications and additions, or 0 if memory bandwidth always limits the op."""
         return 0
 
     @abstractmethod

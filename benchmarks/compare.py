@@ -57,8 +57,7 @@ class Line:
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
     def verdict(self, tolerance: float) -> str:
-        """Return the reason why a person should check the case, such as a longer time, or an empty string without a
-        reason."""
+        """Return the reason why a person should check the case, such as a longer time, or "" without a reason."""
         if not self.after.is_right:
             return "WRONG"
         return "SLOWER" if self.ratio > 1 + tolerance else ""

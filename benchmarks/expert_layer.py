@@ -145,9 +145,8 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
     from times that were measured with uniform routing.
 
     The result is the longer of two estimates. The first estimate interpolates linearly, by bytes, between the times of
-    two measured numbers of tokens, at most `m`. The second estimate scales the time of `m` tokens by bytes. The second
-    estimate is needed if nearly all experts are in use: with more tokens, the time then increases, but the bytes do
-    not.
+    two measured numbers of tokens, at most `m`. The second estimate scales the time of `m` tokens by bytes. It is
+    needed if nearly all experts are in use: with more tokens, the time then increases, but the bytes do not.
 
     Args:
         uniform: Bytes of the experts' weights and time in µs, by number of tokens; contains `m`.

@@ -157,8 +157,7 @@ def marlin(sets: Sequence[Operands]) -> str:
 
 
 def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
-    """Decode the weight to bfloat16, multiply it by alpha, and return a function that multiplies activations by the
-    result with `torch.mm`.
+    """Decode the weight to bfloat16, multiply it by alpha, and return a function that calls `torch.mm` with the result.
 
     The bfloat16 weight is exact, because alpha is a power of two.
     """

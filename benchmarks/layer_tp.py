@@ -185,8 +185,7 @@ and returns the partial sums of the last layer."""
 
 
 def runs_of(chain: Sequence[Divided], inputs: Inputs) -> dict[str, Run]:
-    """Return the functions to time, keyed by way. Each function first copies the input, because NCCL's sums are in
-    place."""
+    """Return the functions to time, by way. Each function first copies the input, because NCCL sums in place."""
 
     def run_of(own: Sequence[Divided], first: Callable[[], Tensor]) -> Run:
         def run(residual: Tensor, passes: int) -> Tensor:
@@ -400,9 +399,8 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def is_right(row: Mapping[str, Any]) -> bool:
-    """Check the comparisons in a row: with two ranks the sums must be equal; the residuals of all ranks must be equal;
-    the cosine similarity must be at least 0.99. It may be below 1, because another rounding of a sum may change
-    codes."""
+    """Check a row: with two ranks the sums must be equal, the residuals of all ranks must be equal, and the cosine
+    similarity must be at least 0.99 (not 1, because another rounding of a sum may change codes)."""
     results = row["results"]
     sums = row["sums_equal"] or row["ranks"] > 2
     return sums and results[FUSED]["ranks_equal"] and results[FUSED]["cosine"] >= 0.99

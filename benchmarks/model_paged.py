@@ -185,8 +185,7 @@ def compared(steps: Mapping[str, Step]) -> dict[str, float]:
 
 
 def is_right(results: Mapping[str, float]) -> bool:
-    """Check the results of `compared`. The two ways may round rotated keys differently, but they only copy the
-    values."""
+    """Check the results of `compared`. Both ways copy the values, but may round rotated keys differently."""
     return results["cosine"] > 0.999 and results["keys"] <= 2**-7 and results["values"] == 0
 
 

@@ -184,8 +184,7 @@ class RoutingBenchmark(MoeRowBenchmark):
     of_copy = None
     alignments = (PADDED,)
     peer_is_checked: ClassVar[bool] = False
-    """True if the peer's results must equal the op's. They may differ if logits are equal, because torch breaks ties
-    arbitrarily."""
+    """True if the peer's results must equal the op's. Otherwise torch may break ties of equal logits differently."""
 
     def case(self, m: int, width: int | None = None, experts: int = 0, alignment: int = PADDED) -> Case:
         return Case({"M": m, "E": experts or width or self.usual_width})

@@ -139,8 +139,7 @@ VLLM_DECODE = {
 size."""
 VLLM_PREFILL = {"ours": 1.0, "ours_fp8": 1.3}
 VLLM_PREFILL_TOKENS = 8192
-"""Smallest time of a prefill with bf16 weights, divided by the time with our kernels, and the prefill's number of
-tokens."""
+"""Smallest time of a prefill with bf16 weights, divided by the time with our kernels, and the prefill's length."""
 VLLM_REQUESTS = 1.8
 """Smallest time of many requests with Marlin, divided by the time with our kernels."""
 VLLM_COLD_SECONDS = 4.0

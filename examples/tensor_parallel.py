@@ -68,8 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         dist.destroy_process_group()
         # Free the layers before the interpreter exits. They refer to the process group, and gloo's threads run as long
-        # as the group is referenced. If the interpreter exits while one of these threads uses a tensor, the process
-        # aborts.
+        # as the group is referenced. If the interpreter exits while such a thread uses a tensor, the process aborts.
         gc.collect()
 
 

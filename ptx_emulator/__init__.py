@@ -1,9 +1,8 @@
 """Emulator of PTX for sm_90a and Blackwell. It runs all threads of a kernel on a CPU, and finds races.
 
-``Machine`` executes one launch of a parsed PTX program. The docstring of ``machine`` lists the faults that it finds,
-and the behaviour that it does not model. ``host`` evaluates the host function of a kernel that CuTe DSL compiled.
-``adapter`` runs kernels of torch_cute_ops, and is the only file that imports torch_cute_ops. ``python -m ptx_emulator
-FILE`` runs a PTX file.
+``Machine`` executes one launch of a parsed PTX program. The docstring of ``machine`` lists the faults that it finds.
+``host`` evaluates the host function of a kernel that CuTe DSL compiled. ``adapter`` runs kernels of torch_cute_ops, and
+is the only file that imports torch_cute_ops. ``python -m ptx_emulator FILE`` runs a PTX file.
 """
 
 from ptx_emulator.layout import GlobalMemory, Launch

@@ -5,9 +5,8 @@ Each ``--param`` is one parameter of the kernel, in order. For a pointer to a bu
 parameters, pass a number, which is converted to the parameter's size. The kernel runs once with all warps in lockstep
 and once with each seed, each time on fresh buffers.
 
-The exit status is 0 if no run had a fault and all runs gave the same bits. It is 1 after a fault, which is printed with
-instruction, thread and address, and if the bits of two runs differ. It is 2 for wrong arguments, and for instructions
-that the emulator does not implement.
+The exit status is 0 if no run had a fault and all runs gave the same bits, and otherwise 1. A fault is printed with
+instruction, thread and address. It is 2 for wrong arguments and unknown instructions.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Operation:
-    """A function that computes an instruction, with the types of its operands and result, and the modifiers it
-    supports.
+    """Implementation of an instruction: a function, the types of its operands and result, and supported modifiers.
 
     ``ins`` and ``out`` name types by letters: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and
     ``w`` is a type with twice the bits of ``t``. ``mods`` are the supported modifiers. An instruction with any other

@@ -256,8 +256,7 @@ class Barriers:
         return goes_on
 
     def time_out(self) -> bool:
-        """Time out every wait that has not timed out before, because nothing else can run. Return True if a wait timed
-        out."""
+        """If nothing else can run, time out each wait that did not time out before. Return True if a wait timed out."""
         found = False
         for (cta, offset), barrier in self.mbarriers.items():
             if not barrier.waiters:

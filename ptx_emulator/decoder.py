@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Source:
-    """An operand: its register (None for a constant), and a function that computes the operand's array from all
-    registers."""
+    """An operand: its register (None for a constant), and a function that computes its array from all registers."""
 
     slot: int | None
     value: Callable[[dict[int, Array]], Array]

@@ -139,8 +139,7 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        # Threads that have polled. They do not run again until all running threads have polled. Used only without a
-        # seed.
+        # Threads that polled, and do not run again until all running threads polled. Used only without a seed.
         self.polled = np.zeros(self.threads, bool)
         self.reason = np.zeros(self.threads, np.int32)  # why a thread waits, or 0 if another array records it
         self.step: Step | None = None

@@ -173,9 +173,8 @@ def _variable(match: re.Match) -> Variable:
 
 _Statement = tuple[str, list[Operand], Reg | None, str]
 _statements: dict[tuple, dict[str, _Statement]] = {}
-"""Cache of parsed statements (opcode, operands, guard, text). Programs that differ in only some statements share the
-other statements. The operands depend only on the key: the program's name, and the registers that each open scope
-declares."""
+"""Cache of parsed statements (opcode, operands, guard, text). Programs that differ in few statements share all others.
+The operands depend only on the key: the program's name, and the registers that each open scope declares."""
 
 
 def forget() -> None:

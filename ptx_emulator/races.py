@@ -14,9 +14,8 @@ thread. A use of the result in arithmetic or ``mma`` does not count, because the
 barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
 performed. Each thread has a separate clock for this knowledge.
 
-Copies. All copies share one column: a thread that knows of a copy also counts as knowing of all copies that were
-started earlier. Therefore, if a thread overwrites the source of a copy to another CTA too early, the race is not always
-found.
+Copies. All copies share one column: a thread that knows of a copy knows of all copies that were started earlier.
+Therefore, if a thread overwrites the source of a copy to another CTA, the race is not always found.
 
 Scopes. With ``scoped``, an mbarrier orders memory only between threads that the scopes of both of its operations
 include. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a thread arrives
@@ -37,8 +36,7 @@ thread has waited for a later commit.
 
 Proxy fences. A bulk copy to global memory counts as reading shared memory until the issuing thread has waited for the
 copy's group. After a thread has written bytes, a ``fence.proxy.async`` must precede the copy that reads these bytes. A
-separate clock of each thread records the fenced accesses. Barriers pass on all three clocks of a thread together: the
-accesses it knows of, the performed loads, and the fenced accesses.
+separate clock of each thread records the fenced accesses. Barriers pass on all three clocks of a thread.
 
 ``lenient`` relaxes three rules, because NVIDIA's own kernels break them. First, a bulk copy may overwrite bytes before
 loads of the bytes have been performed. Second, a lane arrives for its whole warp, as when kernels for sm_120a release a
@@ -438,8 +436,7 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """Check and record that a tensor core reads 16-byte chunks, in operation ``number`` of the pipe with this
-        ``column``."""
+        """Check and record that operation ``number`` of the pipe with this ``column`` reads 16-byte chunks."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))

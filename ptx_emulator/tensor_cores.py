@@ -9,8 +9,7 @@ The PTX ISA shows only in figures where accumulators and scales are placed. Cali
 - Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
   column n.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
-  consecutive blocks along k. For K = 96, the scales continue in a second word, four columns further to the right per
-  128 rows.
+  consecutive blocks along k. For K = 96, the scales continue in a second word, four columns further per 128 rows.
 - For K = 96, the leading dimension in the descriptor may be an absolute address. It locates the second 128 bytes of a
   row.
 """

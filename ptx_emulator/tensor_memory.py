@@ -11,8 +11,7 @@ An operation must know of all conflicting operations. The rules are those of "Me
 generation of TensorCore operations":
 
 - Within one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same accumulator and shape.
-  No other operations are ordered. For example, a copy after an MMA needs a commit, and a wait for the mbarrier of the
-  commit.
+  No other operations are ordered. For example, a copy after an MMA needs a commit and a wait for its mbarrier.
 - A thread learns of operations through barriers. This knowledge takes effect at the thread's next
   ``tcgen05.fence::after_thread_sync``.
 - Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the

@@ -90,8 +90,7 @@ def delete_packages(folder: Path) -> None:
 
 
 def with_section(changelog: str, version: str, date: str) -> str:
-    """Return the changelog with the section "Unreleased" renamed to `version`, below a new, empty section
-    "Unreleased"."""
+    """Return the changelog with its section "Unreleased" renamed to `version`, below a new, empty "Unreleased"."""
     if f"\n## [{version}] - " in changelog:
         sys.exit(f"CHANGELOG.md already has a section for {version}")
     title = "\n## [Unreleased]\n"

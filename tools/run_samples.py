@@ -65,8 +65,7 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
 
     An MMA step aligns its 32 products and the accumulator to the largest of these terms, and keeps 14 bits. The 128
     elements that share a scale take four steps. With per-token scales, tensor cores add up 512 elements of K in 16
-    steps, or all of K. Instead of the largest term, the bound uses the sum of all magnitudes, which is at least as
-    large.
+    steps, or all of K. The bound replaces the largest term by the sum of all magnitudes.
     """
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
@@ -100,8 +99,7 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None) -> list[dict[str, Any]]:
-    """Return keyword arguments that select the backends to run the sample with: one dict per backend that supports the
-    sample.
+    """Return the backends to run the sample with, as keyword arguments: one dict per backend that supports the sample.
 
     If the sample names a backend, or the op has no backends, the only dict is empty. The list is empty if the named
     backend does not support the sample or is in ``without``.

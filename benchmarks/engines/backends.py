@@ -15,10 +15,9 @@ NORMS = {"rms_norm": [ENTRY_POINT], "fused_add_rms_norm": [ENTRY_POINT]}
 CLOSE, ROUGH = 0.05, 0.3
 """Largest accepted mean difference of log probabilities: for 16-bit activations, and for FP8 activations.
 
-On a CPU, a Llama with 32 layers of width 512 and random NVFP4 weights ran in bfloat16 and in float32. The log
-probabilities of the five likeliest tokens differed by 0.0056 on average, with logits of standard deviation 0.45. (In
-the 8B model, the standard deviation is 1.28.) Rounding activations to FP8 changes the log probabilities of small models
-by 0.13."""
+On a CPU, for a Llama with 32 layers of width 512 and random NVFP4 weights, bfloat16 changes the log probabilities of
+the five likeliest tokens by 0.0056 on average. Its logits' standard deviation is 0.45, the 8B model's 1.28. Rounding
+activations to FP8 changes the log probabilities of small models by 0.13."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from .outputs import kernel_times
 ANSWERED, LIKELIEST = 8, 5
 """Number of tokens of an answer that is compared, and number of log probabilities per token."""
 SHORT, LONG = 32, 2048
-"""Lengths of the prompts whose answers are compared: in a batch, and as a single prompt whose prefill takes many
-rows."""
+"""Lengths of the prompts whose answers are compared: in a batch, and for one prompt with many rows in its prefill."""
 TRACE_SECONDS = 60.0
 """Longest wait for a trace."""
 FIRST_TOKEN = 4

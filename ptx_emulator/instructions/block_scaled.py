@@ -27,8 +27,7 @@ def _numbers(words: Array) -> Array:
 
 
 def _selectors(values: tuple[Array, ...]) -> list[int]:
-    """Return the byte selectors and thread selectors of the scales. Raise a fault unless all lanes pass the same
-    selectors."""
+    """Return the byte selectors and thread selectors of the scales, which must be equal in all lanes."""
     for value in values:
         different = positions(value != value.flat[0])
         if len(different):

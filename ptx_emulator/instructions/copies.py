@@ -25,8 +25,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     if "L2::cache_hint" in mods:
         rest.pop()
-    # The optional operand is the number of bytes to read, or a predicate. If the predicate is true, the copy writes
-    # zeros.
+    # The optional operand is the number of bytes to read, or a predicate. A true predicate makes the copy write zeros.
     (count,) = rest or (size,)
     ignores = isinstance(count, Reg) and count.width == 1
     m = d.machine

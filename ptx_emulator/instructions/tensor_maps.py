@@ -164,8 +164,7 @@ def _to_shared(d: Decoder, ins: Instruction, parts: list[str], dimensions: int) 
     """Decode a copy of a box to the same offset in the shared memory of each CTA of a mask.
 
     In each of these CTAs, the copy arrives at the mbarrier at the same offset. With ``cta_group::2``, the copy arrives
-    in only one CTA of each target's pair: the CTA whose rank is even if the rank in the mbarrier's address is even, and
-    odd if that rank is odd.
+    in only one CTA of each target's pair: the CTA whose rank has the same parity as the rank in the mbarrier's address.
     """
     known = (
         "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster cta_group::1"

@@ -586,8 +586,7 @@ PEER = f"""
 
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
-    """Check that in every order of execution a fault is raised if a CTA ends before other CTAs have read its shared
-    memory."""
+    """Check that in every order a CTA's end raises a fault if other CTAs have not read its shared memory yet."""
     (out,) = launch(entry(PEER.replace("LAST", MEET), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
     assert out.tolist() == ([8] * 32 + [7] * 32) * 2
     with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):

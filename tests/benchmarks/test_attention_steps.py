@@ -20,8 +20,7 @@ def test_bytes_by_hand():
 
 @by_cache
 def test_the_op_agrees_with_what_is_expected(cache):
-    """Check that the op writes the expected results and nothing else, and that computing the expected results changes
-    no tensor."""
+    """Check that the op writes only the expected results, and that computing these changes no tensor."""
     case = BENCHMARK.case(5, cache=cache)
     sets = [BENCHMARK.make_set(case, CPU)]
     made = cloned(sets[0])

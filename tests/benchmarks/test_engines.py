@@ -37,8 +37,7 @@ SAID = answer([3, 5], {"3": -0.1, "4": -2.0}, {"5": -0.5, "6": -0.6})
         (SAID, 1, 0, [0, 0, 0, 0]),
         # The second token differs. In the reference it is less likely by 0.1, which is a near tie.
         (answer([3, 6], {"3": -0.3, "9": -1.0}, {"6": -0.5, "5": -0.9}), 0, 0, [0.2, 0.1, 0.4]),
-        # The first token differs, and is less likely by 1.9. The second step continues a different text, so it is
-        # ignored.
+        # The first token differs, and is less likely by 1.9. The second step continues another text.
         (answer([4, 5], {"3": -0.1, "4": -0.05}, {"5": -9.0}), 0, 1, [0, 1.95]),
         # The reference does not list the token.
         (answer([8, 5], {"8": -0.1, "3": -0.2}, {"5": -9.0}), 0, 1, [0.1]),

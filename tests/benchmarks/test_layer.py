@@ -22,8 +22,7 @@ def norm(x, weight):
 @torch.no_grad()
 @pytest.mark.parametrize("label", [*layer.PRECISIONS, "W4A8 per token", "W4A8 per token, fast"])
 def test_a_layer(label):
-    """Compare a decoder layer's output, and the residual that it updates twice, with a float64 computation on decoded
-    weights."""
+    """Compare a decoder layer's output, and the updated residual, with a float64 computation on decoded weights."""
     one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
     weights = {
         name: (linear.weight if label == "bf16" else linear.dequantize()).double()

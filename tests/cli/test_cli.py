@@ -45,8 +45,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_info(capsys, cache, monkeypatch):
-    # Cache the answers: each answer plans an op for every architecture, and the text and the JSON print the same
-    # answers.
+    # Cache the answers: each plans an op for every architecture, and the text and the JSON print the same answers.
     monkeypatch.setattr(info, "availability", functools.cache(info.availability))
     assert main(["info"]) == 0
     text = capsys.readouterr().out
@@ -273,8 +272,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("variable", ["TORCH_CUTE_OPS_CACHE_MB", "TORCH_CUTE_OPS_PDL"])
 def test_a_wrong_setting(variable):
-    """Check that a command ends with one line and status 2, and that other programs get an exception with a
-    traceback."""
+    """Check that a command ends with one line and status 2, and that other programs get a traceback."""
     environment = {**os.environ, variable: "x"}
     done = subprocess.run(
         [sys.executable, "-m", "torch_cute_ops", "cache"],

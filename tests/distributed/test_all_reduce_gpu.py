@@ -231,6 +231,5 @@ def _late_and_lost(rank: int) -> None:
 
 
 def test_late_and_lost_ranks() -> None:
-    """Check that ranks wait for a late rank, that an error names a missing rank, and that calls succeed after a
-    reset."""
+    """Check that ranks wait for a late rank, that an error names a missing rank, and that a reset works."""
     on_gpus(_late_and_lost)

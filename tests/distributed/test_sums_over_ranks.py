@@ -70,8 +70,7 @@ def check_results(rank: int) -> None:
             out = into if len(into) > 1 else into[0]
             summed(made(rank, 2, ROWS, 128, dtype=dtype), again, weight, name(), **given, out=out)
             assert_same((*into, again), (*outputs(want), other))
-    # The sum must be in fp32 and in the order of the ranks: with these numbers, other orders and roundings give other
-    # sums.
+    # The sum must be in fp32 and in the order of the ranks: other orders and roundings give other results here.
     x = torch.full((1, 64), [2.0**30, 1.0, -(2.0**30), 3.0][rank])
     residual = torch.zeros(1, 64)
     torch_cute_ops.all_reduce_add_rmsnorm(x, residual, torch.ones(64), name())
@@ -113,8 +112,7 @@ def check_pass(rank: int) -> None:
 
     def program(x: torch.Tensor, start: torch.Tensor) -> Any:
         residual, results = torch.tanh(start), []
-        # Three norms: in FP8, in FP4, and in FP4 with a second reader. No op fuses the sum over ranks into the third
-        # norm.
+        # Norms in FP8, in FP4, and in FP4 with a second reader. No op combines the third norm with a sum over ranks.
         for weight, quantise in zip(weights, ("fp8_quantize", "fp4_quantize", "fp4_quantize"), strict=True):
             y = x * (1 + len(results))
             dist.all_reduce(y)
@@ -232,8 +230,7 @@ class Layer(nn.Module):
         return FP8BlockLinear.from_float(nn.Linear(k, n, bias=False).bfloat16(), activations="fp8")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, groups: tuple[Any, Any]) -> torch.Tensor:
-        """Return the result of the MLP. ``groups`` gives, for each norm, the group over which its input is summed, or
-        None."""
+        """Return the result of the MLP. ``groups`` are the groups over which the inputs of the two norms are summed."""
         weight, (before_attention, before_mlp) = torch.ones(HIDDEN), groups
         qkv_proj, gate_up_proj = self.self_attn.qkv_proj, self.mlp.gate_up_proj
         qkv = qkv_proj(normed_rows(qkv_proj, x, weight, residual, group=before_attention))

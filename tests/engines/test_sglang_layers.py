@@ -60,8 +60,7 @@ def registered():
 
 
 def test_register():
-    """Check that our methods are registered before SGLang's, because one of SGLang's methods overrides the user's
-    choice."""
+    """Check that our methods precede SGLang's, because one of SGLang's methods overrides the user's choice."""
     assert [*quantization.QUANTIZATION_METHODS][:3] == [*METHODS.values()]
     assert [name for name in QUANTIZATION_CHOICES if name in METHODS.values()] == [*METHODS.values()]
     assert linear.WEIGHT_LOADER_V2_SUPPORTED.count(CuteLinearMethod.__name__) == 1
@@ -113,8 +112,7 @@ def check(got: np.ndarray, x: np.ndarray, weights: list[np.ndarray], bound: floa
 @pytest.mark.parametrize(("config", "scheme", "chosen"), CHECKPOINTS)
 @torch.no_grad()
 def test_layers(config, scheme, chosen):
-    """Check that SGLang's loaders fill the layers, merged layers too, and that products agree with the decoded
-    weights."""
+    """Check that SGLang's loaders fill layers and merged layers, and that products agree with decoded weights."""
     made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(config))
     for name, layer in layers_of(made, 256, parallel_group="replicated").items():
         assert type(layer.quant_method) is CuteLinearMethod and layer.quant_method.scheme == scheme, name
@@ -155,8 +153,7 @@ def test_ignored_layers():
 
 @torch.no_grad()
 def test_attention_of_deepseek():
-    """Check the attributes that SGLang's models read: the weight and scales of kv_b_proj, and the names of other
-    methods."""
+    """Check attributes that SGLang's models read: kv_b_proj's weight and scales, and names of other methods."""
     config, scheme, _ = CHECKPOINTS[-1]
     made = quantization.get_quantization_config(METHODS["auto"]).from_config(config)
     options: Any = {"bias": False, "quant_config": made, "params_dtype": torch.bfloat16, "parallel_group": "replicated"}
@@ -194,8 +191,7 @@ def test_transforms_are_refused():
     [("nvfp4", "modelopt", "CuteNvFp4Config"), ("mxfp4", "compressed-tensors", "CuteCompressedTensorsConfig")],
 )
 def test_checkpoints(scheme, style, kind, tmp_path):
-    """Check that SGLang loads checkpoints from ``save`` with our method, and without --quantization with its own
-    method."""
+    """Check that SGLang loads saved checkpoints with our method, or without --quantization with its own."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, **sizes)
     model = transformers.LlamaForCausalLM(config).bfloat16()
@@ -220,9 +216,8 @@ def test_without_a_server():
 
 
 def test_settings_of_a_server(tmp_path):
-    """Check that SGLang's effective settings determine the largest number of rows: the default size of a prefill chunk,
-    or without chunks, the longest prompt. SGLang provides no function to forget the settings, so this test runs
-    last."""
+    """Check that SGLang's effective settings give the largest number of rows: the size of a prefill chunk or, without
+    chunks, the longest prompt. SGLang provides no function to forget settings, so this test runs last."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=1, vocab_size=512, max_position_embeddings=20000, **sizes)
     config.architectures = ["LlamaForCausalLM"]

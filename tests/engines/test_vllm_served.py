@@ -162,8 +162,7 @@ def test_sizes_without_a_kernel(tmp_path):
 
 
 def test_choice_by_the_setting(tmp_path, monkeypatch):
-    """Check that without --quantization vLLM's own method computes the layers, unless the setting chooses our
-    method."""
+    """Check that without --quantization vLLM uses its own method, unless the setting chooses our method."""
     folder = save(tmp_path / "model", "fp8_channel", "compressed-tensors")
     assert [*serve(folder, None).methods] == ["CompressedTensorsLinearMethod"]
     monkeypatch.setattr(settings, "VLLM", "auto")

@@ -63,8 +63,7 @@ def test_the_op_takes_the_weight(fmt, target):
 
 
 def test_quantised_experts_give_the_layer():
-    """Check a GEMM with stacked weights from ``fp4_quantize``. They are scaled identity matrices, whose codes are
-    exact."""
+    """Check a GEMM with stacked weights from ``fp4_quantize``: scaled identity matrices, whose codes are exact."""
     down = torch.stack([6 * torch.eye(64), 3 * torch.eye(64).flip(1)])
     w, w_scale = moe_fc2_weight(*torch_cute_ops.fp4_quantize(down))
     x = torch.arange(128.0)[None].bfloat16()

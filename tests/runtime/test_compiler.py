@@ -97,8 +97,7 @@ def test_key_contains_class_architecture_options_and_versions(monkeypatch, forge
 
 
 def test_arguments_depend_on_the_config_alone():
-    """Check that equal configs give equal descriptions of arguments, because the key does not contain the
-    descriptions."""
+    """Check that equal configs give equal descriptions of arguments, because the key does not contain these."""
     kernels = row_quant.RowQuantKernel, fp4_dequant.FP4DequantKernel
     for make, config in zip(kernels, CONFIGS.values(), strict=True):
         assert make(config).arguments() == make(dataclasses.replace(config)).arguments() != ()

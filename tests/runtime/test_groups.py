@@ -110,8 +110,7 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_streams_are_not_unequal_to_none() -> None:
-    """Check that ``stream != None`` is False for torch's streams, which is why ``follow_last_launch`` compares
-    handles."""
+    """Check that ``stream != None`` is False in torch, which is why ``follow_last_launch`` compares handles."""
     stream = torch.Stream(stream_id=0, device_index=0, device_type=1)
     assert (stream != None) is False  # noqa: E711
 

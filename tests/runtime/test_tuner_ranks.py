@@ -59,8 +59,7 @@ def agreed(clock, **block):
 
 
 def by_sum(rank):
-    """Tune candidates A, B and C: B is fastest on rank 0, C on rank 1, and A in total. On rank 2, B gives a wrong
-    result."""
+    """Tune candidates A, B and C: B is fastest on rank 0, C on rank 1, and A in total. On rank 2, B is wrong."""
     seconds = ({A: 3.0, B: 1.0, C: 9.0}, {A: 3.0, B: 9.0, C: 2.0}, {A: 3.0, B: 0.1, C: 9.0})[rank]
     first = Clock(seconds, wrong=[B] if rank == 2 else [])
     answers = [agreed(first), agreed(first), len(first.timed)]
@@ -83,8 +82,7 @@ def test_ranks_choose_by_the_sum_of_their_times(tmp_path, store):
 
 
 def one_fails(rank):
-    """Tune while rank 1 raises, then while all ranks raise, then while an interrupt ends rank 1's call. The other ranks
-    must not wait."""
+    """Tune while rank 1 raises, then while all ranks raise, then while rank 1 is interrupted. No rank may wait."""
     seconds = {A: 3.0, B: 2.0, C: 9.0}
     error = RuntimeError("out of memory on this rank")
     answers = [agreed(Clock(error if rank == 1 else seconds))]

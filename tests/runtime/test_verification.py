@@ -145,8 +145,7 @@ def test_values_are_checked():
 
 
 def test_the_setting():
-    """Check that the setting installs the checks: a reference that returns a wrong result once raises, and so does a
-    wrong scale."""
+    """Check that the setting installs the checks: a wrong result of a reference raises, and so does a wrong scale."""
     done = forked(
         "import torch, torch_cute_ops\n"
         "from torch_cute_ops.reference import rmsnorm\n"

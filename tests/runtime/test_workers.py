@@ -1,5 +1,5 @@
-"""Worker processes: each task gets a result, and no worker outlives the ``with`` block or the parent process. All
-workers are forked from one process, the template."""
+"""Worker processes, which are forked from one process, the template: each task gets a result, and no worker outlives
+the ``with`` block or the parent process."""
 
 import errno
 import gc
@@ -68,8 +68,7 @@ def test_a_template_is_prepared_once():
 
 
 def collector(_):
-    """Return three flags: the template collected garbage; this worker collects garbage; it ignores the template's
-    objects."""
+    """Return flags: the template collected garbage; this worker does; it ignores the template's objects."""
     return os.environ["COLLECTS"], gc.isenabled(), gc.get_freeze_count() > 10_000
 
 
@@ -78,8 +77,7 @@ def prepare_collector():
 
 
 def test_the_template_collects_no_garbage():
-    """Check that garbage collection does not slow down the template's imports, and that workers collect only their own
-    garbage."""
+    """Check that no garbage collection slows down the template's imports, and that workers collect only their own."""
     with Workers(collector, 1, prepare_collector) as workers:
         assert list(workers.map([0])) == [(0, ("False", True, True))]
 

@@ -1,5 +1,4 @@
-"""``torch_cute_ops.testing``: differences that the comparisons accept or refuse. Helpers of our own tests are tested
-too."""
+"""``torch_cute_ops.testing``: differences that the comparisons accept or refuse; and our tests' own helpers."""
 
 import pytest
 import torch
@@ -81,8 +80,7 @@ def test_refused_differences(fmt):
 
 
 def test_differences_on_boundaries():
-    """Check that differences of scales and elements on rounding boundaries do not count, and that all other differences
-    do."""
+    """Check that differences of scales and elements count, except on rounding boundaries."""
     y, scale = blocks(NVFP4)
     several = scale.clone().view(torch.uint8)
     several[0, 0, :8, 0, 0] += 1  # scales of block 0 of rows 0 to 7
