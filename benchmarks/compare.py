@@ -93,7 +93,7 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
 
 def times_of(row: Row, ways: Sequence[str]) -> Times:
-    """Return the times in one row of results. `ways` names the variants, in addition to "ours", that run our code."""
+    """Return the times in one row of results. `ways` names the variants that run our code, except "ours"."""
     variants = row["variants"]
     others = {name: variants[name]["us"] for name in variants if name not in ("ours", *ways)}
     return Times(variants["ours"]["us"], others, row["correct"] is not False)

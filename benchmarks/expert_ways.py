@@ -237,8 +237,7 @@ WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "ma
 
 
 def layer_of(model: Model, experts: QuantExperts) -> ExpertLayer:
-    """Combine the experts with an empty router to an `ExpertLayer`. The router is empty because its GEMM is not
-    measured."""
+    """Combine the experts and an empty router into an `ExpertLayer`. The router's GEMM is not measured."""
     router = torch.empty(model.experts, model.hidden, dtype=DTYPE, device=experts.down_proj.weight.device)
     return ExpertLayer(router, experts, model.topk, **model.scoring)
 

@@ -135,14 +135,14 @@ def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[flo
 
 
 def few_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a target for the largest of ``ratios``: each is our time divided by the time with an FP8 weight."""
+    """Return a target for the largest of ``ratios``, which are our times divided by the times with an FP8 weight."""
     return at_most(f"{name}: time over that with FP8 weights", max(ratios, default=None), goal, " ×")
 
 
 def many_rows_mark(name: str, ratios: Sequence[float], goal: float) -> Mark:
-    """Return a target for the smallest of our rates, each divided by the rate with an FP8 weight.
+    """Return a target for the smallest ratio of our rate to the rate with an FP8 weight.
 
-    Each of `ratios` is our time divided by the time with an FP8 weight.
+    `ratios` are our times divided by the times with an FP8 weight.
     """
     return at_least(
         f"{name}: rate over that with FP8 weights", min((1 / ratio for ratio in ratios), default=None), goal, " ×"

@@ -79,7 +79,7 @@ MODELS = {
     "32B": Widths(5120, 10240, 8192, 25600),
     "70B": Widths(8192, 10240, 8192, 28672),
 }
-"""Llama 3.1 8B, Qwen3 32B, Llama 3.1 70B."""
+"""Widths of Llama 3.1 8B, Qwen3 32B and Llama 3.1 70B, keyed by size."""
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 

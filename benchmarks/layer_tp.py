@@ -11,8 +11,9 @@ separate  NCCL's all-reduce, then `add_rmsnorm_fp4quant` or `add_rmsnorm`
 one_shot  torch's one-shot all-reduce of symmetric memory, into which o and down write their results, then
           `add_rmsnorm_fp4quant` or `add_rmsnorm`
 
-All other calls are the same. The graph contains several layers with distinct weights, one after the other, so that L2
-contains almost none of the weights that a layer reads. There is one process per GPU; times are from rank 0.
+All other calls are equal in the three ways. The graph contains several layers with distinct weights, one after the
+other, so that L2 contains almost none of the weights that a layer reads. There is one process per GPU; times are from
+rank 0.
 """
 
 from __future__ import annotations

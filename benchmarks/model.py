@@ -132,7 +132,7 @@ class Bench:
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:
-        """Count the kernels that are compiled or loaded in the `with` block, because the warm-up missed them."""
+        """Count the kernels that the warm-up missed: they are compiled or loaded in the `with` block."""
         before = len(compiler._compiled)
         try:
             yield

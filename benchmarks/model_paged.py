@@ -4,10 +4,10 @@ and without `qkv_norm_rope_append`.
 fused     `qkv_norm_rope_append` rotates q and k and writes k and v to the cache, in one launch per layer
 separate  plain torch operations rotate q and k and write k and v to the cache. Inductor compiles them
 
-All other operations are the same. Attention reads the cache by `scaled_dot_product_attention`: the pages of a sequence
-follow each other, so the cache is viewed as (sequences, tokens, heads, D) and nothing is gathered. The new token takes
-the last position of a full context. By default, `torch.compile` compiles the whole model as for `python -m benchmarks
-model --compiled`; Inductor then may fuse the separate steps with each other and with their neighbours.
+All other operations are equal in both ways. Attention reads the cache by `scaled_dot_product_attention`: the pages of a
+sequence follow each other, so the cache is viewed as (sequences, tokens, heads, D) and nothing is gathered. The new
+token takes the last position of a full context. By default, `torch.compile` compiles the whole model as for `python -m
+benchmarks model --compiled`; Inductor then may fuse the separate steps with each other and with their neighbours.
 
 Models of few layers are timed, and the time of the whole model is extrapolated linearly.
 """

@@ -1,4 +1,4 @@
-"""Processes of the benchmarks that need several GPUs: one process per GPU, which form an NCCL group."""
+"""Processes of the benchmarks that need several GPUs: one process per GPU. The processes form an NCCL group."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def run_case(
 
 
 def _rates(tbps: float, tflops: float, ceilings: Ceilings) -> dict[str, float | None]:
-    """Return a GEMM's bandwidth and rate, and the fraction of its ceiling that each of them reaches."""
+    """Return a GEMM's bandwidth and rate, and each of them as a fraction of its ceiling."""
     return {
         "of_read": tbps / ceilings.read_tbps if ceilings.read_tbps else None,
         "tflops": tflops,

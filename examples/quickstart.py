@@ -28,9 +28,9 @@ EPS = 1e-6
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 
-# Limits of the checks. The op computes in fp32, so a value near a rounding boundary may be rounded in the opposite
-# direction to float64: one element in a thousand may differ, by one step. The signal-to-noise ratio of quantised hidden
-# states is 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
+# Limits of the checks. The op computes in fp32, so a value near a rounding boundary may be rounded differently than in
+# float64: one element in a thousand may differ, by one step. The signal-to-noise ratio of quantised hidden states is 20
+# to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
 AGREEMENT = 0.999
 MAX_STEPS = 1
 MIN_SNR_DB = {"nvfp4": 18.0, "mxfp4": 14.0}

@@ -5,8 +5,8 @@ Each ``--param`` is one parameter of the kernel, in order. For a pointer to a bu
 parameters, pass a number, which is converted to the parameter's size. The kernel runs once with all warps in lockstep
 and once with each seed, each time on fresh buffers.
 
-The exit status is 0 if no run had a fault and all runs gave the same bits, and otherwise 1. A fault is printed with
-instruction, thread and address. It is 2 for wrong arguments and unknown instructions.
+The exit status is 0 if no run had a fault and all runs gave the same bits, 1 if not, and 2 for wrong arguments or
+unknown instructions. A fault is printed with instruction, thread and address.
 """
 
 from __future__ import annotations

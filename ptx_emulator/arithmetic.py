@@ -275,7 +275,7 @@ def _min(op, a, b):
     return _extreme(op, False, a, b)
 
 
-# Functions. Approximate instructions are computed in float64 and then rounded.
+# Mathematical functions. Approximate instructions are computed in float64 and then rounded.
 
 APPROX = "rn approx ftz"
 

@@ -225,7 +225,7 @@ class Machine(Layout):
             threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
-                among[threads] = False  # else these threads, at the lowest address, would poll on and on
+                among[threads] = False  # otherwise these threads, at the lowest address, would poll until `blocks` is 0
                 self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")

@@ -17,12 +17,12 @@ performed. Each thread has a separate clock for this knowledge.
 Copies. All copies share one column: a thread that knows of a copy knows of all copies that were started earlier.
 Therefore, if a thread overwrites the source of a copy to another CTA, the race is not always found.
 
-Scopes. With ``scoped``, an mbarrier orders memory only between threads that the scopes of both of its operations
-include. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a thread arrives
-at CTA scope, other CTAs learn nothing from its arrival. So each mbarrier collects clocks under two keys: one key for
-the CTA that contains the mbarrier, and a ``far`` key for other CTAs. A relaxed arrival passes on the knowledge of the
-thread's last release fence. A relaxed wait takes effect at the thread's next acquire fence. Commits of tensor cores
-have no scope.
+Scopes. With ``scoped``, an mbarrier orders memory between two threads only if the scopes of the arrival and of the wait
+include both threads. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a
+thread arrives at CTA scope, other CTAs learn nothing from its arrival. So each mbarrier collects clocks under two keys:
+one key for the CTA that contains the mbarrier, and a ``far`` key for other CTAs. A relaxed arrival passes on the
+knowledge of the thread's last release fence. A relaxed wait takes effect at the thread's next acquire fence. Commits of
+tensor cores have no scope.
 
 Clusters. An access to another CTA's shared memory must complete before the other CTA ends: a thread of the other CTA
 must know of the access.
@@ -182,7 +182,7 @@ class Races:
             self.arrive(key, threads)
 
     def leave_scoped(self, cta: int, offset: int, threads: Array, relaxed: bool, cluster: bool) -> None:
-        """Merge an mbarrier's clocks into the clocks of ``threads`` of its CTA, which have waited for it.
+        """Merge an mbarrier's clocks into the clocks of ``threads``. They belong to its CTA, and have waited for it.
 
         ``relaxed`` and ``cluster`` describe the wait: ``cluster`` is True if its scope is the cluster.
         """
@@ -338,7 +338,8 @@ class Races:
         self.dirty[self.machine.warp[threads]] = True
 
     def _visit(self, threads: Array, bank: Array) -> None:
-        """Record that ``threads`` access the shared memory of the CTAs ``bank``, if these are not their own."""
+        """Record that ``threads`` access the shared memory of the CTAs ``bank``. Accesses to a thread's own CTA are
+        ignored."""
         if self.machine.cluster_ctas > 1:
             away = positions(bank != self.machine.cta[threads])
             columns = self.column[threads[away]]

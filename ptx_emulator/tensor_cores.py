@@ -135,8 +135,8 @@ class FP8Shape(Shape):
 
 @dataclass(frozen=True)
 class ScaledShape(Shape):
-    """Fields of the instruction descriptor of a block-scaled MMA with one scale per ``block`` elements, of two FP4
-    operands, or of ``kind::mxf8f6f4``.
+    """Fields of the instruction descriptor of a block-scaled MMA with one scale per ``block`` elements: an MMA of two
+    FP4 operands, or of ``kind::mxf8f6f4``.
 
     Attributes:
         scale: format of the scales.

@@ -193,8 +193,8 @@ class TensorMemory:
                 records.complete(part, column[thread], clocks[thread, column[thread]], True)
 
     def _known(self, threads: Array) -> Array:
-        """Return the vector clock of the accesses that all of ``threads``, which execute an instruction together, know
-        of."""
+        """Return the vector clock of the accesses that are known to all of ``threads``, which execute one
+        instruction."""
         races = self.machine.races
         known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
         own = races.column[threads]

@@ -111,7 +111,7 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         torch = next((line for line in constraints() if _name(line) == "torch"), "torch")
         _run(*pip, torch, requirement("setuptools"))
         found = probe(python)
-        # Compile torch while pip installs the other packages, because pip uses one processor.
+        # Compile torch while pip installs the other packages, because pip uses only one processor.
         compiling = compile_packages(python, 1)
     if found["torch"] is None:
         sys.exit(f"torch does not import: {found['error']}")

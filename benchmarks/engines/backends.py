@@ -16,13 +16,13 @@ CLOSE, ROUGH = 0.05, 0.3
 """Largest accepted mean difference of log probabilities: for 16-bit activations, and for FP8 activations.
 
 On a CPU, for a Llama with 32 layers of width 512 and random NVFP4 weights, bfloat16 changes the log probabilities of
-the five likeliest tokens by 0.0056 on average. Its logits' standard deviation is 0.45, the 8B model's 1.28. Rounding
-activations to FP8 changes the log probabilities of small models by 0.13."""
+the five likeliest tokens by 0.0056 on average. The standard deviation of its logits is 0.45; for the 8B model it is
+1.28. Rounding activations to FP8 changes the log probabilities of small models by 0.13."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Kernels of this package, kernels of vLLM, or 16-bit weights.
+    """One way to serve a checkpoint: with this package's kernels, with vLLM's kernels, or with 16-bit weights.
 
     Attributes:
         name: name in options, results and tables.

@@ -152,7 +152,7 @@ class Comparison:
             self.save()
 
     def checkpoint(self) -> Path:
-        """Return the folder of the quantised checkpoint. A random model is made first."""
+        """Return the folder of the quantised checkpoint, after creating the checkpoint of a random model."""
         if self.options.model not in checkpoints.SIZES:
             return Path(self.options.model).resolve()
         made = self.folder / self.options.model

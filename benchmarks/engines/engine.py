@@ -24,9 +24,9 @@ ANSWERED, LIKELIEST = 8, 5
 SHORT, LONG = 32, 2048
 """Lengths of the prompts whose answers are compared: in a batch, and for one prompt with many rows in its prefill."""
 TRACE_SECONDS = 60.0
-"""Longest wait for a trace."""
+"""Longest wait for a trace, in seconds."""
 FIRST_TOKEN = 4
-"""Smallest token of a random prompt; smaller ones are special tokens."""
+"""Smallest token id in random prompts; smaller ids are special tokens."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def step_seconds(long: Sequence[float], short: Sequence[float], new: int) -> flo
 
     Args:
         long: times of answers with `new` tokens, in seconds.
-        short: times of answers with one token, which contain the prefill.
-        new: number of tokens of a long answer. The first one comes from the prefill.
+        short: times of answers with one token, in seconds: the prefill alone.
+        new: number of tokens of a long answer. The prefill computes the first token.
     """
     return (statistics.median(long) - statistics.median(short)) / (new - 1)
 

@@ -13,7 +13,7 @@ PARTS = {
     "silu_mul_fp4quant_mm_fp4": ("silu_mul_fp4quant", "mm_fp4"),
     "silu_mul_mm_fp4_weight_only": ("silu_mul", "mm_fp4_weight_only"),
 }
-"""The two ops that compute the same as each fused op."""
+"""Two ops that together compute the same result as a fused op, keyed by the fused op."""
 
 
 class Called(TorchDispatchMode):

@@ -87,7 +87,7 @@ def check_equal(got: Any, want: Any, what: str) -> None:
 
 
 def check_call(name: str, count: int, width: int, dtype: torch.dtype, group: str, seed: int = 0, **more: Any) -> None:
-    """Check a call against the op without the sum over ranks, and the residual against a CPU."""
+    """Compare a call with the op without the sum over ranks, and the residual with a sum on a CPU."""
     given = FORMS[name] | more
     weight = torch.rand(width, generator=torch.Generator().manual_seed(7)).cuda() + 0.5
     residual, expected_residual = residual_of(count, width, dtype), residual_of(count, width, dtype)

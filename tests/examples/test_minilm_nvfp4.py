@@ -191,7 +191,7 @@ def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, a
 
 @pytest.mark.usefixtures("minilm_modules")
 def test_minilm_embeddings(minilm_nvfp4: ModuleType, hidden_states: ModuleType) -> None:
-    """Compare the embeddings with sentence-transformers', and the NVFP4 model's with the decoded model's."""
+    """Compare the model's embeddings with sentence-transformers', and the NVFP4 model's with the decoded model's."""
     tensors, tokenizer = hidden_states.minilm_model()
     ids, mask = minilm_nvfp4.encode(tokenizer, minilm_nvfp4.SENTENCES)
     with torch.no_grad():

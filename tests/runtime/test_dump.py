@@ -126,7 +126,7 @@ def test_shapes_alone_under_capture(tmp_path, monkeypatch):
 
 def test_a_failed_copy_keeps_the_last_dump(tmp_path, monkeypatch, caplog):
     """Check that, if tensors cannot be read after a CUDA error, the call raises its own error, and the log does not
-    name the previous call's dump. For the next call that fails, the log names the dump."""
+    name the previous call's dump. If the next call fails too, the log names the dump of this call."""
     recorder, x = recorder_of("rmsnorm", tmp_path), torch.randn(5, 64)
     recorder.record((x, torch.ones(64)), {})
     before = recorder.path.read_bytes()

@@ -120,7 +120,7 @@ def test_packages_are_looked_for_once(monkeypatch):
 
 
 def test_the_installed_build_is_expected():
-    """Check that the build that is expected before the DSL is imported is the build that is then loaded."""
+    """Check that the DSL's loaded build equals the build that was expected before the import."""
     toolchain._chosen_flavour.cache_clear()
     assert toolchain._chosen_flavour() == compiler_flavour()
 
