@@ -13,10 +13,10 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 
 class CollectKernels(TorchDispatchMode):
-    """Block in which calls of this package's ops launch nothing: their outputs are zeros, and their kernels are
-    collected.
+    """Context manager that collects the kernels of calls of this package's ops and launches nothing. The outputs are
+    zeros.
 
-    Zeros are valid ids, offsets and counts for later calls. Ops of PyTorch run as usual.
+    Later calls accept these zeros as ids, offsets and counts. Ops of PyTorch run as usual.
 
     Args:
         arch: architecture whose kernels are collected; the tensors may then be on any device. By default, kernels are

@@ -223,7 +223,7 @@ def compile_jobs(
     Args:
         jobs: jobs to compile.
         archs: names of architectures.
-        workers: number of processes, or None for one per processor, at most 32.
+        workers: number of processes, or None for one per processor, up to 32.
 
     Raises:
         ValueError: if ``workers`` is less than 1.

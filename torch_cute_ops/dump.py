@@ -1,8 +1,8 @@
 """Dumps of calls, ``TORCH_CUTE_OPS_DUMP=folder``: the last call of each op on disk, and its replay.
 
-A dump is a safetensors file: the call's tensors as they were before the call, and a description in the metadata. It is
-written before the op runs, so it survives a CUDA error, a time-out and the end of the process. The registry wraps each
-op with a :class:`Recorder`, only if the setting is on.
+A dump is a safetensors file with the call's tensors as they were before the call, and a description in the metadata. It
+is written before the op runs, so it survives a CUDA error, a time-out and the end of the process. If the setting is on,
+the registry wraps each op with a :class:`Recorder`.
 """
 
 import functools
@@ -51,8 +51,8 @@ class Recorder:
     Args:
         spec: op.
         folder: folder of the dumps; created at the first call.
-        limit: maximum size of a call's tensors in a dump, bytes. If the tensors are larger, the largest are only
-            described.
+        limit: maximum size of a call's tensors in a dump, bytes. If they are larger, the dump describes the largest
+            tensors without their contents.
     """
 
     def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
@@ -82,8 +82,8 @@ class Recorder:
         return call
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Write a call. Return True, or log the reason that it cannot be written and return False. The previous dump
-        then stays."""
+        """Write a call and return True. If it cannot be written, log the reason, keep the previous dump and return
+        False."""
         try:
             outputs = {name: kwargs[name] for name in self.spec.out_names if name in kwargs}
             call = self.spec.bind(*args, **{name: value for name, value in kwargs.items() if name not in outputs})
@@ -101,7 +101,8 @@ class Recorder:
                 "outputs": self._described(outputs, 0)[0],
             }
             files.make_folder(self.folder)
-            # The name is predictable: in a folder that others can write to, a link may lead to any file of this user.
+            # Do not follow links: the name is predictable, so others who can write to the folder could link it to any
+            # file.
             files.replace(self.path, save(stored, {KEY: json.dumps(about)}), mode=0o600, follow_links=False)
         except Exception as error:  # any exception: after a CUDA error, no tensor can be read
             log.error("cute::%s: the call is not dumped: %s: %s", self.spec.name, type(error).__name__, error)
@@ -109,9 +110,9 @@ class Recorder:
         return True
 
     def _described(self, given: dict[str, Any], limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return descriptions of all arguments, and the contents of tensors that are kept, by name.
+        """Return descriptions of all arguments, and the contents of the tensors to store, by name.
 
-        While a graph is captured, no contents can be read.
+        While a CUDA graph is captured, no contents can be read.
         """
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         described = {name: value if name in tensors else _scalar(value) for name, value in given.items()}
@@ -263,7 +264,7 @@ def _value(value: Any) -> Any:
 def _tensor(about: dict[str, Any], content: Tensor | None, device: torch.device) -> Tensor:
     """Return a tensor with the described dtype, strides and alignment, and with this content or zeros."""
     dtype, shape, strides = getattr(torch, about["tensor"]), about["shape"], about["stride"]
-    kind = torch.uint8 if dtype.itemsize == 1 else dtype  # few functions support every dtype of one byte
+    kind = torch.uint8 if dtype.itemsize == 1 else dtype  # few functions of torch support every 1-byte dtype
     extents = [1 if stride == 0 else extent for extent, stride in zip(shape, strides, strict=True)]
     count = 1 + sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True) if extent)
     begin = about["address"] // kind.itemsize
@@ -283,7 +284,8 @@ def replay(dump: Dump, spec: OpSpec, device: torch.device, backend: str | None =
         backend: backend to use instead of the call's, for a GEMM.
 
     Returns:
-        The call as the op's path represents it, copies of the arguments that it updated, and its outputs.
+        The call (a ``call_type`` of the op's call path), copies of the updated arguments from before the call, and the
+        outputs.
 
     Raises:
         DumpError: for ``backend`` with an op without backends.

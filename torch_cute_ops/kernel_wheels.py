@@ -1,7 +1,7 @@
 """Kernels of well-known models, and wheels that contain them.
 
-The kernels are collected from one layer of each kind of a model, with tensors that have sizes and no memory, so neither
-the checkpoint nor a GPU is needed.
+The kernels are collected by running one layer of each kind in a model with fake tensors, so neither the checkpoint nor
+a GPU is needed.
 """
 
 import json
@@ -82,7 +82,8 @@ class Model:
 
     Attributes:
         hidden: hidden size.
-        linears: parts of the rows, and the columns, of each kind of linear layer: (N of q, of k and of v), K.
+        linears: sizes of each kind of linear layer: the N of each merged projection, such as (N of q, N of k, N of v),
+            and K.
         formats: schemes with the activations' format, as in ``nn.quantize_``, that checkpoints of the model use.
         experts: experts of a layer, or None.
     """

@@ -43,7 +43,7 @@ def _packed(output: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tens
     """Return an output of the reference with the strides that the fake op promises, because compiled programs rely on
     these strides even if an extent is 1.
 
-    ``None`` stands for contiguous strides.
+    If ``strides`` is None, the fake op promises contiguous strides.
     """
     if strides is None:
         packed = torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -275,8 +275,8 @@ def kernels_of(op: str, where: str | torch.device, **properties: Any) -> tuple[K
 def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, str | None]:
     """Return each backend of a GEMM with the reason that it cannot compute calls with these static properties, or None.
 
-    None means that the backend's kernels support the calls. Our kernels have run on GPUs of compute capability 9.0. On
-    other GPUs they have never run, only in a PTX emulator, and ``"auto"`` chooses among them by data sheets.
+    None means that the backend's kernels support the calls. Our kernels have run on GPUs of compute capability 9.0. For
+    other GPUs they have only run in a PTX emulator, and ``"auto"`` chooses among them by data sheets.
 
     Example:
         ``backends("mm_fp4", n=4096, k=7168, m=16)``, ``backends("mm_fp4", "sm_100a", n=4096, k=7168, m=16)``

@@ -1,8 +1,8 @@
 """Checks of every call in debug mode, ``TORCH_CUTE_OPS_CHECK=1``.
 
 Before a call, index tensors and global scales are checked. After the call, four rows of each result are compared with
-the reference. The results of GEMMs may differ by the bounds of ``gemm.error_bounds``, quantised rows by one step of a
-code. Only if the setting is on, the registry installs a :class:`Verifier` for each op.
+the reference. The results of GEMMs may differ by the bounds of ``gemm.error_bounds``, and quantised rows by one step of
+a code. If the setting is on, the registry installs a :class:`Verifier` for each op.
 """
 
 import contextlib
@@ -130,8 +130,8 @@ def _scales_of(spec: OpSpec) -> tuple[str, ...]:
 
 
 def _chosen(rows: int, device: torch.device, call: int | None = None) -> Tensor:
-    """Return the indices of the first row, the last row, and two other rows, which vary with the number ``call`` (by
-    default, from call to call); or of all rows."""
+    """Return the indices of the rows to compare: the first row, the last row, and two others, which vary with the
+    number ``call`` (by default, from call to call). In an ``every_row`` block, return all indices."""
     if _compares_all.get():
         return torch.arange(rows, device=device)
     number = (next(_calls) if call is None else 1 + call) * 7919
@@ -195,8 +195,8 @@ def _rows(
 
 
 def _lost_by_cancelling(given: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Return the errors to allow in normalised rows, by output, if a mean is subtracted or a bias is added: elements
-    then have errors as large as those of the largest terms of their row."""
+    """Return the errors to allow in normalised rows, by output, if a mean is subtracted or a bias is added. The error
+    of an element is then relative to the largest terms of its row."""
     bias = given.get("bias")
     if bias is None and not given.get("subtract_mean"):
         return {}

@@ -50,7 +50,7 @@ class Quantisation(NamedTuple):
 
 
 class LoadOptions(NamedTuple):
-    """Keyword arguments of :func:`load_`, and ``quantisation``: how to quantise modules after loading, or None."""
+    """Keyword arguments of :func:`load_`, and ``quantisation``, the settings for quantising loaded modules, or None."""
 
     activations: Activations | Mapping[str, Activations] = "auto"
     device: torch.device | str | None = None
@@ -79,9 +79,9 @@ def load_(
     twice its largest layer, or for experts the model plus twice the experts' scales. If ``load_`` raises, the model is
     partly loaded.
 
-    If the model already contains a tensor of the same shape on the same device, it is overwritten in place, so that
-    CUDA graphs that read it stay valid. This includes quantised layers of an earlier ``load_`` or ``quantize_``, if
-    their class, parts and activations are the same. Other layers are replaced.
+    A tensor of the model that already has the right shape and device is overwritten in place, so that CUDA graphs that
+    read the tensor stay valid. This includes quantised layers of an earlier ``load_`` or ``quantize_``, if their class,
+    parts and activations are the same. Other layers are replaced.
 
     Args:
         model: model with ``nn.Linear`` layers under the checkpoint's names, or with layers of this package, on the meta

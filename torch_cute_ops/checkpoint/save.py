@@ -228,7 +228,7 @@ def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
                 f"style {style!r} does not support nvfp4 with a static scale of FP8 activations; expected 16-bit or "
                 "FP4 activations, or FP8 activations without an input scale"
             )
-        activations = "fp8"  # the configuration does not say that a row has a single scale
+        activations = "fp8"  # the configuration cannot express a single scale per row
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"
     elif "input_scale" in layer.layout():

@@ -293,8 +293,8 @@ def compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall
     _expect(path, f"{prefix}weights: ", weights, strategy=(*of_strategy,))
     fmt = of_strategy[weights["strategy"]]
     wanted: dict[str, Any] = {name: (value,) for name, value in compressed_arguments(fmt).items()}
-    # "static" and "weight" permute columns only while calibrating, so they need no support. "group" and "dynamic" store
-    # a permutation, which this package cannot apply.
+    # The orders "static" and "weight" permute columns only during calibration, so they need no support. "group" and
+    # "dynamic" store a permutation, which this package cannot apply.
     _expect(path, f"{prefix}weights: ", weights, **wanted, actorder=(None, "static", "weight"))
     _expect(path, prefix, group, output_activations=(None,))
     inputs = group.get("input_activations")

@@ -148,7 +148,7 @@ def _pairs(options: argparse.Namespace) -> Iterator[tuple[KernelSpec, str]]:
 
 
 def _kernel_wheels() -> Any:
-    # By name, because models belong to a layer above the commands.
+    # Import by name, because models belong to a layer above the commands.
     return importlib.import_module("torch_cute_ops.kernel_wheels")
 
 

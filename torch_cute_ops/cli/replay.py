@@ -27,7 +27,7 @@ def add_replay(commands: Any) -> None:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    # Both modules are for debugging alone: other commands need neither them nor safetensors.
+    # Import here, because other commands need neither these modules nor safetensors.
     from torch_cute_ops import dump as dumps
     from torch_cute_ops.verification import Verifier, every_row
 

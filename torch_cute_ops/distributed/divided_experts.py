@@ -47,7 +47,7 @@ class _Experts(Divided):
         return all_reduce(y, self.group).to(dtype)
 
     def is_few(self, tokens: int, topk: int) -> bool:
-        """Return True if ``tokens`` is few for the experts of all ranks together, so that all ranks decide alike."""
+        """Return True if ``tokens`` is few, judged by the experts of all ranks. All ranks therefore decide alike."""
         world = self.world if self.style.by == "expert" else 1
         return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // world), topk))
 

@@ -276,8 +276,8 @@ class ExpertParallel(nn.Module):
         return codes[token], as_bytes(scale)[token]
 
     def _exchange(self, counts: Tensor) -> Tensor:
-        """Exchange the numbers of rows that ranks will send. Return the rows that this rank will receive, (ranks, this
-        rank's experts)."""
+        """Exchange the numbers of rows that the ranks will send to each other. Return the numbers of rows that this
+        rank will receive, (ranks, this rank's experts)."""
         counts = counts.view(self.world, self.experts)
         if self.group is None:
             return counts

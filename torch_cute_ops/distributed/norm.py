@@ -23,7 +23,7 @@ _NORMS = {
     ("fp8", False): rmsnorm_fp8quant,
     ("fp8", True): add_rmsnorm_fp8quant,
 }
-"""Op for each (format of the result, whether a residual is added)."""
+"""Op for each pair of the result's format and a flag, which is True if a residual is added."""
 
 _SUMMED_NORMS = {"fp4": all_reduce_add_rmsnorm_fp4quant, "fp8": all_reduce_add_rmsnorm_fp8quant}
 """Op that first sums over ranks, for each format of the result."""
@@ -51,9 +51,9 @@ def normed_rows(
             ``x``.
         eps: number added to the mean square.
         weight_plus_one: ``True`` if the norm multiplies by ``1 + weight``, as in Gemma.
-        group: ranks whose ``x`` are first added up, in float32 and in the order of the ranks, as partial sums of a
-            :class:`RowParallel` layer with ``partial=True``. All ranks get all rows, in the same launch. ``None`` adds
-            up nothing. A residual is required.
+        group: ranks whose ``x`` are first added up, in float32 and in the order of the ranks. Use it for partial sums
+            of a :class:`RowParallel` layer with ``partial=True``. All ranks get all rows, in the same launch. A group
+            requires a residual. ``None`` adds up nothing.
 
     Raises:
         ValueError, TypeError: for a wrong shape, dtype or device, as the norm ops raise; for a ``layer`` that takes

@@ -233,8 +233,8 @@ class _Column(Divided):
     to its rows.
 
     Attributes:
-        whole_parts: number of rows of each part of the undivided layer, and of the columns that ``gather_output``
-            returns.
+        whole_parts: number of rows of each part of the undivided layer, and so of the part's columns in the result of
+            ``gather_output``.
     """
 
     style: "ColumnParallel"
@@ -515,9 +515,9 @@ class RowParallel(LinearStyle):
         sequence: True to return to each rank only an equal part of the tokens (the first dimension) instead of all
             tokens.
         sums: dtype in which partial sums are sent and added. ``None`` uses the dtype of the activations, as most
-            tensor-parallel layers do, so each partial sum and each sum is rounded to it. ``torch.float32`` rounds only
-            once, but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot return
-            float32 on a GPU, so each call decodes the weight.
+            tensor-parallel layers do, so each partial sum and each sum is rounded to this dtype. ``torch.float32``
+            rounds only once, but sends twice the bytes. For FP8 weights with tensor or channel scales, the GEMM cannot
+            return float32 on a GPU, so each call decodes the weight.
         partial: True to return this rank's partial sums, for :func:`normed_rows`, which adds up the partial sums of all
             ranks in the launch that adds the residual, normalises and quantises. The partial sums are rounded to the
             dtype of the activations, and added in float32.

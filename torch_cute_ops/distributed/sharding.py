@@ -167,7 +167,7 @@ def _as_spec(value: object) -> object:
 
 
 class _Seen:
-    """Replacement for a tensor of the call, from which rules read the tensor's dtype, and its global shape, not a
+    """Replacement for a tensor of the call. Rules read from it the tensor's dtype, and the global shape instead of a
     shard's shape."""
 
     def __init__(self, spec: DTensorSpec) -> None:

@@ -17,8 +17,8 @@ def moe_fc2_weight(
         codes: (E, N, I/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte: the down projections of E experts, as
             checkpoints store them and as :func:`fp4_quantize` writes them.
         scale: block scales of ``codes``: linear (E, N, I/B), or 128x4 tiles over the E·N rows, as :func:`fp4_quantize`
-            writes them. (:func:`as_tiles` converts the shape of other libraries' tiles.) float8_e4m3fn (NVFP4, B = 16),
-            or uint8 or float8_e8m0fnu (MXFP4, B = 32).
+            writes them. :func:`as_tiles` converts the shape of other libraries' tiles. The dtype is float8_e4m3fn
+            (NVFP4, B = 16), or uint8 or float8_e8m0fnu (MXFP4, B = 32).
         scale_layout: layout of the returned scales: ``"128x4"`` or ``"linear"``.
 
     Returns:

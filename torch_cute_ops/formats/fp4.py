@@ -22,8 +22,8 @@ SMALLEST_ROW_SCALE: Final = 2.0**-126
 EXTREME_ROW_SCALE: Final = 2.0**60
 EXTREME_ROW_POWER: Final = 2.0**64
 """Rows whose scale is below 1 / ``EXTREME_ROW_SCALE`` are multiplied by ``EXTREME_ROW_POWER`` before they are
-quantised, and rows whose scale is above ``EXTREME_ROW_SCALE`` are divided by ``EXTREME_ROW_POWER``. The row's encode
-scale divided by a block scale is then finite in fp32."""
+quantised, and rows whose scale is above ``EXTREME_ROW_SCALE`` are divided by ``EXTREME_ROW_POWER``. The factor of a
+block, 1 / (row scale · block scale), is then finite in fp32."""
 UE8M0_BIAS: Final = 127
 
 
@@ -116,8 +116,7 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
             "look for NaN or infinity in the tensor",
             stacklevel=2,
         )
-    # Use ``full_like``: torch divides a Python number by a tensor as a multiplication by the reciprocal, which rounds
-    # twice.
+    # Use ``full_like``: to divide a Python number by a tensor, torch multiplies by the reciprocal, which rounds twice.
     scale = (torch.full_like(amax, NVFP4_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 

@@ -1,4 +1,4 @@
-"""Activations whose k is interleaved, so that a kernel can read 16 bytes of codes of the weight at a time.
+"""Activations that are interleaved along k, so that a kernel can read the weight's codes 16 bytes at a time.
 
 Element ``64c + 32p + 8i + 4h + e`` of each 256 elements of a row is stored at position ``128p + 32i + 16h + 4c + e``.
 """

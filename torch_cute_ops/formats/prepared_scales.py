@@ -4,9 +4,10 @@ Row n has the exponent ``u[n]``, the least integer with ``6 · (largest |block s
 all scales are zero or NaN. The magnitude of a block scale is ``s · 2^u``. In prepared scales a byte holds ``s`` as an
 index, so that a kernel finds the e4m3 codes of ``e2m1 · s`` in a table. ``s`` is at most 72.
 
-Prepared scales are uint8 (1 + ⌈K/256⌉, N, 256/B), or (E, 1 + ⌈K/256⌉, N, 256/B) for experts, with B the block size. In
-slab 0, the first 4 bytes of row n are ``2^u[n]`` as a little-endian float32, and the other bytes are 0. In slab 1 + j,
-byte i of row n is the index of block ``j · 256/B + i``; it is 0 beyond K.
+Prepared scales are uint8 (1 + ⌈K/256⌉, N, 256/B), or (E, 1 + ⌈K/256⌉, N, 256/B) for experts, with B the block size. The
+dimension 1 + ⌈K/256⌉ numbers the slabs. In slab 0, the first 4 bytes of row n are ``2^u[n]`` as a little-endian
+float32, and the other bytes are 0. In slab 1 + j, byte i of row n is the index of block ``j · 256/B + i``; it is 0
+beyond K.
 
 =====  =======================================================================================
 index  meaning
@@ -54,8 +55,8 @@ def prepared_shape(n: int, k: int, fmt: FP4Format, experts: int | None = None) -
 
 
 def is_prepared(b: torch.Tensor, b_scale: torch.Tensor, block_size: int) -> bool:
-    """Return True if the scales of the weight ``b``, (K/2, N) or (E, K/2, N), are prepared scales, by their dtype,
-    their number of dimensions and their last extent. The other extents are not checked."""
+    """Return True if the scales of the weight ``b``, (K/2, N) or (E, K/2, N), are prepared scales, judged by their
+    dtype, their number of dimensions and their last extent. The other extents are not checked."""
     if b_scale.dtype != torch.uint8 or len(b_scale.shape) != len(b.shape) + 1 or block_size not in (16, 32):
         return False
     return bool(b_scale.shape[-1] == SLAB_K // block_size)
@@ -74,10 +75,10 @@ def prepare_scales(
     """Prepare the block scales of an FP4 weight for :func:`mm_fp8_fp4` and :func:`grouped_mm_fp8_fp4` with per-token
     scales of the activations.
 
-    Call this function once, after loading: the ops take the result as ``b_scale``, compute the same bits as with the
-    original scales, and need not compute these indices at each call. On a GPU the function waits for the device, to
-    check that no scale is negative. It does not check scales on a meta device, in compiled code, or while a CUDA graph
-    is captured.
+    Call this function once, after loading: the ops take the result as ``b_scale`` and compute the same bits as with the
+    original scales, which they would have to prepare at each call. On a GPU the function waits for the device, to check
+    that no scale is negative. It does not check scales on a meta device, in compiled code, or while a CUDA graph is
+    captured.
 
     Args:
         b_scale: block scales of a weight (N, K): 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4), or linear (N, K/B), with B the
@@ -87,9 +88,10 @@ def prepare_scales(
         k: K, the number of elements of a row.
         experts: number of experts, or None for a weight without experts.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
-        scale_format: format of the block scales: ``"e4m3"`` or ``"ue8m0"``. ``None`` follows ``block_size``.
-        scale_layout: layout of ``b_scale``, ``"128x4"`` or ``"linear"``. ``None`` reads the layout from the shape. If a
-            layout is given, tiled scales may also have another library's shape.
+        scale_format: format of the block scales: ``"e4m3"`` or ``"ue8m0"``. ``None`` means the format for
+            ``block_size``.
+        scale_layout: layout of ``b_scale``, ``"128x4"`` or ``"linear"``. ``None`` derives the layout from the shape. If
+            a layout is given, tiled scales may also have another library's shape.
 
     Returns:
         (1 + ⌈K/256⌉, N, 256/B) uint8, or (E, 1 + ⌈K/256⌉, N, 256/B): power of two of each row, and an index for each

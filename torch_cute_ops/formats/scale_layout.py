@@ -2,7 +2,7 @@
 
 A tiled layout divides the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and
 stores tile after tile. ``128x4`` is the order that cuBLAS's block-scaled GEMMs and ``tcgen05`` read (PTX ISA, "scale
-factor layout"). ``8x4`` is a variant of it for few rows. Bytes of padding are zero.
+factor layout"). ``8x4`` is a variant of ``128x4`` for few rows. Bytes of padding are zero.
 
 The shape of a scale tensor identifies its layout. For M rows of K elements in blocks of B, the scale of row m and block
 k has these indices:
@@ -142,7 +142,8 @@ def reason_no_tiles(scale: torch.Tensor, lead: Sequence[int], blocks: int, layou
 
     Tiles may have the shape of ``ScaleLayout.shape``, be flat, or be the padded matrix (padded rows, padded blocks).
     Scales of stacked matrices (``lead`` has two dimensions) may also have a first dimension for the matrices. This is
-    allowed only if no matrix needs padding rows, because only then the order of the bytes is the same.
+    allowed only if no matrix needs padding rows, because only then is the order of the bytes the same with and without
+    this dimension.
     """
     tiles, padded_blocks = layout.shape(lead, blocks), layout.padded_blocks(blocks)
     count = row_count(tiles)
@@ -178,9 +179,9 @@ def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> 
 
     Args:
         scale: scales of a matrix (rows, k), contiguous, in the order of ``layout``. The shape may be flat, (padded
-            rows, padded blocks), or already the shape of tiles. float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu (MXFP4).
-            Scales of experts, (experts, padded rows, padded blocks), are accepted if the rows of an expert are whole
-            tiles.
+            rows, padded blocks), or already the shape of tiles. The dtype is float8_e4m3fn (NVFP4), or uint8 or
+            float8_e8m0fnu (MXFP4). Scales of experts, (experts, padded rows, padded blocks), are accepted if the rows
+            of an expert are whole tiles.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         layout: ``"128x4"`` or ``"8x4"``.

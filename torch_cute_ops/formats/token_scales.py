@@ -22,10 +22,10 @@ def has_token_scales(
     is_masked: bool = False,
 ) -> bool:
     """Return True if a GEMM with the FP4 weight ``b``, (..., K/2, N), has a scale for each row of its activations, or
-    one for all rows, and False if it has block scales.
+    one scale for all rows, and False if it has block scales.
 
-    A scale (M, 1) is a block scale if K is at most 128, because the results are the same, unless prepared scales or
-    interleaved activations require per-token scales.
+    If K is at most 128, scales (M, 1) count as block scales, because the results are the same, unless prepared scales
+    or interleaved activations require per-token scales.
     """
     if len(a_scale.shape) < 2 or is_prepared(b, b_scale, block_size) or is_interleaved(a, is_masked):
         return True

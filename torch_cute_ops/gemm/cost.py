@@ -14,8 +14,8 @@ TENSOR_CORE_EFFICIENCY = 0.8
 """Rate of a good large GEMM, divided by the peak of the data sheet: 700 to 830 of 919 TFLOP/s with random data
 (measured on H200s)."""
 CLUSTER_PLACES = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91}
-"""Fraction of the CTA slots of a GPU that clusters can use, keyed by the number of CTAs of a cluster. A GPC's SMs are
-not always a multiple of the cluster's size.
+"""Fraction of the CTA slots of a GPU that clusters can use, keyed by the number of CTAs of a cluster. The number of SMs
+of a GPC is not always a multiple of the cluster size.
 
 On an H100 and an H200, 39, 30, 22, 18 and 14 clusters of 3, 4, 5, 6 and 8 CTAs run at the same time (measured)."""
 LARGE_CLUSTER_PLACES = 0.85

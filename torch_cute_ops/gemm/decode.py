@@ -80,7 +80,7 @@ def reason_no_tcgen05(target: Target) -> str | None:
 
 
 def reason_misaligned(problem: GemmProblem) -> str | None:
-    """Return a reason if kernels cannot load the operands because these are not aligned, or None if they can."""
+    """Return the reason why the operands are not aligned enough for kernels, or None if kernels can load them."""
     if problem.n % 8 or problem.k % 32:
         return f"n={problem.n} and k={problem.k}: they have to be multiples of 8 and 32"
     return None

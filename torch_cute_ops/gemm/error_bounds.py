@@ -145,8 +145,8 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
 def block_difference(
     got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor], fmt: FP4Format
 ) -> str | None:
-    """Return a description of the blocks that differ from the expected blocks, or None if none differs. ``masks`` tell
-    which codes and scales are written, and only these are compared.
+    """Return a description of the blocks that differ from the expected blocks, or None if none differs. Only the codes
+    and scales that ``masks`` marks as written are compared.
 
     If the values come from an exponential, at most one scale in 1,000 and one code in 1,000 may differ, each by one
     step.

@@ -70,11 +70,11 @@ class Tile(NamedTuple):
             wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
             row_bytes: bytes of one weight row in a k tile.
             share_clocks: SM clocks to add the partial sums of one more CTA of the cluster to a tile.
-            read_again: fraction of the weight that is read from memory a second time if several row tiles run at the
-                same time.
+            read_again: fraction of the weight that is read from memory a second time if several m tiles run at the same
+                time.
         """
-        # The weight is read from memory at least once. Row tiles that run at the same time share one read of the
-        # weight. All SMs that read share the bandwidth.
+        # The weight is read from memory at least once. M tiles that run at the same time share one read of the weight.
+        # All SMs that read share the bandwidth.
         tiles = self.tiles_of(problem, m)
         side_by_side = min(-(-rows_of_expert(problem, m) // self.tile_m), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)

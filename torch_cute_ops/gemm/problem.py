@@ -110,8 +110,8 @@ class GemmProblem:
         grouping: division among experts.
         epilogue: operations that are applied to an accumulator before it is stored.
         gate: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu2"``, ``"swiglu"`` with parameters that calls pass, or
-            None without a gate. With a gate, the result is the gate of the two halves of each expert's weight rows, and
-            the weight has ``2 · n`` rows.
+            None without a gate. With a gate, the weight has ``2 · n`` rows, and the gate combines the results of the
+            two halves of each expert's rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
         global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
             None without an encode scale.

@@ -44,7 +44,7 @@ class ReducedRowCall(NamedTuple):
 
 
 class ReducedRowLauncher(RowLauncher):
-    """Launcher of the kernel ``all_reduce_rows``. It launches once for as many rows as the group's memory can hold.
+    """Launcher of the kernel ``all_reduce_rows``. One launch processes the rows that fit in the group's shared memory.
 
     Attributes:
         group: name of the process group.
@@ -63,7 +63,8 @@ class ReducedRowLauncher(RowLauncher):
         if not rows:
             return None
         memory = groups.shared_memory(self.group, self.device.index)
-        # Several launches need the check that no output overlaps the input of a later launch.
+        # With several launches, an output must not overlap the input of a later launch. Only the checked path checks
+        # this.
         if rows > self._most_rows(memory):
             return None
         outputs = self.new_outputs(rows, call.input.dtype)
@@ -134,7 +135,7 @@ class ReducedRowLauncher(RowLauncher):
                 scale[part].copy_(own)
 
     def _most_rows(self, memory: groups.SharedMemory) -> int:
-        """Return the largest number of rows of one launch, whole tiles of scales."""
+        """Return the largest number of rows of one launch, a multiple of the rows of a scale tile."""
         return memory.slot_bytes // self.config.row_bytes // self.tile_rows * self.tile_rows
 
 
@@ -155,7 +156,7 @@ class AllReduceRowQuant(RowQuant):
     run: Any = RowQuant.run_by_launcher
 
     def key(self, call: Any, device: int) -> tuple[Any, ...]:
-        # A group that was made again may have the name of the old group, and another size.
+        # The name may belong to a new group, with a different number of ranks than an earlier group of this name.
         return (*super().key(call, device), call.group, groups.ranks_of(call.group))
 
     def check(self, call: Any) -> None:

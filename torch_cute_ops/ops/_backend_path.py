@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 AUTO: Final = "auto"
 SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
 EXPERT_MULTIPLE: Final = 64
-"""Number that must divide an expert's elements in a row of ``a``, so that the expert owns whole bytes and whole
+"""Number that must divide the width of an expert, so that its elements in a row of ``a`` fill whole bytes and
 blocks."""
 
 Call = TypeVar("Call", bound=tuple[Any, ...])
@@ -198,7 +198,8 @@ class BackendPath(CallPath[Call]):
         choice = self._choose(problem, m, target, call.backend)
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
-        # Do not store the launcher while a CUDA graph is captured: captures do not tune, so a later call may have to.
+        # Do not store the launcher while a CUDA graph is captured: a capture cannot tune, so a later call may still
+        # have to tune.
         launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
         return launcher

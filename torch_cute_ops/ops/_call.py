@@ -148,7 +148,7 @@ class CallPath(abc.ABC, Generic[Call]):
     @abc.abstractmethod
     def kernels(self, call: Call, where: torch.device | Arch) -> tuple[KernelSpec, ...]:
         """Return the kernels that calls like this one launch on a CUDA device, or may launch on GPUs of an
-        architecture; tensors may be on meta."""
+        architecture. The tensors may be on the meta device."""
 
     @abc.abstractmethod
     def declare(self) -> dict[str, Property]:
@@ -193,7 +193,7 @@ class CallPath(abc.ABC, Generic[Call]):
         return {each.name: argument(each) for each in self.signature.parameters if each.name in names}
 
     def properties(self, call: Call) -> dict[str, Any]:
-        """Return the static properties of a call, with which ``example`` can make such a call."""
+        """Return the static properties of a call, from which ``example`` can make a similar call."""
         values = {name: each.of(call) for name, each in self.statics.items()}
         return {name: value for name, value in values.items() if value is not None or self.statics[name].is_optional}
 
@@ -221,7 +221,7 @@ class CallPath(abc.ABC, Generic[Call]):
         """Compute a call on CUDA tensors, given the fields of ``call_type``; return the outputs.
 
         Args:
-            out: one tensor, or a tuple of several, or None.
+            out: outputs that the caller gave: one tensor, a tuple of several, or None.
             device: index of the first tensor's device, or None to look it up, which takes 0.07 µs.
             values: fields of the call.
         """
@@ -418,7 +418,7 @@ class KernelPath(CallPath[Call]):
 
     @abc.abstractmethod
     def kernel(self, call: Call, arch: Arch) -> KernelSpec:
-        """Return the kernel that calls with the same static key launch. Tensors may be on meta."""
+        """Return the kernel that calls with the same static key launch. Tensors may be on the meta device."""
 
     def kernels(self, call: Call, where: torch.device | Arch) -> tuple[KernelSpec, ...]:
         return (self.kernel(call, where if isinstance(where, Arch) else arch_of_device(where.index or 0)),)

@@ -91,8 +91,8 @@ def check_fp4_scale(
         scale: block scales.
         matrix: shape (..., K) of the unpacked tensor.
         fmt: FP4 format.
-        layout: layout that the call names. If the call names none, layout that was derived from the shape of the
-            argument ``name`` or ``follows``.
+        layout: layout that the call names, or else the layout that was derived from the shape of the argument ``name``
+            or ``follows``.
         given: argument ``scale_layout`` of the call. If it is not None, tiles may have another library's shape.
         follows: name of the argument from whose shape the layout was derived, if it is not ``name``.
     """
@@ -304,7 +304,7 @@ def check_no_sharing(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return (identifier of the memory, first byte, end byte) of a tensor in its memory, or None for symbolic sizes.
+    """Return a tensor's place as (identifier of the memory, first byte, end byte), or None for symbolic sizes.
 
     For tensors with addresses, the identifier is 0 and bytes are addresses.
     """
@@ -355,7 +355,8 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _alternate(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors whose memory ranges overlap share no byte, because they alternate in memory: a stride
-    of ``one`` divides all larger strides of both, and the inner dimensions of the two lie apart within this stride."""
+    of ``one`` divides all larger strides of both, and within this stride the inner dimensions of the two occupy
+    different bytes."""
     mine, others = _place(one), _place(other)
     assert mine is not None and others is not None
     steps = [
@@ -411,7 +412,7 @@ def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
         if not (isinstance(out, torch.Tensor) or is_proxy(out)):
             raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
         return out
-    if not isinstance(out, (tuple, list)):  # a tuple, because Dynamo of torch 2.9 cannot trace a union type
+    if not isinstance(out, (tuple, list)):  # not a union type, which Dynamo of torch 2.9 cannot trace
         raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tuple of {', '.join(names)}")
     check_number(op, tuple(out), names)
     for name, tensor in zip(names, out, strict=True):
@@ -472,7 +473,7 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
 
 
 def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Check that a real tensor starts at a multiple of 16 bytes, because kernels write it with vector stores."""
+    """Check that a tensor starts at a multiple of 16 bytes, because kernels write it with vector stores."""
     if tensor.data_ptr() % 16:
         raise ValueError(
             f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
@@ -501,7 +502,7 @@ def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str
 
 
 def index_out_of_range(indices: torch.Tensor, count: int) -> int | None:
-    """Return an element of ``indices`` that is not between -1 and ``count`` - 1, or None if all are."""
+    """Return an element of ``indices`` that is not between -1 and ``count`` - 1, or None if all elements are."""
     if not indices.numel():
         return None
     least, largest = (int(each) for each in indices.aminmax())
@@ -509,7 +510,8 @@ def index_out_of_range(indices: torch.Tensor, count: int) -> int | None:
 
 
 def check_ascending(op: str, offsets: torch.Tensor, rows: int, name: str) -> None:
-    """Check that ``offsets``, a CPU tensor, ascends within 0 to ``rows``, the number of rows of argument ``name``."""
+    """Check that ``offsets``, a CPU tensor, ascends from at least 0 to at most ``rows``, the rows of argument
+    ``name``."""
     values = offsets.tolist()
     if min(values) < 0 or max(values) > rows:
         wrong = min(values) if min(values) < 0 else max(values)
@@ -582,8 +584,8 @@ def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
 
 
 def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool = True) -> None:
-    """Check that ``value`` is finite, and that ``fits`` is True: that the value is within the caller's limit. The error
-    message contains ``limit``, a description of the limit."""
+    """Check that ``value`` is finite, and that ``fits``, the result of the caller's own check, is True. The error
+    message contains ``limit``, a description of the caller's limit."""
     if not (math.isfinite(value) and fits):
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
 

@@ -1,9 +1,9 @@
 """Define an op from its typed Python function, and generate all functions of the op that PyTorch calls.
 
 ``define`` reads the function's signature and docstring, and generates the function's body, the CUDA entries of both
-overloads, and the guards at the Autograd key. The generated functions differ only in the op's parameters. A generic
-``*args`` wrapper would take as long as a launch. Therefore their code is generated, as ``dataclasses`` generates
-``__init__``.
+overloads, and the guards at the Autograd key. The generated functions differ only in the op's parameters. Their code is
+generated, as ``dataclasses`` generates ``__init__``, because a generic ``*args`` wrapper would take as long as a
+launch.
 """
 
 import functools
@@ -147,8 +147,8 @@ class OpSpec:
         return tuple(merged(new, old, mask) for new, old, mask in zip(values, outputs, masks, strict=True))
 
     def kernels(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> tuple[KernelSpec, ...]:
-        """Return the kernels that a call launches on a CUDA device, or may launch on GPUs of an architecture; the
-        tensors may be on meta.
+        """Return the kernels that a call launches on a CUDA device, or may launch on GPUs of an architecture. The
+        tensors may be on the meta device.
 
         Raises:
             ValueError: if the op refuses an argument, or if no backend can compute the call on ``arch``.
@@ -414,7 +414,7 @@ def _is_plain(name: str) -> str:
 def refuse_gradient(signature: Signature, tensors: Sequence[torch.Tensor | None], outputs: Outputs = ()) -> None:
     """Check that no tensor requires grad while gradients are on, and that no tensor has a tangent.
 
-    Raises: ValueError: if a tensor requires grad or has a tangent: the ops are for inference and have no derivative.
+    Raises: ValueError: if a tensor requires grad or has a tangent, because the ops have no derivatives.
     """
     names = (*(parameter.name for parameter in signature.tensors), *signature.out_names)
     given = [(name, one) for name, one in zip(names, (*tensors, *outputs), strict=False) if one is not None]

@@ -206,8 +206,7 @@ class FP8Gemm(Gemm):
         return fmt, layout, layout
 
     def _refuse_other_block_size(self, call: GemmCall) -> None:
-        """Check that ``b_scale`` does not have the shape of prepared scales for a block size that the call does not
-        name."""
+        """Refuse a ``b_scale`` with the shape of prepared scales for a block size other than the call's."""
         for fmt in (NVFP4, MXFP4):
             if is_prepared(call.b, call.b_scale, fmt.block_size):
                 raise ValueError(
@@ -288,7 +287,7 @@ class FP8Gemm(Gemm):
         _checks.check_shape(self.op, "a", call.a, (call.a.shape[0], k), f"the K of b{self.hint(call)}")
 
     def check_interleaved(self, call: GemmCall, rows: tuple[int, ...], k: int) -> None:
-        """Check the shape of ``a`` whose k is interleaved, for leading dimensions ``rows``."""
+        """Check the shape of interleaved activations ``a``, whose leading dimensions must be ``rows``."""
         groups = -(-k // INTERLEAVED_K)
         _checks.check_shape(
             self.op, "a", call.a, (*rows, groups, INTERLEAVED_K), f"interleaved rows of K = {k}, the K of b"
@@ -354,7 +353,7 @@ class FP8Gemm(Gemm):
         return made
 
     def _make_fp4_tokens(self, given: Any, a: Tensor, fmt: FP4Format) -> dict[str, Tensor]:
-        """Return the operands of an example with per-token scales that differ from those with block scales."""
+        """For an example with per-token scales, return the operands that differ from an example with block scales."""
         made = {}
         if given.token_scales or given.one_a_scale or given.prepared_scales or given.interleaved_k:
             shape = (1,) if given.one_a_scale else (*a.shape[:-1], 1)

@@ -71,7 +71,7 @@ class GatedCall(NamedTuple):
 
 class GatedGemm(BackendPath[GatedCall]):
     """Call path of a GEMM in which each expert owns columns of the result. The epilogue combines the two halves of
-    these columns, gate and up, to the gated result.
+    these columns, gate and up, into the gated result.
 
     Args:
         a: format of the activations and of the result.
@@ -284,7 +284,7 @@ class GatedLauncher(BackendLauncher[GatedCall]):
             assert self.b_scale_shape is not None
             b_scale = b_scale.view(self.b_scale_shape)
         if scales is not None:
-            # The compiled function takes any number of scale rows.
+            # Check the number of scale rows here, because the compiled function does not.
             extents = a_scale.shape  # type: ignore[union-attr]
             if extents[0] != scales.count(m) or extents[1] != scales.columns:
                 a_scale = self.tiles(a_scale, m)  # type: ignore[arg-type]

@@ -106,8 +106,8 @@ class Gemm(BackendPath[GemmCall]):
         return None if a_scale is None else (a_scale.dim(), a_scale.shape[-1])
 
     def _key_of_rows(self, shape: Any, offsets: Tensor | None) -> Any:
-        """Return the entry of ``key`` for the number of rows of activations with at least three dimensions, whose last
-        extent is 256. If k is interleaved, the entry also contains the number of groups of 256 elements, because the
+        """Return the entry of ``key`` for the number of rows, for activations with at least three dimensions and the
+        last extent 256. If k is interleaved, the entry also contains the number of groups of 256 elements, because the
         compiled function does not compare it with the K of ``b``."""
         ordinary = 3 if self.over == "rows" and offsets is None else 2
         return (bucket(shape[-3]), shape[-2]) if len(shape) > ordinary else bucket(shape[-2])
@@ -350,8 +350,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         is_changed = False
         if self.views_b_scale:
             b_scale, is_changed = b_scale.view(self.b_scale_shape), True
-        # Check that the scale tiles have no gaps between them. Otherwise the kernel would launch no CTAs, and the
-        # resulting CUDA error would end a graph capture.
+        # Check that the scale tiles have no gaps between them. Otherwise the compiled function would launch no CTAs,
+        # and the resulting CUDA error would end a graph capture.
         if self.b_scale_shape is not None and not b_scale.is_contiguous():
             return None
         if self.tile_rows:

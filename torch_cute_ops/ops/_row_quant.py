@@ -75,7 +75,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         fmt, self.layout = problem.fmt, problem.layout
         self.width, self.source = problem.width, problem.source
         self.is_padded, self.is_interleaved = problem.width != problem.norm_width, problem.interleaved
-        # The kernel writes whole rows of interleaved codes, which are as long as the rows of the op's output.
+        # Rows of interleaved codes need no padded copy: the rows of the op's output are already padded.
         self.pads_output = self.is_padded and not self.is_interleaved
         self.also_linear, self.writes_norm = problem.also_linear, problem.writes_norm
         self.has_row_scale = problem.has_row_scale
@@ -408,8 +408,8 @@ class RowQuant(KernelPath[RowCall]):
             source=self.source,
             dtype=call.input.dtype,
             weight_dtype=None if call.weight is None else call.weight.dtype,
-            # Round the width up to whole units. Only FP8 rows may need this: FP4 rows consist of whole blocks, and
-            # each block consists of whole units.
+            # Round the width up to a multiple of FP8_UNIT. Only FP8 rows may need this: FP4 rows consist of whole
+            # blocks, and the block sizes are multiples of FP8_UNIT.
             width=-(-hidden // FP8_UNIT) * FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,
@@ -486,8 +486,8 @@ class RowQuant(KernelPath[RowCall]):
 
 
 def _kind_of_norm(call: Any) -> tuple[Any, ...] | None:
-    """Return the part of a call's static key that is None for an RMSNorm with a weight, and with a residual, if any, in
-    the dtype of the input."""
+    """Return the part of a call's static key that describes the norm, or None for an RMSNorm with a weight whose
+    residual, if any, has the dtype of the input."""
     if call.weight is None:
         return None
     has_other_residual = call.residual is not None and call.residual.dtype != call.input.dtype

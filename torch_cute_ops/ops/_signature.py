@@ -61,7 +61,7 @@ _NUMBERS: Final[dict[str, type]] = {"int": numbers.Integral, "SymInt": numbers.I
 as ``numpy.int64``, because the dispatcher accepts these too."""
 
 _LARGEST: Final[dict[str, int]] = {"int": 2**63 - 1, "SymInt": 2**63 - 1, "float": int(sys.float_info.max)}
-"""Largest number that a type of a schema can hold. Python's integers are unlimited."""
+"""Largest number of each number type of a schema. Python's integers are unlimited."""
 
 
 class Parameter(NamedTuple):
@@ -190,7 +190,8 @@ class Signature:
 
     @property
     def out_schema(self) -> str:
-        """Schema of the ``.out`` overload, which returns nothing: ``Tag.out`` crashes Inductor with several outputs."""
+        """Schema of the ``.out`` overload. It returns nothing, because ``Tag.out`` with several outputs crashes
+        Inductor."""
         letters = iter("abcdefgh"[len(self.updated) :])
         outputs = ", ".join(f"Tensor({next(letters)}!) {name}" for name in self.out_names)
         return f"{self.name}.out({self._parameters()}, *, {outputs}) -> ()"

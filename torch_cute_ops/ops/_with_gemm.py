@@ -56,7 +56,7 @@ def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: boo
     """Return True if a GEMM of ``rows`` rows should prefetch the next weight into L2. Only the kernels of some GPUs can
     prefetch.
 
-    The largest such number of rows is higher for an FP8 weight than for an FP4 weight.
+    The limit on the number of rows is higher for an FP8 weight than for an FP4 weight.
     """
     return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_weight else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
 

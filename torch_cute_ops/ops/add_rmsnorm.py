@@ -30,11 +30,11 @@ def add_rmsnorm(
     :func:`rmsnorm` of the residual.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
-            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
-            otherwise overlap ``input``.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or H is not a multiple of 16, the op first copies them.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, computed in
+            fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise
+            overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         eps: number added to the mean square.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.

@@ -39,11 +39,11 @@ def add_rmsnorm_fp4quant_per_token(
     ``residual += input`` followed by :func:`rmsnorm_fp4quant_per_token` of the residual.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32; H is a multiple of 16. Rows may be strided; the kernel first
-            copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
-            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
-            otherwise overlap ``input``.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of 16. Rows may be strided. If they do not start
+            at multiples of 16 bytes, the op first copies them.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, computed in
+            fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise
+            overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         eps: number added to the mean square.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
@@ -54,10 +54,9 @@ def add_rmsnorm_fp4quant_per_token(
         out: contiguous tensors to write ``(y, scale, row_scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn. The shape shows the layout; for the M flattened rows: 128x4 (⌈M/128⌉, ⌈H/64⌉, 32, 4,
-        4), 8x4 (⌈M/8⌉, ⌈H/64⌉, 8, 4), linear (..., H/16). Padding is zero.
-        ``row_scale``: (M,) float32, one scale for each of the M flattened rows.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn. The
+        shape depends on the layout. For M flattened rows: 128x4 (⌈M/128⌉, ⌈H/64⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/64⌉, 8, 4),
+        linear (..., H/16). Padding is zero. ``row_scale``: (M,) float32, one scale for each of the M flattened rows.
 
     Raises:
         ValueError: If a shape, device or layout is wrong, if ``residual`` overlaps itself or ``input``, or if an input

@@ -35,18 +35,18 @@ def add_rmsnorm_fp4quant_with_norm(
     :func:`rmsnorm_fp4quant_with_norm` of the residual.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
-            first copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
-            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
-            otherwise overlap ``input``.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided. If they do
+            not start at multiples of 16 bytes, the op first copies them.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, computed in
+            fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise
+            overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
+            means the format for ``block_size``.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
@@ -56,9 +56,9 @@ def add_rmsnorm_fp4quant_with_norm(
 
     Returns:
         ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
-        or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉,
-        32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero. ``norm``: normalised rows, (..., H),
-        in the dtype of ``input``.
+        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
+        (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero. ``norm``:
+        normalised rows, (..., H), in the dtype of ``input``.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if
@@ -75,10 +75,9 @@ def add_rmsnorm_fp4quant_with_norm(
         ([4.0, -4.0], [6.0, -6.0])
         >>> assert torch.equal(fp4_dequantize(y, scale), norm)
 
-    References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+    References: B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
         Normalization", 2016, equation 4. NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision
         Inference", 2025. MXFP4: OCP Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the
-        cuBLAS documentation. Roundings and special values: docs/numerics.md, "Residual" and "Norm" and "Quantising to
+        cuBLAS documentation. Roundings and special values: docs/numerics.md, "Residual", "Norm" and "Quantising to
         FP4".
     """

@@ -33,18 +33,18 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
         norm = residual / sqrt(mean(residual²) + eps) · weight
 
     Args:
-        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
-            first copies rows whose addresses are not multiples of 16 bytes.
-        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
-            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
-            otherwise overlap ``input``.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided. If they do
+            not start at multiples of 16 bytes, the op first copies them.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, computed in
+            fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise
+            overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         eps: number added to the mean square.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
+            means the format for ``block_size``.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
         subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.

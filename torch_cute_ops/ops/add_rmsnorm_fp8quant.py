@@ -37,11 +37,11 @@ def add_rmsnorm_fp8quant(
     :func:`rmsnorm_fp8quant` of the residual.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
-        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, which is
-            added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
-            otherwise overlap ``input``.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or H is not a multiple of 16, the op first copies them.
+        residual: (..., H) in the dtype of ``input`` or float32, updated in place to ``input + residual``, computed in
+            fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not otherwise
+            overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
@@ -79,8 +79,7 @@ def add_rmsnorm_fp8quant(
         ([4.0, -4.0], [448.0, -448.0])
         >>> assert torch.allclose(y.float() * scale, residual / 4)
 
-    References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+    References: B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
         Normalization", 2016, equation 4. P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Roundings and
-        special values: docs/numerics.md, "Residual" and "Norm" and "Quantising to FP8".
+        special values: docs/numerics.md, "Residual", "Norm" and "Quantising to FP8".
     """

@@ -32,12 +32,11 @@ def all_reduce_add_rmsnorm(
     normalises. On a CPU, the rows are gathered through the group.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32, with the same shape on all ranks. Rows may be strided; the
-            kernel first copies rows whose addresses are not multiples of 16 bytes, and all rows if H is not a multiple
-            of 16.
+        input: (..., H) bfloat16, float16 or float32, with the same shape on all ranks. Rows may be strided. If they do
+            not start at multiples of 16 bytes, or H is not a multiple of 16, the op first copies them.
         residual: (..., H) in the dtype of ``input``, updated in place to the sum over the ranks plus ``residual``,
-            which is added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must
-            not otherwise overlap ``input``.
+            computed in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
+            otherwise overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
         group: name of the process group, such as ``torch.distributed.group.WORLD.group_name``, of 1 to 8 ranks. An
             empty string means this process alone. All ranks call the op in the same order, and on one stream at a time.
@@ -50,11 +49,10 @@ def all_reduce_add_rmsnorm(
         (..., H) in the dtype of ``input``.
 
     Raises:
-        ValueError: If there is no such group, if a shape or device is wrong, if ``residual`` overlaps
-            itself or ``input``, or if an input requires grad while gradients are enabled.
+        ValueError: If the group does not exist, if a shape or device is wrong, if ``residual`` overlaps itself or
+            ``input``, or if an input requires grad while gradients are enabled.
         TypeError: If a dtype is wrong.
-        RuntimeError: If a rank sent no rows in an earlier call within the time-out of the group. The message names the
-            rank.
+        RuntimeError: If in an earlier call a rank sent no rows within the group's time-out. The message names the rank.
 
     Example:
         >>> import torch

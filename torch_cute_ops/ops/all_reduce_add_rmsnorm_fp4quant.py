@@ -37,11 +37,11 @@ def all_reduce_add_rmsnorm_fp4quant(
 
     Args:
         input: (..., H) bfloat16, float16 or float32, with the same shape on all ranks. H is a multiple of
-            ``block_size``. Rows may be strided; the kernel first copies rows whose addresses are not multiples of 16
-            bytes.
+            ``block_size``. Rows may be strided. If they do not start at multiples of 16 bytes, the op first copies
+            them.
         residual: (..., H) in the dtype of ``input``, updated in place to the sum over the ranks plus ``residual``,
-            which is added in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must
-            not otherwise overlap ``input``.
+            computed in fp32 and rounded once. ``residual`` may be strided. It may be ``input`` itself, but must not
+            otherwise overlap ``input``.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column.
         group: name of the process group, such as ``torch.distributed.group.WORLD.group_name``, of 1 to 8 ranks. An
             empty string means this process alone. All ranks call the op in the same order, and on one stream at a time.
@@ -51,23 +51,22 @@ def all_reduce_add_rmsnorm_fp4quant(
         eps: number added to the mean square.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
+            means the format for ``block_size``.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and
-        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
+        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
+        (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
 
     Raises:
-        ValueError: If there is no such group, if a shape, device, format or layout is wrong, if ``residual`` overlaps
+        ValueError: If the group does not exist, if a shape, device, format or layout is wrong, if ``residual`` overlaps
             itself or ``input``, or if an input requires grad while gradients are enabled.
         TypeError: If a dtype is wrong.
-        RuntimeError: If a rank sent no rows in an earlier call within the time-out of the group. The message names the
-            rank.
+        RuntimeError: If in an earlier call a rank sent no rows within the group's time-out. The message names the rank.
 
     Example:
         >>> import torch
@@ -79,9 +78,8 @@ def all_reduce_add_rmsnorm_fp4quant(
         >>> fp4_dequantize(y, scale)[0, :2].tolist()
         [6.0, -6.0]
 
-    References:
-        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
-        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
-        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
-        docs/numerics.md, "Residual" and "Norm" and "Quantising to FP4".
+    References: B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA,
+        "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats
+        (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
+        docs/numerics.md, "Residual", "Norm" and "Quantising to FP4".
     """

@@ -130,14 +130,14 @@ def fp4_dequantize(
     Args:
         y: (..., K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
         scale: block scales in the shape that :func:`fp4_quantize` returns: 128x4 (⌈M/128⌉, ⌈K/B/4⌉, 32, 4, 4) or 8x4
-            (⌈M/8⌉, ⌈K/B/4⌉, 8, 4) for the M flattened rows, or linear (..., K/B), with B the block size; float8_e4m3fn
-            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+            (⌈M/8⌉, ⌈K/B/4⌉, 8, 4) for the M flattened rows, or linear (..., K/B), with B the block size. The dtype is
+            float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         global_scale: float32 tensor of one element by which the values were multiplied before they were encoded.
             ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
-        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads the layout
+            means the format for ``block_size``.
+        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). If ``y`` has more than three dimensions, the shape may fit two
             layouts; the op then raises an error that asks for the layout's name.

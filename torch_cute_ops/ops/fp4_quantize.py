@@ -33,21 +33,21 @@ def fp4_quantize(
     block whose scale is zero gets zero codes. CPU and GPU results are equal bit for bit.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided; the kernel
-            first copies rows whose addresses are not multiples of 16 bytes.
+        input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided. If they do
+            not start at multiples of 16 bytes, the op first copies them.
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
+            means the format for ``block_size``.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and
-        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
+        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
+        (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -28,8 +28,8 @@ def fp8_quantize(
     a zero row or block gets scale zero. CPU and GPU results are equal bit for bit.
 
     Args:
-        input: (..., K) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if K is not a multiple of 16.
+        input: (..., K) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or K is not a multiple of 16, the op first copies them.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one

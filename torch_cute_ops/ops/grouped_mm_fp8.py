@@ -48,8 +48,8 @@ def grouped_mm_fp8(
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
             max_rows, K).
         b: (E, K, N) float8_e4m3fn: the transposed view ``weight.mT`` of weights stacked row-major, (E, N, K), as
-            checkpoints hold them. N is a multiple of 8, E at most 1,024. A row-major tensor is refused. Square weights
-            that are stored transposed cannot be detected.
+            checkpoints hold them. N is a multiple of 8, and E is at most 1,024. A row-major tensor is refused. No check
+            can detect square weights that are stored transposed.
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, even with padding between the columns; scales with other
             strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
@@ -67,8 +67,8 @@ def grouped_mm_fp8(
             factor per expert and column. ``None`` means 1.
         bias: (E, N) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls

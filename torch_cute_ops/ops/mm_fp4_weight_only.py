@@ -39,30 +39,30 @@ def mm_fp4_weight_only(
     Args:
         a: (M, K) bfloat16 or float16.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
-            ``weight.t()`` of a row-major (N, K/2). A row-major tensor is refused. A square weight that is stored
-            transposed cannot be detected.
+            ``weight.t()`` of a row-major (N, K/2). A row-major tensor is refused. No check can detect a square weight
+            that is stored transposed.
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
-            :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
-            or float8_e8m0fnu (MXFP4).
+            :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size. The dtype is float8_e4m3fn
+            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
             column, e.g. for merged projections with different global scales. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
-        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            means the format for ``block_size``.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
-            next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
-            first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
-            be written during the call.
+            next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 16 rows load the
+            first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
+            change during the call.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

@@ -35,25 +35,25 @@ def mm_fp8(
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64.
         b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. A
-            row-major tensor is refused. A square weight that is stored transposed cannot be detected.
+            row-major tensor is refused. No check can detect a square weight that is stored transposed.
         a_scale: (M, 1) float32, one scale per row of ``a``; or (1,), one scale for all rows.
         b_scale: (N,) float32, one scale per column of the result; or (1,), one scale for all columns.
         bias: (N,) float32 or the dtype of the result, added in fp32 after the scales.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
-            next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 64 rows load the
-            first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
-            be written during the call.
+            next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 64 rows load the
+            first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
+            change during the call.
         fast_accum: False to add partial sums of at most 512 elements of K in fp32, True to accumulate all of K in the
             tensor cores, which keep about 14 bits. Sums of terms of one sign then come out too small: on an H200 by 5.7
-            % for K = 4,096 and by 18.7 % for K = 14,336, instead of 0.2 %. On Gaussian data the bias is 0.03 % or less.
-            The corresponding argument in PyTorch is ``use_fast_accum``. On data-center Blackwell, the backend
-            ``tcgen05`` ignores ``fast_accum``: accumulators are fp32 in tensor memory, over all of K or, with split-K,
-            a CTA's range of K. The rounding of this sum has not been measured.
+            % for K = 4,096 and by 18.7 % for K = 14,336, compared with 0.2 % without ``fast_accum``. On Gaussian data
+            they are off by 0.03 % or less. The corresponding argument in PyTorch is ``use_fast_accum``. On data-center
+            Blackwell, the backend ``tcgen05`` ignores ``fast_accum``: it accumulates in fp32 in tensor memory, over all
+            of K or, with split-K, over a CTA's range of K. The error of this sum has not been measured.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

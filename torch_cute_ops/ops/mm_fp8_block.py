@@ -37,7 +37,7 @@ def mm_fp8_block(
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
         b: (K, N) float8_e4m3fn: the transposed view ``weight.t()`` of a row-major (N, K); N is a multiple of 8. A
-            row-major tensor is refused. A square weight that is stored transposed cannot be detected.
+            row-major tensor is refused. No check can detect a square weight that is stored transposed.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, even with padding between the columns; scales with other strides are copied first. Pass
             scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
@@ -47,14 +47,14 @@ def mm_fp8_block(
             column. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
-            next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 64 rows load the
-            first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
-            be written during the call.
+            next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 64 rows load the
+            first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
+            change during the call.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

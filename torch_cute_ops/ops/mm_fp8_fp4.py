@@ -44,11 +44,11 @@ def mm_fp8_fp4(
     ``t`` is the least integer with ``6 · block scale · 2^-t ≤ 448`` for all scales of a row and block, so that all
     numbers fit e4m3. ``u`` is the least integer with ``6 · block scale · 2^-u ≤ 448`` for all scales of a row. Codes
     are rounded to nearest even. For MXFP4, the conversion is exact for blocks whose scale is at most a factor of 2^14
-    below the largest scale within the 128 elements, or within the row. Smaller numbers are rounded by up to 2^-10 ·
-    2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by up to
-    4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale needs up to 6.
-    For a Gaussian weight, the relative rms error is 9.69 % with either exponent, compared with 9.51 % for NVFP4 alone.
-    :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+    below the largest scale of the 128 elements, or with per-token scales of the row. Smaller numbers are rounded by up
+    to 2^-10 · 2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are
+    rounded by up to 4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale
+    needs up to 6 bits. For a Gaussian weight, the relative rms error is 9.69 % with ``t`` and with ``u``, compared with
+    9.51 % for NVFP4 alone. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
 
     The weight stays in 4 bits in memory. With block scales and many rows, ``"auto"`` may take the backend ``recode``,
     which holds an FP8 copy of the weight for the duration of the call. Activations are stored as the quantising ops
@@ -57,39 +57,39 @@ def mm_fp8_fp4(
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. With per-token
-            scales also (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it, so that a kernel need not reorder the
-            rows. If K is 256, flatten activations (B, 1, 256) first, because they have the shape of interleaved
+            scales also (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it; kernels then need not reorder the rows.
+            If K is 256, flatten ordinary activations (B, 1, 256) first, because they have the shape of interleaved
             activations.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
-            ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. A square weight
-            that is stored transposed cannot be detected.
+            ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. No check can
+            detect a square weight that is stored transposed.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, even with padding between the columns; scales with other strides are copied first. Pass
             scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
             Or per-token scales: (M, 1), one scale per row; or (1,), one scale for all rows.
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
-            :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size; float8_e4m3fn (NVFP4), or uint8
-            or float8_e8m0fnu (MXFP4). With per-token scales also uint8 (1 + ⌈K/256⌉, N, 256/B), which
-            :func:`prepare_scales` computes once from the block scales.
+            :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size. The dtype is float8_e4m3fn
+            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4). With per-token scales also prepared scales, uint8 (1 + ⌈K/256⌉,
+            N, 256/B), which :func:`prepare_scales` computes once from the block scales.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
             column. Pass ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
-        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            means the format for ``block_size``.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits. With prepared scales, pass ``None``.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         prefetch: contiguous matrix of 1-byte elements that a later launch reads, such as the row-major weight of the
-            next GEMM; the bytes of a row are a multiple of 16. On Hopper, GEMMs with tiles of up to 16 rows load the
-            first 8 MB of this matrix into L2 after their own operands. The matrix does not affect the result, and may
-            be written during the call.
+            next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 16 rows load the
+            first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
+            change during the call.
         fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
             with block scales.
         out: contiguous (M, N) tensor to write the result into.

@@ -48,18 +48,18 @@ def moe_fc1_fp4(
     Args:
         a: (M, H/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble.
         w: (E, H/2, 2·I) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
-            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). For each of 1 to 1,024 experts, the rows of
-            gate precede the rows of up. I is a multiple of 64. A row-major tensor is refused. Square weights (H/2 =
-            2·I) that are stored transposed cannot be detected.
+            view ``weight.mT`` of weights stacked row-major, (E, 2·I, H/2). E is 1 to 1,024. Each expert's rows of gate
+            precede its rows of up. I is a multiple of 64. A row-major tensor is refused. Square weights (H/2 = 2·I)
+            that are stored transposed cannot be detected.
         a_scale: block scales of ``a`` as an (M, H) matrix: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8,
-            4) or linear (M, H/B), as :func:`fp4_quantize` writes them, with B the block size; float8_e4m3fn (NVFP4), or
-            uint8 or float8_e8m0fnu (MXFP4).
-        w_scale: block scales of ``w``, in the layout of ``a_scale``, or in 128x4 if ``a_scale`` is 8x4: tiles over the
-            rows of all experts, 128x4 (⌈(E·2·I)/128⌉, ⌈H/B/4⌉, 32, 4, 4), as :func:`fp4_quantize` of the weight (E,
-            2·I, H) writes them, or linear (E, 2·I, H/B); float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+            4) or linear (M, H/B), as :func:`fp4_quantize` writes them, with B the block size. The dtype is
+            float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        w_scale: block scales of ``w``: linear (E, 2·I, H/B) if ``a_scale`` is linear, otherwise 128x4 tiles over the
+            rows of all experts, (⌈(E·2·I)/128⌉, ⌈H/B/4⌉, 32, 4, 4), as :func:`fp4_quantize` of the weight (E, 2·I, H)
+            writes them. The dtypes are as for ``a_scale``.
         routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if the pair's element is
-            not 0 (NaN is not 0). Pass the ``alpha`` of :func:`moe_fc2_fp4`. If an element is 0 or -0, nothing is
-            computed or written for the pair. The weight of an expert without tokens is not read.
+            not 0 (NaN is not 0). Normally this is the ``alpha`` of :func:`moe_fc2_fp4`. If an element is 0 or -0,
+            nothing is computed or written for the pair. The weight of an expert without tokens is not read.
         alpha: float32 (E,), each expert's ``1 / (g_a · g_w)``; or (E, 2), with separate factors for gate and up.
             ``None`` means 1.
         bias: (E, 2·I) float32 or bfloat16, added after ``alpha``, before the gate.
@@ -67,16 +67,16 @@ def moe_fc1_fp4(
             NVFP4 only. ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
-        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads the layout
+            means the format for ``block_size``.
+        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits. Tiles of ``w_scale`` that are padded expert by expert are accepted if ``scale_layout`` is given
-            and the rows of an expert are a multiple of 128.
+            and each expert has a multiple of 128 rows.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         row_scale: (M,) float32: factors of the rows of ``a``, as :func:`fp4_quantize_per_token` returns them. Gate and

@@ -41,14 +41,13 @@ def moe_fc2_fp4(
             of 64.
         w: (E·I/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. A
-            row-major tensor is refused. A square weight that is stored transposed cannot be detected, and neither can a
-            stack that was reshaped without :func:`moe_fc2_weight`.
+            row-major tensor is refused. A square weight that is stored transposed, or a stack that was reshaped without
+            :func:`moe_fc2_weight`, cannot be detected.
         a_scale: block scales of ``a`` as an (M, E·I) matrix: 128x4 (⌈M/128⌉, ⌈E·I/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉,
-            ⌈E·I/B/4⌉, 8, 4) or linear (M, E·I/B), as :func:`fp4_quantize` writes them, with B the block size;
-            float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
-        w_scale: block scales of ``w`` as an (N, E·I) matrix, in the layout of ``a_scale``, or in 128x4 if ``a_scale``
-            is 8x4: 128x4 (⌈N/128⌉, ⌈(E·I)/B/4⌉, 32, 4, 4) or linear (N, E·I/B); float8_e4m3fn (NVFP4), or uint8 or
-            float8_e8m0fnu (MXFP4).
+            ⌈E·I/B/4⌉, 8, 4) or linear (M, E·I/B), as :func:`fp4_quantize` writes them, with B the block size. The dtype
+            is float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        w_scale: block scales of ``w`` as an (N, E·I) matrix: linear (N, E·I/B) if ``a_scale`` is linear, otherwise
+            128x4 (⌈N/128⌉, ⌈E·I/B/4⌉, 32, 4, 4). The dtypes are as for ``a_scale``.
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / (g_a · g_w)``, as
             :func:`moe_route_dense` writes it. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are
             skipped, even if the pair's elements or scales are NaN or uninitialised. If M = E, a transposed ``alpha``
@@ -58,13 +57,13 @@ def moe_fc2_fp4(
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
-        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` reads the layout
+            means the format for ``block_size``.
+        scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         out: contiguous (M, N) tensor to write the result into.

@@ -41,11 +41,11 @@ def moe_fc2_fp4_weight_only(
         a: (M, E·I) bfloat16 or float16. I is a multiple of 64.
         w: (E·I/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of a row-major (N, E·I/2). :func:`moe_fc2_weight` builds it from stacked weights. A
-            row-major tensor is refused. A square weight that is stored transposed cannot be detected, and neither can a
-            stack that was reshaped without :func:`moe_fc2_weight`.
+            row-major tensor is refused. A square weight that is stored transposed, or a stack that was reshaped without
+            :func:`moe_fc2_weight`, cannot be detected.
         w_scale: block scales of ``w`` as an (N, E·I) matrix: 128x4 (⌈N/128⌉, ⌈E·I/B/4⌉, 32, 4, 4) as
-            :func:`fp4_quantize` writes them, or linear (N, E·I/B), with B the block size; float8_e4m3fn (NVFP4), or
-            uint8 or float8_e8m0fnu (MXFP4).
+            :func:`fp4_quantize` writes them, or linear (N, E·I/B), with B the block size. The dtype is float8_e4m3fn
+            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / g_w``, as
             :func:`moe_route_dense` writes it. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are
             skipped, even if the pair's elements or scales are NaN or uninitialised. If M = E, a transposed ``alpha``
@@ -55,20 +55,20 @@ def moe_fc2_fp4_weight_only(
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
-        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` reads the layout
+            means the format for ``block_size``.
+        scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
             a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
             shape fits.
-        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the fastest backend measured under
-            :func:`autotune`, or else the backend with the least estimated time.
+        backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
+            measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
         (M, N) in ``out_dtype``; 0 for tokens without experts. A NaN in ``alpha`` makes the token's row NaN. A NaN scale
-        makes the weight's column of the result NaN; skipped pairs have no effect.
+        of ``w`` gives a column of NaN; skipped pairs have no effect.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong; if the backend is unknown or cannot compute the call

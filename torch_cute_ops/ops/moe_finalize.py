@@ -127,7 +127,7 @@ def moe_finalize(
             GPU the pair adds nothing.
         weights: (M, topk) float32, routing weights.
         residual: (M, H) in the dtype of ``input``, e.g. the result of a shared expert; ``None`` means 0.
-        out: contiguous tensor to write the result into. It may be ``residual``, and must not overlap ``input``.
+        out: contiguous tensor to write the result into. It may be ``residual``, but must not overlap ``input``.
 
     Returns:
         (M, H) in the dtype of ``input``.

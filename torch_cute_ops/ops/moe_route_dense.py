@@ -110,7 +110,7 @@ def moe_route_dense(
         expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global
             scales; ``None`` means 1.
         finite: flag to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
-            largest.
+            largest finite float32.
         out: contiguous tensor to write the result into.
 
     Returns:

@@ -56,8 +56,8 @@ class _Call(NamedTuple):
 class _Launcher(KernelLauncher[_Call]):
     def run(self, call: _Call, out: Any) -> Any:
         rows = call.qkv.shape[0]
-        # The compiled function does not compare the number of slots with the number of rows, nor the numbers of scales
-        # with the numbers of heads.
+        # The compiled function compares neither the number of slots with the number of rows, nor the numbers of scales
+        # with the numbers of heads. So check them here.
         if not rows or call.slots.shape[0] > rows or not 0.0 <= call.eps < float("inf"):
             return None
         scales = (call.q_scale, call.q_heads), (call.k_scale, call.kv_heads), (call.v_scale, call.kv_heads)
@@ -395,11 +395,11 @@ def qkv_norm_rope_append(
 
     Args:
         qkv: (M, (q_heads + 2 · kv_heads) · D) bfloat16 or float16, with heads of D = 64, 80, 96, 128, 192 or 256
-            elements. Rows may be strided; the kernel first copies rows whose addresses are not multiples of 16 bytes.
+            elements. Rows may be strided. If they do not start at multiples of 16 bytes, the op first copies them.
         cos_sin: (positions, rotary_dim) bfloat16, float16 or float32: in each row the cosines of a position, then the
             sines.
-        positions: (M,) int32 or int64, the row of ``cos_sin`` of each row. A position out of range is refused on a CPU;
-            on a GPU the rotated elements become NaN.
+        positions: (M,) int32 or int64, index into ``cos_sin`` for each row of ``qkv``. A position out of range is
+            refused on a CPU; on a GPU the rotated elements become NaN.
         key_cache: (blocks, page, kv_heads, D), updated in place: the dtype of ``qkv``, or float8_e4m3fn; or, in NVFP4,
             (blocks, page, kv_heads, D/2) uint8. The strides say how the cache is stored: ``stride(-1)`` is 1, and the
             others are multiples of 8 (NVFP4: 4). Pass a cache that is stored as (blocks, kv_heads, page, D) as
@@ -407,8 +407,8 @@ def qkv_norm_rope_append(
         value_cache: (blocks, page, kv_heads, D), updated in place, like ``key_cache``. The two caches may alternate in
             memory, as ``kv[:, 0]`` and ``kv[:, 1]`` do, and may differ in dtype.
         slots: (S,) int32 or int64 with S at most M: the slot of each of the first S rows, or -1 for a row that is not
-            written. Later rows are not written either. A slot out of range is refused on a CPU; on a GPU it is not
-            written. No slot may occur twice; a repeated slot is refused on a CPU and in debug mode.
+            written. Rows from row S on are not written either. A slot out of range is refused on a CPU; on a GPU it is
+            not written. No slot may occur twice; a repeated slot is refused on a CPU and in debug mode.
         q_heads: number of heads of q.
         kv_heads: number of heads of k, and of v.
         q_norm: (D,) in the dtype of ``qkv`` or float32: weight of q's RMSNorm. ``None``: q is not normalised.
@@ -422,10 +422,10 @@ def qkv_norm_rope_append(
         q_scale: (1,) or (q_heads,) float32, if ``q_dtype`` is float8_e4m3fn: q is divided by it. ``None`` means 1.
         k_scale: (1,) or (kv_heads,) float32: k is divided by it before it is written to an FP8 cache, or quantised to
             NVFP4. ``None`` means 1.
-        v_scale: (1,) or (kv_heads,) float32: the same scale for v.
+        v_scale: (1,) or (kv_heads,) float32: scale for v, used as ``k_scale`` is for k.
         key_block_scale: (blocks, page, kv_heads, D/16) float8_e4m3fn with any strides, updated in place: block scales
             of an NVFP4 ``key_cache``, otherwise ``None``.
-        value_block_scale: block scales of an NVFP4 ``value_cache``, likewise.
+        value_block_scale: block scales of an NVFP4 ``value_cache``, like ``key_block_scale``.
         q_dtype: dtype of the returned q: ``None`` or the dtype of ``qkv``, or float8_e4m3fn.
         out: contiguous tensor to write q into.
 

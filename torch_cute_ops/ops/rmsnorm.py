@@ -27,8 +27,8 @@ def rmsnorm(
     so that a following :func:`mm_fp4_weight_only` starts sooner.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or H is not a multiple of 16, the op first copies them.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         eps: number added to the mean square.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.

@@ -34,8 +34,8 @@ def rmsnorm_fp8quant(
     a zero row or block gets scale zero.
 
     Args:
-        input: (..., H) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if H is not a multiple of 16.
+        input: (..., H) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or H is not a multiple of 16, the op first copies them.
         weight: (H,) in the dtype of ``input`` or float32: gain of each column; or (0,) for a norm without gains.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.

@@ -31,8 +31,8 @@ def silu_mul(
     up``.
 
     Args:
-        input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if I is not a multiple of 16.
+        input: (..., 2I) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or I is not a multiple of 16, the op first copies them.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``

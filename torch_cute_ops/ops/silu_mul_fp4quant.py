@@ -35,13 +35,13 @@ def silu_mul_fp4quant(
     up``. ``h`` is quantised as in :func:`fp4_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
-        input: (..., 2I) bfloat16, float16 or float32; I is a multiple of ``block_size``. Rows may be strided; the
-            kernel first copies rows whose addresses are not multiples of 16 bytes.
+        input: (..., 2I) bfloat16, float16 or float32; I is a multiple of ``block_size``. Rows may be strided. If they
+            do not start at multiples of 16 bytes, the op first copies them.
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
         scale_format: format of the block scales: ``"e4m3"`` (blocks of 16) or ``"ue8m0"`` (blocks of 32). ``None``
-            follows ``block_size``.
+            means the format for ``block_size``.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
@@ -51,9 +51,9 @@ def silu_mul_fp4quant(
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape shows the layout; for the M flattened rows and
-        blocks of B: 128x4 (⌈M/128⌉, ⌈I/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈I/B/4⌉, 8, 4), linear (..., I/B). Padding is zero.
+        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
+        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
+        (⌈M/128⌉, ⌈I/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈I/B/4⌉, 8, 4), linear (..., I/B). Padding is zero.
 
     Raises:
         ValueError: If a shape, device, format, layout or gate parameter is wrong, or if an input requires grad while

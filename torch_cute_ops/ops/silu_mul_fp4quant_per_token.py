@@ -34,8 +34,8 @@ def silu_mul_fp4quant_per_token(
     first.
 
     Args:
-        input: (..., 2I) bfloat16, float16 or float32; I is a multiple of 16. Rows may be strided; the kernel first
-            copies rows whose addresses are not multiples of 16 bytes.
+        input: (..., 2I) bfloat16, float16 or float32; I is a multiple of 16. Rows may be strided. If they do not start
+            at multiples of 16 bytes, the op first copies them.
         scale_layout: memory layout of ``scale``: ``"128x4"`` (tiles of 128 rows by 4 blocks, as cuBLAS and tcgen05 read
             them), ``"8x4"`` or ``"linear"`` (row-major).
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
@@ -45,10 +45,9 @@ def silu_mul_fp4quant_per_token(
         out: contiguous tensors to write ``(y, scale, row_scale)`` into.
 
     Returns:
-        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn. The shape shows the layout; for the M flattened rows: 128x4 (⌈M/128⌉, ⌈I/64⌉, 32, 4,
-        4), 8x4 (⌈M/8⌉, ⌈I/64⌉, 8, 4), linear (..., I/16). Padding is zero.
-        ``row_scale``: (M,) float32, one scale for each of the M flattened rows.
+        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn. The
+        shape depends on the layout. For M flattened rows: 128x4 (⌈M/128⌉, ⌈I/64⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈I/64⌉, 8, 4),
+        linear (..., I/16). Padding is zero. ``row_scale``: (M,) float32, one scale for each of the M flattened rows.
 
     Raises:
         ValueError: If a shape, device, layout or gate parameter is wrong, or if an input requires grad while gradients

@@ -36,8 +36,8 @@ def silu_mul_fp8quant(
     up``. ``h`` is quantised as in :func:`fp8_quantize`, without being rounded to the dtype of ``input`` first.
 
     Args:
-        input: (..., 2I) bfloat16, float16 or float32. Rows may be strided; the kernel first copies rows whose addresses
-            are not multiples of 16 bytes, and all rows if I is not a multiple of 16.
+        input: (..., 2I) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
+            bytes, or I is not a multiple of 16, the op first copies them.
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one

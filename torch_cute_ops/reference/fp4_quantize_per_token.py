@@ -13,7 +13,7 @@ def quantize_rows_per_token(
     """Quantise fp32 rows (..., K) to NVFP4. Return packed codes (..., K/2), block scales in ``scale_layout``, and the
     scales of the M flattened rows, (M,) fp32.
 
-    ``amax`` contains the largest magnitude of each row, (..., 1), if ``value`` is only a part of the rows.
+    ``amax`` contains the largest magnitude of each row, (..., 1), if ``value`` contains only some columns of the rows.
     """
     if amax is None:
         amax = value.abs().amax(-1, keepdim=True)

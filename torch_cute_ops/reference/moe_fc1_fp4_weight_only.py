@@ -8,8 +8,8 @@ from torch_cute_ops.reference.moe_fc1_fp4 import gated_columns
 
 
 def moe_fc1_fp4_weight_only(a: Tensor, **named: Any) -> Tensor:
-    """Apply the gate to each expert's gate and up columns; return the dtype of ``a``. Pairs that are not routed become
-    zero. See the op's docstring."""
+    """Apply the gate to each expert's gate and up columns, and round the result to the dtype of ``a``. Pairs that are
+    not routed become zero. See the op's docstring."""
     return gated_columns(a=a, **named).to(a.dtype)
 
 

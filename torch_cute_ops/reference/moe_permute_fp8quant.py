@@ -15,7 +15,7 @@ def moe_permute_fp8quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Order rows of ``input`` (M, H) by expert, quantise them to FP8, set padding to 0; see the op's docstring."""
     used = permuted_to_expanded >= 0
-    # Append a row of zeros at the end, where rows without a token read: their index is -1.
+    # Append a row of zeros at the end. Rows without a token, whose index is -1, read this row.
     rows = torch.nn.functional.pad(input.float(), (0, 0, 0, 1))
     token = torch.where(used, permuted_to_expanded // topk, -1)
     return quantize_fp8_rows(rows[token.long()].where(used[:, None], 0.0), FP8_BLOCK128, None, COLUMN)

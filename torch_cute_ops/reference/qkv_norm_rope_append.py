@@ -64,7 +64,8 @@ def normalise(value: Tensor, weight: Tensor | None, eps: float, plus_one: bool) 
 
 
 def rotate(value: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate pairs of the first elements of each head, two per column of ``cos``; the other elements are unchanged.
+    """Rotate the first elements of each head in pairs, one pair per column of ``cos``; the other elements are
+    unchanged.
 
     A pair is two neighbouring elements if ``interleaved``, otherwise element i of the first and of the second half.
     """

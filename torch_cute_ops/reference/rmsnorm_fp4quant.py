@@ -18,8 +18,8 @@ def rmsnorm_rows(
 ) -> Tensor:
     """Compute ``v · 1/sqrt(mean(v²) + eps) · weight + bias`` over the last dimension in fp32, without a final rounding.
 
-    With ``subtract_mean`` each row's mean is subtracted first (LayerNorm). With ``weight_plus_one`` the factor is
-    ``1 + weight`` instead of ``weight``; without elements in ``weight`` there is no factor.
+    With ``subtract_mean`` each row's mean is subtracted first (LayerNorm). With ``weight_plus_one`` the factor is ``1 +
+    weight`` instead of ``weight``; an empty ``weight`` means no factor.
 
     Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4; Ba et al., "Layer Normalization"
     (2016), eq. 4.
@@ -46,7 +46,7 @@ def normalised(
     subtract_mean: bool = False,
     **named: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return ``rmsnorm_rows`` of an op's arguments, and the arguments that are not the norm's."""
+    """Return the result of ``rmsnorm_rows`` for an op's arguments, and the arguments that it does not take."""
     return rmsnorm_rows(input, weight, eps, weight_plus_one, bias, subtract_mean), named
 
 

@@ -26,12 +26,13 @@ def silu_mul_rows(
     function. The gate with squared ReLU is ``max(gate, 0)² · up``.
 
     Sources: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6; the parameters are from gpt-oss. Hendrycks and
-    Gimpel, "Gaussian Error Linear Units" (2016): since (1 + tanh(z)) / 2 = sigmoid(2 z), tanh needs no function. So
-    et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021): squared ReLU.
+    Gimpel, "Gaussian Error Linear Units" (2016): GELU's tanh is computed as a sigmoid, because (1 + tanh(z)) / 2 =
+    sigmoid(2 z). D. So et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021): squared
+    ReLU.
     """
     first, up = input.float().chunk(2, -1)
     if gate == "gelu":
-        # Compute in float64, like the exponential below. The error function's complement does not cancel.
+        # Compute in float64, like the exponential below. Unlike 1 + erf(x), erfc(-x) loses no digits by cancellation.
         return first * (0.5 * torch.special.erfc(first.double() * -math.sqrt(0.5))).float() * up
     if gate == "relu2":
         return first.relu().square() * up

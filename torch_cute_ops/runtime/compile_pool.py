@@ -102,7 +102,7 @@ def _count(workers: int | None, ranks: Ranks) -> int:
 
 
 class EarlyPool:
-    """Block in which a pool starts before all kernels are known: its imports take seconds.
+    """Context manager whose pool may start before all kernels are known, because the pool's imports take seconds.
 
     Args:
         workers: number of processes, as for :func:`compile_all`.
@@ -121,7 +121,7 @@ class EarlyPool:
             pool.__exit__(None, None, None)
 
     def expect(self, kernels: Iterable[KernelSpec], arch: Arch) -> None:
-        """Start the pool if, with earlier calls, enough kernels must be compiled."""
+        """Start the pool if this call and earlier calls together name enough kernels that must be compiled."""
         if self._pool is None and len(self._missing) < FEWEST_KERNELS and _pool_helps(self._workers):
             self._missing.update(each for each in kernels if _is_missing(each, arch))
             if len(self._missing) >= FEWEST_KERNELS:
@@ -138,7 +138,7 @@ class EarlyPool:
 
 
 def _is_missing(kernel: KernelSpec, arch: Arch) -> bool:
-    """Return True if memory, the bundle and the cache on disk lack a kernel."""
+    """Return True if a kernel is not in memory, the bundle or the cache on disk."""
     return not is_compiled(kernel, arch) and not is_kept(kernel, arch)
 
 
@@ -154,8 +154,8 @@ def compile_ahead(
     ranks: Ranks | None = None,
     pool: Pool | None = None,
 ) -> None:
-    """Compile, in parallel processes, the kernels that memory, the bundle and the cache on disk lack. Show the progress
-    on a terminal, and log it.
+    """Compile, in parallel processes, the kernels that are not in memory, the bundle or the cache on disk. Show the
+    progress on a terminal, and log it.
 
     This function only saves time and raises no error if compilation fails: the call that needs a kernel compiles it, or
     raises the error. After a failed kernel, the remaining kernels are still compiled here, until ``MOST_FAILURES``

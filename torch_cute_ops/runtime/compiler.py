@@ -360,13 +360,13 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
 
 
 def _loaded(path: Path, runtime: Path) -> Any:
-    """Load a copy of a library of the cache. Another host may delete the entry, and a library that is mapped from a
-    network file system would then be lost."""
+    """Load a library of the cache from a copy. Otherwise, if another host deleted the entry, a library that is mapped
+    from a network file system would be lost."""
     try:
         # On a network file system, the mapped copy cannot be deleted before the process ends.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             return load_library(shutil.copyfile(path, Path(folder, path.name)), runtime)
-    except (OSError, RuntimeError):  # for example, no folder for temporary files, or code in it cannot be loaded
+    except (OSError, RuntimeError):  # for example, no temporary folder exists, or it is mounted with noexec
         return load_library(path, runtime)
 
 

@@ -24,7 +24,7 @@ _NO_GROUP: Final = " ranks"
 
 _shared: dict[tuple[str, int], "SharedMemory"] = {}
 _last_streams: dict[tuple[int, bool], torch.cuda.Stream] = {}
-"""Stream of the last launch on a device, of any group: outside of captures (False), and inside a capture (True)."""
+"""Stream of the last launch of any group, keyed by (index of the device, True if a CUDA graph was being captured)."""
 _creating = threading.Lock()
 
 
@@ -47,7 +47,7 @@ def group_of(name: str) -> Any:
 
 
 def name_without_group(ranks: int) -> str:
-    """Return a name that stands for any group of this many ranks, to plan a kernel where there is no group."""
+    """Return a name that stands for any group of this many ranks, to plan a kernel without a group."""
     return f"{ranks}{_NO_GROUP}"
 
 
@@ -78,7 +78,7 @@ def reason_unsupported(name: str) -> str | None:
 
 
 def layout() -> tuple[int, int]:
-    """Return the number of ranks of the default group, and the number of ranks of a host as the launcher says it. A
+    """Return the number of ranks of the default group, and the number of ranks per host that the launcher reports. A
     number is 0 if it is unknown."""
     import torch.distributed as dist
 
@@ -106,7 +106,7 @@ def sum_over_ranks(input: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class SharedMemory:
-    """Memory through which the GPUs of a group exchange rows (``kernels.all_reduce_rows``), of one GPU.
+    """One GPU's part of the memory through which the GPUs of a group exchange rows (``kernels.all_reduce_rows``).
 
     All ranks create it at the same time.
 
@@ -138,7 +138,7 @@ class SharedMemory:
         peers = self.ranks - 1
         self.slot_bytes = max(SLOT_BYTES // peers, MIN_SLOT_BYTES) // 128 * 128
         words = self.slot_bytes // 4
-        # All words are in one allocation outside of PyTorch's memory pools, because the first call may be in a pool of
+        # Allocate all memory at once and outside of PyTorch's memory pools, because the first call may use a pool of
         # CUDA graphs.
         every = symmetric.empty(2 * peers * words + _CONTROL_WORDS, dtype=torch.int32, device=self.device)
         self.staging, self.control = every[:-_CONTROL_WORDS].view(2, peers, words), every[-_CONTROL_WORDS:]
@@ -158,7 +158,7 @@ class SharedMemory:
         self.arguments = self.rank, self.staging, *slots, *unused, self.control, report, milliseconds
 
     def reset(self) -> None:
-        """Wait for all work of all ranks, and bring the memory into its first state. All ranks call this method."""
+        """Wait for all work of all ranks, and reset the memory to its initial state. All ranks call this method."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             self._gathered(None)
@@ -171,7 +171,7 @@ class SharedMemory:
     def enter(self) -> None:
         """Prepare a launch on the current stream: let it follow the last launch, which may be on another stream.
 
-        A CUDA graph that is replayed is not seen here: its replays must be ordered by the caller.
+        This method does not see replays of CUDA graphs. The caller must order them.
 
         Raises:
             RuntimeError: if the rows of a peer did not arrive in time in an earlier launch.
@@ -248,7 +248,7 @@ def shared_memory(name: str, device: int) -> SharedMemory:
     """Return the memory that the GPUs of a group share. The first call on all ranks creates it.
 
     Raises:
-        RuntimeError: if the name stands for any group of some size, so that nothing can be launched.
+        RuntimeError: if the name comes from ``name_without_group``, because nothing can be launched without a group.
     """
     if name.endswith(_NO_GROUP):
         raise RuntimeError(
@@ -273,7 +273,7 @@ def _current_memory(name: str, device: int) -> SharedMemory | None:
 
 
 def reset_all_reduce(name: str) -> None:
-    """Bring the memory that the GPUs of a group share into its first state. All ranks call this function."""
+    """Reset the memory that the GPUs of a group share to its initial state. All ranks call this function."""
     for each, device in tuple(_shared):
         memory = _current_memory(name, device) if each == name else None
         if memory is not None:

@@ -39,7 +39,7 @@ def _read(name: str, default: T, parse: Callable[[str], T], expected: str) -> T:
 
 def _is_command() -> bool:
     """Return True if ``python -m torch_cute_ops`` is starting. It imports the package before it can catch errors."""
-    # While Python looks a module up, it replaces its name in ``sys.argv`` by "-m".
+    # While Python looks up a module, ``sys.argv`` contains "-m" instead of the module's name.
     return sys.argv[:1] == ["-m"] and ["-m", "torch_cute_ops"] in map(list, itertools.pairwise(sys.orig_argv))
 
 
@@ -86,7 +86,8 @@ DUMP: Final = _path("TORCH_CUTE_OPS_DUMP", "a folder")
 synchronise."""
 
 DUMP_MB: Final = _read("TORCH_CUTE_OPS_DUMP_MB", 256, _megabytes, "a whole number, 0 or more")
-"""Maximum size of a call's tensors in a dump, MB. If a call's tensors are larger, the largest are only described."""
+"""Maximum size of a call's tensors in a dump, MB. If a call's tensors are larger, the dump describes the largest
+tensors without their contents."""
 
 BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
 """Folder of a bundle made by ``python -m torch_cute_ops build``; it takes precedence over the cache and compiler."""

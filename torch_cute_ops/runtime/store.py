@@ -175,8 +175,8 @@ class Store:
 
         Args:
             key: text of the cache key.
-            export: function that writes an object file, given its path and the name of its function, or a shared
-                library ``LIBRARY`` in the same folder; or raises ``OSError``.
+            export: function (path, name of the kernel's function) that writes an object file to the path, or a shared
+                library ``LIBRARY`` to the same folder. It may raise ``OSError``.
 
         Returns:
             True if the kernel is stored, by this or by another process.
@@ -277,8 +277,8 @@ class Store:
     def _delete(self, folder: Path, identity: tuple[int, int] | None = None) -> None:
         """Delete an entry. The entry is renamed first, so that no process finds a half-deleted entry.
 
-        With ``identity``, an entry that has replaced the entry with this identity is put back: another process has
-        deleted the damaged entry, and compiled the kernel again.
+        With ``identity``, only the entry with this identity is deleted. An entry that has replaced it is put back:
+        another process has deleted the damaged entry, and compiled the kernel again.
 
         Raises:
             OSError: if the entry cannot be renamed or deleted.

@@ -9,7 +9,8 @@
   or longer, so that launching the graph costs little. The time of a call is the time between two events around a
   replay, divided by the number of calls.
 - Rounds. Replays of the variants are queued A, B, C, A, B, C, … without host synchronisation, so that clocks, heat and
-  other tenants affect all variants alike. The result is the median over the rounds, with the 20th and 80th percentile.
+  other users of the GPU affect all variants alike. The result is the median over the rounds, with the 20th and 80th
+  percentile.
 """
 
 import math

@@ -216,7 +216,7 @@ def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
         if "have" in vote:
             return _decision(_candidate(vote["have"]), True, None)
     timed = [{_candidate(name): seconds for name, seconds in v["times"]} for v in parsed.values() if "times" in v]
-    # Candidates are sorted by estimate, and min() takes the first of equal ones: the estimate breaks ties.
+    # Candidates are sorted by estimate, and min() takes the first of several minima: the estimate breaks ties.
     common = [candidate for candidate in timed[0] if all(candidate in times for times in timed)] if timed else []
     if not common:
         log.warning("cute::%s: nothing is tuned; calls use the estimated best, %s", problem.op, problem.untuned)

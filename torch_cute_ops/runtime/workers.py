@@ -72,8 +72,8 @@ class Workers(Generic[Task, Result]):
         self._functions, self._count = (function, prepare), count
         self._busy: list[_Worker] = []
         self._template: _Template | None = None
-        # No one writes to this pipe. Its reading end reports the end of this process, because then nobody holds
-        # ``_alive`` open. (A process that this process forks meanwhile inherits ``_alive``, and delays the report.)
+        # No one writes to this pipe. When this process ends, nobody holds ``_alive`` open, and the reading end reports
+        # the end of the file. (A process that this process forks meanwhile inherits ``_alive``, and delays the report.)
         self._parent, self._alive = os.pipe()
 
     def __enter__(self) -> "Workers[Task, Result]":

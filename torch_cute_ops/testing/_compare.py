@@ -39,8 +39,8 @@ def assert_fp4_close(
         layout: layout of both scales.
         boundary: function that returns masks of scales (rows, blocks) and of elements (rows, K) that do not count,
             because their exact values lie halfway between two numbers of their format. Inputs with few significant bits
-            produce many. Elements do not count either if the scale of their block does not. It is called only if too
-            many scales or elements differ.
+            produce many of them. If a scale does not count, the elements of its block do not count either. The function
+            is called only if too many scales or elements differ.
 
     Raises:
         AssertionError: if the pairs disagree; the message names the elements and the largest difference.
@@ -93,8 +93,8 @@ def assert_fp8_close(
         expected: codes and scales that are correct.
         fmt: format of both pairs.
         boundary: function that returns a mask (rows, K) of elements to ignore, because their exact values lie halfway
-            between two e4m3 numbers. Inputs with few significant bits produce many such elements. It is called only if
-            too many elements differ.
+            between two e4m3 numbers. Inputs with few significant bits produce many such elements. The function is
+            called only if too many elements differ.
         scale_error: ``SCALE_ERROR``, or ``GATE_ERROR`` after a gate.
 
     Raises:

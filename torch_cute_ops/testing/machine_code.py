@@ -29,7 +29,7 @@ def tensor_core_instructions(kernel: Kernel, arch: Arch) -> Counter[str]:
     """Compile ``kernel`` for ``arch``, and count the tensor-core instructions of its machine code by name.
 
     Raises:
-        NotImplementedError: if an ``UTC*MMA`` is of a kind that the table lacks.
+        NotImplementedError: if the table lacks the kind of a ``UTC*MMA`` instruction.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled: Any = trace_and_compile(kernel, arch, f"--keep-cubin --dump-dir={folder}")

@@ -90,7 +90,8 @@ class FP8Backend(Backend):
 
 class FP8TokenBackend(FP8Backend):
     """Base class of backends for FP8 operands without block scales: per-token or per-tensor scales of the activations,
-    per-channel or per-tensor scales of the weight, which are the ``alpha`` of the kernel's epilogue."""
+    and per-channel or per-tensor scales of the weight. The weight's scales are the ``alpha`` of the kernel's
+    epilogue."""
 
     def handles(self, problem: GemmProblem) -> bool:
         return has_token_scales(problem)

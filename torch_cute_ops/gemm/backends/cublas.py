@@ -2,8 +2,8 @@
 
 The first tactic decodes the operands to 16 bits in memory, and then multiplies them. With many rows, decoding takes
 little of the total time. The second tactic lets cuBLASLt multiply NVFP4 codes, which needs FP4 tensor cores. No GPU
-with FP4 tensor cores was available. So the calls of the second tactic passed only PyTorch's checks, and its estimates
-come from data sheets.
+with FP4 tensor cores was available. So the second tactic was tested only up to PyTorch's argument checks, and its
+estimates come from data sheets.
 """
 
 import functools
@@ -156,8 +156,8 @@ def _multiplies_codes(problem: GemmProblem, target: Target) -> bool:
 
 
 def _is_one_call(problem: GemmProblem) -> bool:
-    """Return True if cuBLASLt applies the whole epilogue: at most one ``alpha``, in fp32 before the rounding, no bias
-    and no row scales.
+    """Return True if cuBLASLt applies the whole epilogue: no bias, no row scales, and at most one ``alpha``, applied in
+    fp32 before the rounding.
 
     cuBLASLt takes a bias only in the dtype of the result, which is not precise enough.
     """

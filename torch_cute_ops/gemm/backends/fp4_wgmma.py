@@ -25,7 +25,7 @@ EXPERT_SPLIT_K = (1, 2, 3, 4)
 """Supported numbers of CTAs per n tile, with experts over K."""
 DECODE_CLOCKS, ROW_CLOCKS, CODES_CLOCKS = 0.0265, 0.0245, 0.013
 """SM clocks to decode one weight element, in three cases: tiles of several rows, tiles of one row, and tiles of one row
-whose codes are multiplied."""
+whose codes are multiplied without decoding."""
 MMA_FACTOR, EXPERTS_MMA_FACTOR = 0.8, 1.0
 """Time of the MMAs, which alternate with decoding, divided by their time in a good large GEMM: without experts, and
 with experts over K."""
@@ -60,7 +60,7 @@ SEND_SECONDS = 4e-7
 CLUSTER_BYTES_PER_SECOND = 4.1e10
 """Rate at which a CTA of a cluster exchanges and adds partial sums."""
 CLUSTER_SECONDS = 9e-8
-"""Fixed time in seconds of this exchange, for each CTA of the cluster after the first."""
+"""Fixed time in seconds to exchange partial sums in a cluster, for each CTA after the first."""
 COLLECT_BYTES_PER_SECOND = 3e10
 """Rate at which a CTA adds partial sums from the workspace."""
 

@@ -33,13 +33,13 @@ RECODE_RATE = 0.82
 RECODE_SMS: Final = (8, 12)
 """Supported numbers of SMs that recode while the GEMM runs."""
 MIN_SMS_PER_RECODE_SM: Final = 4
-"""Smallest number of SMs of the GPU for each SM that recodes."""
+"""Smallest allowed ratio of the GPU's SMs to the SMs that recode."""
 OVERLAPPED_RATE = 40e9
 """Bytes per second that an SM reads and writes while it recodes during the GEMM (measured on an H100)."""
 AFTER_SLOWDOWN, OVERLAPPED_SLOWDOWN = 1.07, 1.04
-"""Time of the GEMM, divided by the time of the GEMM on the same number of SMs with an FP8 weight: if the GEMM runs
-after the recoding kernel, and if the GEMM and the recoding kernel overlap. Both were measured on an H200. On an H100,
-the ratios are 1.17 and 1.04."""
+"""Time of the GEMM, divided by the time of a GEMM with an FP8 weight on the same number of SMs, in two cases: the GEMM
+runs after the recoding kernel, or the two kernels overlap. Both ratios were measured on an H200. On an H100 they are
+1.17 and 1.04."""
 WAVES_FIRST = 2
 """Number of waves of the GEMM's tiles whose weight rows are recoded before the GEMM starts."""
 LEAST_OVERLAPPED = 0.75

@@ -40,7 +40,7 @@ TILE_CLOCKS: Final = {8: 1600.0, 16: 2000.0, 32: 2400.0, 64: 3000.0, 128: 4600.0
 SHARE_CLOCKS: Final = {8: 1000.0, 16: 1200.0, 32: 1200.0, 64: 2500.0, 128: 1500.0, 256: 3500.0}
 """SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first, keyed by ``tile_m``."""
 MANY_SPLIT: Final = 4
-"""Largest number of row tiles for which K is split, in tiles of more than 64 rows."""
+"""Largest number of m tiles for which K is split, if the tiles have more than 64 rows."""
 INTERLEAVE_SECONDS: Final = 1.5e-6
 """Time in seconds by which a separate launch that interleaves few rows delays the GEMM. Not measured."""
 PREPARE_SECONDS: Final = 80e-6

@@ -20,15 +20,15 @@ COLUMN_CLOCKS = 4.3
 """SM clocks per k tile for tiles of 128 rows: fixed clocks, and clocks per column, of which tensor cores take 4 (fitted
 to calls with 256 and 4,096 rows on an H200)."""
 ONE_GROUP = 0.69
-"""Factor on these clocks if a single warpgroup computes all rows of a tile. The value is the same as for block
-scales."""
+"""Factor on ``K_TILE_CLOCKS`` and ``COLUMN_CLOCKS`` if a single warpgroup computes all rows of a tile. The value is the
+same as for block scales."""
 FEW_WAIT = 0.5
 WAIT = 0.345
 """Fraction of a k tile's transfer time during which the MMAs wait: for tiles of up to 64 rows, and for larger tiles.
 The values are the same as for block scales."""
 READ_AGAIN = 0.2
-"""Fraction of the weight that is read a second time if small m tiles run at the same time, in a layer. The value is the
-same as for block scales."""
+"""Fraction of the weight that is read a second time if several small m tiles run at the same time in a layer. The value
+is the same as for block scales."""
 SHARE_CLOCKS = 1500.0
 """SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
 

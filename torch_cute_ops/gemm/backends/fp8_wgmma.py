@@ -18,7 +18,7 @@ MACS_PER_CLOCK = 5600.0
 """Multiply-adds per SM and clock, in addition to the fixed clocks, for tiles of 128 rows (from the same fit; this is
 not the tensor cores' rate)."""
 ONE_GROUP = 0.69
-"""Factor on these clocks if a single warpgroup computes all rows of a tile (measured on an H200)."""
+"""Factor on the clocks of a k tile if a single warpgroup computes all rows of a tile (measured on an H200)."""
 FEW_BLOCK_CLOCKS = 225.0
 FEW_ROW_CLOCKS = 4.8
 """SM clocks per k tile for tiles of fewer than 128 rows: fixed clocks, and clocks per row (measured on an H200)."""
@@ -27,8 +27,8 @@ FEW_WAIT = 0.5
 """Fraction of a k tile's transfer time during which the MMAs wait: for tiles of 128 rows, and for smaller tiles
 (measured on an H200)."""
 READ_AGAIN = 0.2
-"""Fraction of the weight that is read a second time if small m tiles run at the same time, in a layer, where CTAs do
-not start together.
+"""Fraction of the weight that is read a second time if several small m tiles run at the same time. It applies in a
+layer, where CTAs do not start together.
 
 On an H100, gate and up of a 70B model take 200 µs for 32 rows in two tiles of 16, and 169 µs for 64 rows in one tile.
 """
