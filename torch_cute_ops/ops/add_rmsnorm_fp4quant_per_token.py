@@ -54,9 +54,10 @@ def add_rmsnorm_fp4quant_per_token(
         out: contiguous tensors to write ``(y, scale, row_scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn. The
-        shape depends on the layout. For M flattened rows: 128x4 (⌈M/128⌉, ⌈H/64⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/64⌉, 8, 4),
-        linear (..., H/16). Padding is zero. ``row_scale``: (M,) float32, one scale for each of the M flattened rows.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn. The shape depends on the layout. For M flattened rows: 128x4 (⌈M/128⌉, ⌈H/64⌉, 32, 4,
+        4), 8x4 (⌈M/8⌉, ⌈H/64⌉, 8, 4), linear (..., H/16). Padding is zero.
+        ``row_scale``: (M,) float32, one scale for each of the M flattened rows.
 
     Raises:
         ValueError: If a shape, device or layout is wrong, if ``residual`` overlaps itself or ``input``, or if an input

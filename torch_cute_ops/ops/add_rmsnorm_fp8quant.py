@@ -79,7 +79,8 @@ def add_rmsnorm_fp8quant(
         ([4.0, -4.0], [448.0, -448.0])
         >>> assert torch.allclose(y.float() * scale, residual / 4)
 
-    References: B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
         Normalization", 2016, equation 4. P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022. Roundings and
         special values: docs/numerics.md, "Residual", "Norm" and "Quantising to FP8".
     """

@@ -58,9 +58,9 @@ def all_reduce_add_rmsnorm_fp4quant(
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
-        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
-        (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and
+        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
 
     Raises:
         ValueError: If the group does not exist, if a shape, device, format or layout is wrong, if ``residual`` overlaps
@@ -78,8 +78,9 @@ def all_reduce_add_rmsnorm_fp4quant(
         >>> fp4_dequantize(y, scale)[0, :2].tolist()
         [6.0, -6.0]
 
-    References: B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA,
-        "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats
-        (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
+    References:
+        B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. NVFP4: NVIDIA, "Introducing
+        NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP Microscaling Formats (MX)
+        Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings and special values:
         docs/numerics.md, "Residual", "Norm" and "Quantising to FP4".
     """

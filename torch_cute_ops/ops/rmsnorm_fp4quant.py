@@ -48,9 +48,9 @@ def rmsnorm_fp4quant(
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
-        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
-        (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
+        ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and
+        blocks of B: 128x4 (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -50,9 +50,9 @@ def rmsnorm_fp4quant_with_norm(
 
     Returns:
         ``y``: (..., H/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
-        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
-        (⌈M/128⌉, ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero. ``norm``:
-        normalised rows, (..., H), in the dtype of ``input``.
+        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B: 128x4 (⌈M/128⌉,
+        ⌈H/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈H/B/4⌉, 8, 4), linear (..., H/B). Padding is zero. ``norm``: normalised rows,
+        (..., H), in the dtype of ``input``.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -51,9 +51,9 @@ def silu_mul_fp4quant(
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble. ``scale``: float8_e4m3fn (NVFP4)
-        or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and blocks of B elements: 128x4
-        (⌈M/128⌉, ⌈I/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈I/B/4⌉, 8, 4), linear (..., I/B). Padding is zero.
+        ``y``: (..., I/2) uint8, two e2m1 codes per byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). The shape depends on the layout. For M flattened rows and
+        blocks of B: 128x4 (⌈M/128⌉, ⌈I/B/4⌉, 32, 4, 4), 8x4 (⌈M/8⌉, ⌈I/B/4⌉, 8, 4), linear (..., I/B). Padding is zero.
 
     Raises:
         ValueError: If a shape, device, format, layout or gate parameter is wrong, or if an input requires grad while

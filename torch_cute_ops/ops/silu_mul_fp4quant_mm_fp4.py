@@ -90,8 +90,9 @@ def silu_mul_fp4quant_mm_fp4(
         >>> silu_mul_fp4quant_mm_fp4(torch.cat([gate, up], 1).bfloat16(), b.t(), b_scale).tolist()
         [[0.0, 3.0, 6.0, 9.0, 12.0, 18.0, 24.0, 36.0]]
 
-    References: N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI,
-        2025. NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
+    References:
+        N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
+        NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
         Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
         and special values: docs/numerics.md, "Gate", "Quantising to FP4" and "GEMMs".
     """
