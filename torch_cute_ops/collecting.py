@@ -27,7 +27,7 @@ class CollectKernels(TorchDispatchMode):
         kernels: kernels by architecture, each once, in the order of the calls.
         refused: name of the op, and error, of each call that ``arch`` does not support. Without ``arch``, such a call
             raises the error.
-        served: names of the ops whose kernels are collected.
+        served: names of the ops whose kernels were collected.
     """
 
     def __init__(

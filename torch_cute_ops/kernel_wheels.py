@@ -215,7 +215,7 @@ def build_wheel(
         folder: folder to write the wheel to; created if missing.
         arch: architecture.
         kernels: kernels.
-        contents: description of the kernels for the wheel's metadata, in a line.
+        contents: one-line description of the kernels for the wheel's metadata.
         with_runtime: True to include the DSL's runtime library, so that the DSL need not be installed. The library is
             NVIDIA's: mind its licence when you pass it on.
         workers: number of processes, as for ``compile_all``.

@@ -241,7 +241,7 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
 def precompile(op: str, arch: str, **properties: Any) -> None:
     """Compile the kernels that ``op`` needs for calls with these static properties, into the cache on disk.
 
-    No GPU is needed. A process on that architecture, with the same versions, loads the kernels in milliseconds.
+    No GPU is needed. A process with a GPU of that architecture and the same versions loads the kernels in milliseconds.
 
     Example:
         ``precompile("rmsnorm_fp4quant", "sm_90a", hidden=7168, dtype=torch.bfloat16)``

@@ -52,7 +52,7 @@ _compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)
 
 @contextlib.contextmanager
 def every_row() -> Iterator[None]:
-    """Compare all rows of results in this block, instead of a few."""
+    """In the ``with`` block, compare all rows of each result instead of four."""
     token = _compares_all.set(True)
     try:
         yield

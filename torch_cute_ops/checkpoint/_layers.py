@@ -24,7 +24,7 @@ from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import SCHEMES
 
 KV_SCALES: Final = frozenset({"k_scale", "v_scale"})
-"""Names of the KV cache's scales. They are stored next to linear layers but belong to none."""
+"""Names of the KV cache's scales. They are stored next to linear layers, but are not part of them."""
 
 
 def _one(n: int, k: int) -> tuple[int, ...]:

@@ -95,9 +95,9 @@ def load_(
             ``"auto"``. The activations of experts are always FP8.
         device: device of the loaded tensors. ``None`` keeps the model's device, or uses the CPU for tensors on the meta
             device.
-        merged: names of the model's merged layers, each with the names of the checkpoint's layers that it concatenates;
-            all names are last components. The default merges q, k and v in ``qkv_proj`` and gate and up in
-            ``gate_up_proj``. An entry is ignored if the checkpoint itself contains the merged layer.
+        merged: names of the model's merged layers, each with the names of the checkpoint's layers that it concatenates.
+            All names are last components of module names. The default merges q, k and v in ``qkv_proj`` and gate and up
+            in ``gate_up_proj``. An entry is ignored if the checkpoint itself contains the merged layer.
         ignore: checkpoint tensors that the model may lack, as one pattern or several patterns. A pattern is a name, a
             wildcard, or a regular expression after ``re:``.
         progress: function that takes the (name, module) pairs in loading order and returns an iterable over them, as

@@ -45,7 +45,7 @@ def save(
     merged: Mapping[str, Sequence[str]] = _names.MERGED,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write a model's tensors and configuration in another producer's format.
+    """Write a model's tensors and configuration in the format of another quantisation library.
 
     :func:`load_` reads the same bits again, with one exception: the style compressed-tensors stores the reciprocal of
     the global scale that our layers use. If a global scale has no exact float32 reciprocal, the nearest number is

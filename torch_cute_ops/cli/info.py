@@ -69,8 +69,8 @@ def archs_here() -> list[str]:
 
 
 def availability(spec: OpSpec) -> dict[str, str]:
-    """Return, for the CPU and each GPU architecture, how the op runs there: by a kernel, by the reference, or the
-    reason that kernels cannot be compiled."""
+    """Describe how the op runs on the CPU and on each GPU architecture: by a kernel or by the reference, or the reason
+    that kernels cannot be compiled."""
     found = versions()
     missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
     if missing:

@@ -51,7 +51,7 @@ class WeightShard:
             name: name of the weight, for messages.
 
         Raises:
-            ValueError: if ``size`` is not a multiple of the unit, or the units cannot be divided.
+            ValueError: if ``size`` is not a multiple of the unit, or the units cannot be divided among the ranks.
         """
         units, rest = divmod(size, self.unit)
         if rest or not units or (units % self.world and self.world % units):

@@ -95,9 +95,8 @@ class GemmProblem:
 
     The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``. Each
     expert's sum is rounded to fp32. The multiplication by the factor and the addition to other experts' sums are in
-    fp32. If the factor is zero, of either sign, nothing is computed: the operands do not affect the result, even if
-    they are NaN. Each expert has its own bias, ``factor[m, e] · (Σ … + bias[e, n])``, with a rounding to fp32 after
-    each step.
+    fp32. If the factor is 0 or -0, nothing is computed: the operands do not affect the result, even if they are NaN.
+    Each expert has its own bias, ``factor[m, e] · (Σ … + bias[e, n])``, with a rounding to fp32 after each step.
 
     With experts over N and a gate, ``out[m, e · I + i] = swiglu(gate, up)``, or GELU, in fp32 for I = n / E, with
     ``gate = alpha · Σ_k a[m, k] · b[e, i, k] + bias`` and ``up`` from ``b[e, I + i, k]``. If the routing of (m, e) is

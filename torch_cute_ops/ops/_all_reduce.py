@@ -1,4 +1,4 @@
-"""Call path of ops that sum rows over the ranks of a process group, and then process the sums as another op does."""
+"""Call path of ops that sum rows over the ranks of a process group, and then process the sums like another op."""
 
 from typing import Any, ClassVar, NamedTuple
 

@@ -280,9 +280,9 @@ def check_no_sharing(
 ) -> None:
     """Check that no output, and no argument that is updated in place, shares memory with another tensor of the call.
 
-    Four cases are allowed. An updated argument may be the same view as ``input``. An updated argument and ``input``
-    may be different columns of the same rows. The output and the argument of ``may_share`` may be the same view. Two
-    updated arguments may alternate in memory, as the keys and values of a cache often do.
+    Four cases are allowed. An updated argument may be the same view as ``input``. An updated argument and ``input`` may
+    be different columns of the same rows. The output and the argument that ``may_share`` names may be the same view.
+    Two updated arguments may alternate in memory, as the keys and values of a cache often do.
     """
     updated = [name for name in updated if name in arguments]
     written = {**outputs, **{name: arguments[name] for name in updated}}

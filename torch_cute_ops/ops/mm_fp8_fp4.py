@@ -48,7 +48,7 @@ def mm_fp8_fp4(
     to 2^-10 · 2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are
     rounded by up to 4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale
     needs up to 6 bits. For a Gaussian weight, the relative rms error is 9.69 % with ``t`` and with ``u``, compared with
-    9.51 % for NVFP4 alone. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+    9.51 % before the weight is re-encoded. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
 
     The weight stays in 4 bits in memory. With block scales and many rows, ``"auto"`` may take the backend ``recode``,
     which holds an FP8 copy of the weight for the duration of the call. Activations are stored as the quantising ops

@@ -161,7 +161,7 @@ def moe_permute_fp8quant(
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
             :func:`moe_route` returns it. With any other content the result is unspecified. An index below -1, or
             of R or more, is refused on a CPU; on a GPU the pair is not written.
-        out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
+        out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and a column-major or row-major ``scale``.
 
     Returns:
         ``y``: (R, H) float8_e4m3fn. Rows of padding are unspecified.

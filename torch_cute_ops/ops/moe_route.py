@@ -128,14 +128,14 @@ def moe_route(
         scoring: function that converts logits to scores: ``"softmax"`` or ``"sigmoid"``.
         num_groups: number of groups into which the experts are divided equally, at most 32.
         topk_groups: number of groups from which a token's experts are chosen.
-        renormalize: flag to divide a token's weights by their sum.
+        renormalize: ``True`` to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
         alignment: number that divides the index of each expert's first row, if ``max_rows`` is ``None``. GEMMs of other
             libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens
             and many experts: the GEMM chooses its tactic by R, which includes padding.
         max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
             rows that each expert needs.
-        finite: flag to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
+        finite: ``True`` to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
             largest finite float32.
         out: contiguous tensors to write ``(weights, ids, expanded_to_permuted, permuted_to_expanded, offsets, counts)``
             into.

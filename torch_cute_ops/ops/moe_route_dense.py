@@ -105,11 +105,11 @@ def moe_route_dense(
         scoring: function that converts logits to scores: ``"softmax"`` or ``"sigmoid"``.
         num_groups: number of groups into which the experts are divided equally, at most 32.
         topk_groups: number of groups from which a token's experts are chosen.
-        renormalize: flag to divide a token's weights by their sum.
+        renormalize: ``True`` to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
         expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global
             scales; ``None`` means 1.
-        finite: flag to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
+        finite: ``True`` to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
             largest finite float32.
         out: contiguous tensor to write the result into.
 

@@ -181,13 +181,13 @@ def moe_swiglu_fp8quant(
         offsets: (E + 1,) int32: first row of each expert, and the end of the last expert's rows; E is at most 1,024.
             Required for an (R, 2I) input, otherwise ``None``.
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
-            means all rows between the expert's offsets; this is faster, but the rows must not contain padding. Offsets
-            and counts out of range are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
+            means all rows between the expert's offsets; this is faster, but requires rows without padding. Offsets and
+            counts out of range are refused on a CPU. On a GPU they give wrong results, but no access out of bounds.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
             (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
-        out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and ``scale`` in either layout.
+        out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and a column-major or row-major ``scale``.
 
     Returns:
         ``y``: (R, I) or (E, max_rows, I) float8_e4m3fn. Rows of padding are unspecified.

@@ -86,7 +86,7 @@ def fp8_weight(
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
-    # The conversion to float32 is exact, because the product has few significant bits, or does not matter, because e4m3
-    # rounds such a small product to zero.
+    # The conversion to float32 is exact, because the product has few significant bits. Only products that e4m3 rounds
+    # to zero may be too small for float32.
     value = (numbers * (scales * inverse)[..., None]).float().view(*lead, k)
     return encode_e4m3(value), powers.float().view(*lead, powers.shape[1])

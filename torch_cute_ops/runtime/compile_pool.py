@@ -66,14 +66,14 @@ class Ranks(NamedTuple):
 
 
 def ranks_of_torchrun() -> Ranks:
-    """Return the ranks of this machine, by the environment variables that ``torchrun`` sets."""
+    """Return the ranks of this machine, from the environment variables that ``torchrun`` sets."""
     return Ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def compile_all(
     tasks: Iterable[Task], workers: int | None = None, ranks: Ranks | None = None, pool: Pool | None = None
 ) -> Generator[tuple[Task, str], None, None]:
-    """Compile kernels in parallel processes, those that take longest first. Yield each task in the order of completion,
+    """Compile kernels in parallel processes, the slowest kernels first. Yield each task in the order of completion,
     with the error or an empty string.
 
     No GPU is needed. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` passes through it, the

@@ -27,7 +27,7 @@ __all__ = ["Candidate", "Key", "TuningTask", "canonical", "lookup", "tune", "ver
 log = logging.getLogger("torch_cute_ops")
 
 HOPELESS: Final = 4.0
-"""Ratio of a candidate's estimate to the shortest estimate above which the candidate is not timed."""
+"""Candidates are not timed if their estimate is longer than the shortest estimate by more than this factor."""
 
 
 @dataclass(frozen=True)

@@ -248,8 +248,8 @@ def serve(control: int, parent: int) -> None:
                 continue
             pipe = reduction.recv_handle(requests)
             with warnings.catch_warnings():
-                # Python warns that the child lacks the threads of libraries, which may hold locks. NumPy's BLAS, the
-                # only library here with threads, is prepared for forks.
+                # Python warns because the child lacks the threads of libraries, and these threads may hold locks.
+                # NumPy's BLAS, the only library with threads in this process, is prepared for forks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:

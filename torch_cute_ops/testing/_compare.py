@@ -149,7 +149,7 @@ def _limit(
     at_least: int = 0,
     excused: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """Assert that no more than one element in 1,000 (rounded up), or ``at_least`` elements, differ.
+    """Assert that at most one element in 1,000 (rounded up) differs, or ``at_least`` elements if that is more.
 
     If too many differ, the elements in the mask ``excused`` are ignored, and repeated rows are counted once.
     """

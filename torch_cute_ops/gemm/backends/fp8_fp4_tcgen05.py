@@ -1,9 +1,9 @@
 """GEMMs of FP8 activations and an FP4 weight on the tensor cores of data-center Blackwell.
 
-An MXFP4 weight is multiplied undecoded if K is a multiple of 128 (``kernels/fp8_mxfp4_tcgen05``). Other weights are
-decoded to FP8 (``kernels/fp8_fp4_tcgen05``). The GEMM may be plain or have experts over rows. With per-token scales,
-torch's operations prepare the weight's scales at each call if they are not prepared, and restore the order of k if the
-activations are interleaved along k."""
+An MXFP4 weight is multiplied without decoding if K is a multiple of 128 (``kernels/fp8_mxfp4_tcgen05``). Other weights
+are decoded to FP8 (``kernels/fp8_fp4_tcgen05``). The GEMM may be plain or have experts over rows. With per-token
+scales, torch's operations prepare the weight's scales at each call if they are not prepared, and restore the order of k
+if the activations are interleaved along k."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -17,8 +17,8 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 MULTIPLE: Final = 16
 """Divisor that N must have in PyTorch's scaled GEMM."""
 RATES: Final = {False: 1.8, True: 1.9}
-"""Rate of FP8 GEMMs, divided by the rate of 16-bit GEMMs, keyed by ``fast_accum`` (three sizes with 4,096 rows on an
-H200: 1.75 to 1.91, and 1.86 to 1.94)."""
+"""Rate of FP8 GEMMs, divided by the rate of 16-bit GEMMs, keyed by ``fast_accum``. In three GEMMs with 4,096 rows on an
+H200, the ratios were 1.75 to 1.91 and 1.86 to 1.94."""
 RAMP_SECONDS: Final = 6e-6
 """Fixed time in seconds of a call, in addition to the time for its bytes or operations (fitted to calls with 256 rows
 on an H200)."""
