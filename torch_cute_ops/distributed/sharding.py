@@ -167,8 +167,8 @@ def _as_spec(value: object) -> object:
 
 
 class _Seen:
-    """Replacement for a tensor of the call. Rules read from it the tensor's dtype, and the global shape instead of a
-    shard's shape."""
+    """Replacement for a tensor of the call, from which rules read a dtype and a shape: the global shape, not a
+    shard's."""
 
     def __init__(self, spec: DTensorSpec) -> None:
         assert spec.tensor_meta is not None

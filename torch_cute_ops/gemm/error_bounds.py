@@ -239,8 +239,8 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
 
 
 def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
-    """Return the scales of the weight's rows as linear scales, (E, N, blocks), or prepared scales, (E, …), with the
-    rows in the second to last dimension."""
+    """Return the scales of the weight's rows: linear scales (E, N, blocks), or prepared scales (E, …). The rows are in
+    the second to last dimension."""
     experts = problem.experts if problem.grouping.over == "rows" else 1
     if problem.b.is_prepared:
         return scale.view(experts, *scale.shape[-3:])

@@ -53,11 +53,11 @@ def grouped_mm_fp8(
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, even with padding between the columns; scales with other
             strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
-            that the scales are transposed. With a ``b_scale`` per channel or per expert: (R, 1), one scale per row,
-            masked (E, max_rows, 1); or (1,), one scale for all rows.
+            that the scales are transposed. If ``b_scale`` is per channel or per expert, ``a_scale`` is (R, 1), one
+            scale per row, masked (E, max_rows, 1), or (1,), one scale for all rows.
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
-            Or (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
+            ``b_scale`` may also be (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
@@ -71,8 +71,8 @@ def grouped_mm_fp8(
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
-        fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
-            with block scales.
+        fast_accum: accumulation of calls with per-token scales, as in :func:`mm_fp8`. It has no effect on calls with
+            block scales.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

@@ -52,8 +52,8 @@ def grouped_mm_fp8_fp4(
 
     Args:
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
-            max_rows, K). With per-token scales also (R, ⌈K/256⌉, 256), masked (E, max_rows, ⌈K/256⌉, 256), as
-            :func:`interleave_k` returns it.
+            max_rows, K). With per-token scales, ``a`` may also be (R, ⌈K/256⌉, 256), masked (E, max_rows, ⌈K/256⌉,
+            256), as :func:`interleave_k` returns it.
         b: (E, K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed
             view ``weight.mT`` of weights stacked row-major, (E, N, K/2), as checkpoints store them. N is a multiple of
             8, and E is at most 1,024. A row-major tensor is refused. No check can detect square weights that are stored
@@ -61,13 +61,13 @@ def grouped_mm_fp8_fp4(
         a_scale: (R, ⌈K/128⌉) float32, block scales of ``a``; masked: (E, max_rows, ⌈K/128⌉). Column-major scales, as
             the quantising ops write them, are read in place, even with padding between the columns; scales with other
             strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
-            that the scales are transposed. Or per-token scales: (R, 1), one scale per row, masked (E, max_rows, 1); or
+            that the scales are transposed. Per-token scales are (R, 1), one scale per row, masked (E, max_rows, 1), or
             (1,), one scale for all rows.
         b_scale: block scales of the weights: tiles over the rows of all experts, 128x4 (⌈(E·N)/128⌉, ⌈K/B/4⌉, 32, 4,
             4), as :func:`fp4_quantize` of the weights (E, N, K) writes them (a tile may span two experts); or linear
             (E, N, K/B), with B the block size. The dtype is float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
-            With per-token scales also prepared scales, uint8 (E, 1 + ⌈K/256⌉, N, 256/B), which :func:`prepare_scales`
-            computes once from the block scales.
+            With per-token scales, ``b_scale`` may also be prepared scales, uint8 (E, 1 + ⌈K/256⌉, N, 256/B), which
+            :func:`prepare_scales` computes once from the block scales.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
@@ -89,8 +89,8 @@ def grouped_mm_fp8_fp4(
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and
             have not changed since. The kernel may then read the weight before the previous launch ends.
-        fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
-            with block scales.
+        fast_accum: accumulation of calls with per-token scales, as in :func:`mm_fp8`. It has no effect on calls with
+            block scales.
         out: contiguous tensor, of the result's shape, to write the result into.
 
     Returns:

@@ -57,20 +57,20 @@ def mm_fp8_fp4(
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. With per-token
-            scales also (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it; kernels then need not reorder the rows.
-            If K is 256, flatten ordinary activations (B, 1, 256) first, because they have the shape of interleaved
-            activations.
+            scales, ``a`` may also be (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it; kernels then need not
+            reorder the rows. If K is 256, flatten ordinary activations (B, 1, 256) first, because they have the shape
+            of interleaved activations.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
             ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. No check can
             detect a square weight that is stored transposed.
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, even with padding between the columns; scales with other strides are copied first. Pass
             scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
-            Or per-token scales: (M, 1), one scale per row; or (1,), one scale for all rows.
+            Per-token scales are (M, 1), one scale per row, or (1,), one scale for all rows.
         b_scale: block scales of the weight as an (N, K) matrix: 128x4 (⌈N/128⌉, ⌈K/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size. The dtype is float8_e4m3fn
-            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4). With per-token scales also prepared scales, uint8 (1 + ⌈K/256⌉,
-            N, 256/B), which :func:`prepare_scales` computes once from the block scales.
+            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4). With per-token scales, ``b_scale`` may also be prepared scales,
+            uint8 (1 + ⌈K/256⌉, N, 256/B), which :func:`prepare_scales` computes once from the block scales.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
             column. Pass ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -90,8 +90,8 @@ def mm_fp8_fp4(
             next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
             change during the call.
-        fast_accum: as in :func:`mm_fp8`: decides how calls with per-token scales accumulate. It has no effect on calls
-            with block scales.
+        fast_accum: accumulation of calls with per-token scales, as in :func:`mm_fp8`. It has no effect on calls with
+            block scales.
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:

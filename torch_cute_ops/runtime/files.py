@@ -76,7 +76,7 @@ def _refuse(constant: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, writable only by their owner for any umask.
+    """Create a folder and its missing parents, writable only by their owner, whatever the umask is.
 
     Raises:
         OSError: if a folder cannot be created.
