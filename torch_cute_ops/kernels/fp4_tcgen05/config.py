@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM by tcgen05. No device code."""
+"""Configuration of the FP4 tcgen05 GEMM. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias row_scal
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of the FP4 GEMM by tcgen05. M, N and K are run-time values.
+    """Static properties of the FP4 tcgen05 GEMM. M, N and K are run-time values.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
@@ -49,7 +49,7 @@ class Config(BlockScaledConfig):
         tile_m: number of rows of activations of a tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
         split_k: number of CTAs of a cluster that split a tile's K range.
-        stages: number of stages.
+        stages: number of pipeline stages.
         pdl: True to launch with programmatic dependent launch.
     """
 

@@ -1,4 +1,4 @@
-"""Device code of the FP4 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
+"""Device code of the FP4 tcgen05 GEMM. The package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -204,8 +204,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _relay_full(self, work, smem):
-        """Signal the first CTA of a pair whenever a stage of the second CTA is full. One thread of the second CTA runs
-        this."""
+        """In one thread of a pair's second CTA, signal the first CTA whenever a stage of the second CTA is full."""
         stage, parity = Int32(0), Int32(0)
         tile = work.first
         while tile < work.n_tiles * work.m_tiles:
@@ -296,7 +295,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _store_acc_columns(self, start, skipped, count: int, finish, token, row, tid, work, smem):
-        """Load ``count`` columns of the accumulator, after the first ``skipped`` columns, apply the epilogue and store
+        """Load ``count`` columns of the accumulator, starting with column ``skipped``, apply the epilogue, and store
         the results. Under split-K, store partial sums instead."""
         c = self.config
         for piece in cutlass.range(count // c.columns_per_load, unroll=1):
@@ -314,8 +313,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Add up the partial sums of the cluster's CTAs, apply the epilogue and store the results, with the epilogue
-        warps."""
+        """Let the epilogue warps add up the partial sums of the cluster's CTAs, apply the epilogue, and store the
+        results."""
         c = self.config
         threads = 32 * EPILOGUE_WARPS
         n_tile, m_tile = self._tile(work.first, work)

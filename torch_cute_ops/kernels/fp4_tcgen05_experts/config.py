@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM over experts by tcgen05. No device code."""
+"""Configuration of the FP4 tcgen05 GEMM over experts. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ spill, because the CTA then also contains scale-loader warps."""
 STORE_COLUMNS: Final = 8
 """Number of columns of the result that a thread stores at once."""
 EXPERTS_PER_WORD: Final = 32
-"""Number of experts whose bits share a word. All belong to the same class."""
+"""Number of experts whose bits share a word. All these experts belong to the same class."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
@@ -55,16 +55,16 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of the FP4 GEMM over experts by tcgen05. M, N and the number of experts are run-time values.
+    """Static properties of the FP4 tcgen05 GEMM over experts. M, N and the number of experts are run-time values.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.
         out_dtype: dtype of the result.
         expert_k: number of elements along K that each expert owns.
         tile_n: number of weight rows of a tile.
-        classes: number of classes of experts among which work is divided.
-        routed: True if experts to which no token of the m tile is routed are skipped.
-        stages: number of stages.
+        classes: number of classes into which the experts are divided.
+        routed: True to skip experts to which no token of the m tile is routed.
+        stages: number of pipeline stages.
         pdl: True to launch with programmatic dependent launch.
         bias_dtype: dtype of the experts' biases, or None without biases.
     """

@@ -1,4 +1,4 @@
-"""Device code of the FP4 GEMM over experts by tcgen05. The package's docstring describes the roles and the data
+"""Device code of the FP4 tcgen05 GEMM over experts. The package's docstring describes the roles and the data
 path."""
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: numbers of rows and columns of the result.
-        num_mmas: number of MMAs that cover one expert's k. It is a run-time value, because ptxas crashed if it was a
+        num_mmas: number of MMAs that cover one expert's k. It is a run-time value, because ptxas crashes if it is a
             constant.
         experts, words: number of experts, and number of words that hold the bits of one class's experts.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
@@ -151,7 +151,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             )
 
     def _by_expert(self, codes: cute.Tensor, experts) -> cute.Tensor:
-        """Return FP4 codes (rows, bytes) as (rows, bytes of an expert, experts)."""
+        """Return FP4 codes (rows, bytes) viewed as (rows, bytes of an expert, experts)."""
         line = cute.assume(codes.shape[1] // experts, divby=MMA_K // 2)
         layout = cute.make_layout((codes.shape[0], line, experts), stride=(codes.stride[0], 1, line))
         return cute.make_tensor(codes.iterator, layout)
@@ -162,7 +162,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def touch_kernel(self, alpha, touched, m):
         """Set the bit of each expert to which a token of an m tile is routed.
 
-        A CTA writes one word of an m tile. A lane handles one expert, and a warp handles 32 tokens.
+        A CTA writes one word of bits for one m tile. A lane handles one expert, and a warp handles 32 tokens.
         """
         c = self.config
         tid, _, _ = cute.arch.thread_idx()

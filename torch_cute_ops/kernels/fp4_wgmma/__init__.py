@@ -1,4 +1,4 @@
-"""A GEMM with an FP4 weight by wgmma, for Hopper: ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``.
+"""GEMM with an FP4 weight, using wgmma, for Hopper: ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``.
 
 With *experts over k*, each expert owns a range of k: ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``.
 
@@ -9,17 +9,18 @@ the N side, in shared memory. The weight is not repacked in advance. The activat
 Roles
 -----
 A CTA consists of a producer warp and two to four consumer warpgroups. Its tile is ``tile_m`` rows of ``a`` by
-``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile is 256 elements of k, which is a cache line of 128 bytes
-of codes per row. With few tokens, ``tile_n`` may be smaller, so that the number of tiles suits the number of SMs. With
-``mma.sync``, each warp multiplies 16 rows of ``b`` independently. The number of warps may then not be a multiple of the
-SM's four schedulers. In this case, the last group of 16 rows is given to four warps on different schedulers, or each of
-the last two groups to two warps. These warps take turns at the k tiles, so that all schedulers do the same work.
+``tile_n`` rows of ``b``, 64 per consumer warpgroup. A k tile spans 256 elements of k: 128 bytes of codes per row, which
+fill a cache line. With few tokens, ``tile_n`` may be less than 256, so that the number of tiles suits the number of
+SMs. With ``mma.sync``, each warp multiplies 16 rows of ``b`` independently. The number of warps may then not be a
+multiple of the SM's four schedulers. In this case, four warps on different schedulers share the last group of 16 rows,
+or two warps share each of the last two groups. The warps that share a group take turns at the k tiles, so that all
+schedulers do the same work.
 
-If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode FP4 activations, and write
-them rearranged into the stages. The GEMM then takes one launch and no workspace. For up to 8 tokens, three decoder
-warps take turns at the k tiles. For 16 tokens, three pairs of warps take turns. For 32 tokens, four warps divide each k
-tile. With 16-bit activations of up to eight tokens, all consumers together rearrange the first k tiles. 16-bit
-activations may be gated at the same time: the warps read gate and up, and round ``silu(gate) · up``.
+If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode them if they are FP4, and
+write them to the stages in the layout that the MMAs read. The GEMM then takes one launch and no workspace. For up to 8
+tokens, three decoder warps take turns at the k tiles. For 16 tokens, three pairs of warps take turns. For 32 tokens,
+four warps divide each k tile. With 16-bit activations of up to eight tokens, all consumers together rearrange the first
+k tiles. The warps may also gate 16-bit activations: they read gate and up, and write the rounded ``silu(gate) · up``.
 
 Pipelines
 ---------
@@ -32,14 +33,14 @@ Pipelines
 Data path
 ---------
 1. The producer fills both pipelines. The codes of a k tile are one TMA box with the 128-byte swizzle. A stage of
-   activations is a k tile, or one or two of its four slices. After ``activation_tiles``, the producer starts to copy
-   the weight while that kernel still runs (programmatic dependent launch). This is safe because ``activation_tiles``
-   waited for all kernels before it, so the weight is complete. Without ``activation_tiles``, the producer waits for the
-   previous kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles that are copied early, to
-   one k tile if the speed is limited by decoding. After its last copy, the producer may prefetch a matrix into L2, such
-   as the weight of the next GEMM.
+   activations holds a k tile, or one or two of its four slices. If ``activation_tiles`` runs first, the producer starts
+   to copy the weight before ``activation_tiles`` ends (programmatic dependent launch). This is safe because
+   ``activation_tiles`` waited for all kernels before it, so the weight is complete. Without ``activation_tiles``, the
+   producer waits for the previous kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles
+   that are copied early. If decoding limits the speed, the limit is one k tile. After its last copy, the producer may
+   prefetch a matrix into L2, such as the weight of the next GEMM.
 2. A lane multiplies two rows of ``b``. Each of the four lanes that share these rows loads a quarter of the k tile at
-   once: 64 elements per row, with the scales. A lane decodes eight codes of both rows (for two MMAs with K = 16) and
+   once: 64 elements per row, with the scales. A lane decodes eight codes of each row (for two MMAs with K = 16) and
    starts the MMAs of these codes. While they run, it decodes the next eight codes, and then waits for the MMAs. A warp
    releases a stage of activations when the MMAs that read it are complete. It releases a stage of codes when all loads
    of the warp from the stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA
@@ -53,9 +54,9 @@ Data path
    least one iteration, because another CTA may wait for its partial sums.
    With a cluster of ``split_k`` CTAs, each CTA computes an equal range of the k tiles of one n tile. The CTAs reduce
    partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums
-   (``st.async``), or, if memory does not suffice, the CTA reads them between two barriers of the cluster. A row of the
-   result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other
-   rows.
+   (``st.async``), or, if shared memory is too small for this, the CTA reads them between two barriers of the cluster. A
+   row of the result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or
+   on other rows.
 4. With experts over k, all experts own the same number of elements of k, and a thread holds two sets of accumulators.
    At the end of an expert's range of k, or of the work tile, the accumulators are multiplied in fp32 by the tokens'
    factors for the expert. The products are added to the total in the order of the experts. The factors are copied with

@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM by wgmma. No device code."""
+"""Configuration of the FP4 wgmma GEMM. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ ROW_STAGE_BYTES: Final = 640
 """Bytes of a stage of activations if a tile has one row: a k tile and a float32 factor per block, rounded up to a
 multiple of 128."""
 CODE_ATOMS: Final = 3
-"""Number of swizzle atoms of a stage if a tile has one row of FP4 codes: one operand for each half of the k tile, and
-one atom for the factors."""
+"""Number of swizzle atoms of a stage if a tile has one row of FP4 codes: one atom for each half of the k tile, and one
+for the factors."""
 ZEROS_AT: Final = -192
 """Offset in bytes of 128 zeros, relative to the stages of activations of a one-row tile. The distance is not a multiple
 of 128, to avoid bank conflicts."""
@@ -69,13 +69,13 @@ MAX_PREFETCHING_M: Final = 16
 model 3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
 MAX_QUANTISED_M: Final = 8
 """Largest ``tile_m`` whose activations the CTAs quantise. The lanes that share a block exchange values. Only up to this
-size, these lanes are equally far apart in decoders and in consumers (which rearrange the first k tiles)."""
+size, the distance between these lanes is the same in decoders and in consumers (which rearrange the first k tiles)."""
 AHEAD_TILE_M: Final = {True: 16, False: 64}
 """Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
-activations. On an H200, copying one k tile ahead makes a decoder layer of an 8B model in W4A4 3.6, 1.3, 4.4 and 4 µs
-faster at 16, 32, 64 and 128 rows, and up to 2 µs faster with 16-bit activations. With 1 row, it would be 1.5 µs slower.
-With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would be 3 µs slower, because memory
-bandwidth is the limit."""
+activations. On an H200, copying one k tile ahead instead of filling the pipeline makes a decoder layer of an 8B model
+in W4A4 3.6, 1.3, 4.4 and 4 µs faster at 16, 32, 64 and 128 rows, and up to 2 µs faster with 16-bit activations. With 1
+row, the layer would be 1.5 µs slower. With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would
+be 3 µs slower, because memory bandwidth is the limit."""
 MAX_CLUSTER_M: Final = 128
 """Largest ``tile_m`` of clusters. Up to this size, the partial sums fit in the shared memory of the weight's codes."""
 SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
@@ -85,8 +85,8 @@ EXPERT_TILES_M: Final = (16, 32, 64, 128)
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the supported values of ``tile_n``: multiples of 64, one per number of consumer warpgroups. Clusters also
-    support smaller values, which give more SMs work."""
+    """Return the supported values of ``tile_n``, starting with the largest. Only clusters support the other values,
+    which give work to more SMs."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -112,9 +112,9 @@ def sends(tile_m: int, split_k: int) -> bool:
     """Return True if the CTAs of a cluster send their partial sums to each other, False if they read each other's
     partial sums.
 
-    Received partial sums need shared memory. With few tokens there is enough, although the pipeline may then have one
-    stage less. On an H100, sending makes a decoder layer of an 8B model 1 to 2 µs faster with 16 rows, and 5 µs faster
-    with 32 rows.
+    Received partial sums need shared memory. With few tokens, shared memory suffices, although the pipeline may then
+    have one stage less. On an H100, sending instead of reading makes a decoder layer of an 8B model 1 to 2 µs faster
+    with 16 rows, and 5 µs faster with 32 rows.
     """
     return split_k > 1 and rearranges(tile_m, split_k)
 
@@ -152,7 +152,7 @@ class Arguments(
 
 @dataclass(frozen=True)
 class Config:
-    """Static parameters of the FP4 GEMM by wgmma. M, N, K and the number of CTAs are run-time values.
+    """Static parameters of the FP4 wgmma GEMM. M, N, K and the number of CTAs are run-time values.
 
     Attributes:
         operands: formats of the activations and of the weight.
@@ -166,10 +166,10 @@ class Config:
         stages: number of stages of the weight's pipeline.
         a_stages: number of stages of the activations' pipeline.
         pdl: True to launch with programmatic dependent launch.
-        static_weight: True if the weight was complete before the previous launch. It is True only if it affects the
-            kernel: with ``pdl``, if the CTAs rearrange the activations.
-        prefetches: True if the producer prefetches a matrix into L2 after its last copy. This requires few tokens, and
-            that the CTAs rearrange the activations.
+        static_weight: True if the weight was complete before the previous launch. ``plan`` sets it only if it affects
+            the kernel: with ``pdl``, and if the CTAs rearrange the activations.
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. Such a kernel has few tokens
+            per tile, and its CTAs rearrange the activations.
     """
 
     operands: FP4Operands
@@ -191,8 +191,8 @@ class Config:
 
     @cached_property
     def split_n_warps(self) -> int:
-        """Number of warps at the end of N whose k tiles are divided among warps on several schedulers, so that all
-        schedulers do the same work."""
+        """Number of groups of 16 columns, at the end of N, whose k tiles are divided among warps on several schedulers,
+        so that all schedulers do the same work."""
         return self.n_warps % SCHEDULERS
 
     @cached_property
@@ -217,7 +217,7 @@ class Config:
 
     @cached_property
     def other_groups(self) -> int:
-        """Number of warpgroups that consist of the producer warp and the decoder warps."""
+        """Number of warpgroups that contain the producer warp and the decoder warps."""
         return -(-(1 + self.decoder_groups * self.a_full_arrivals) // 4)
 
     @cached_property
@@ -288,7 +288,7 @@ class Config:
     @cached_property
     def ahead(self) -> int | None:
         """Number of the weight's k tiles that are copied before the previous kernel ends, or None if the producer need
-        not wait for that kernel. It is used with ``pdl``.
+        not wait for that kernel. The number is used only with ``pdl``.
 
         If the speed is limited by memory bandwidth, the whole pipeline is filled. If it is limited by decoding, only
         one k tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and
@@ -419,7 +419,7 @@ def plan(
     is_static = static_weight and pdl and rearranges(tile_m, split_k)
     prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
     # With up to 32 tokens per tile, use as many stages of activations as of the weight. For larger tiles, the number is
-    # fixed, because shared memory holds only 8, 7 or 5 slices of activations.
+    # fixed, because shared memory holds only 8, 7 or 5 slices of 64, 128 or 256 tokens.
     fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
     sizes = expert_k, tile_m, tile_n, split_k
     hints = pdl, is_static, prefetches

@@ -1,4 +1,4 @@
-"""Device code of the FP4 GEMM by wgmma. The package's docstring describes the roles and the data path."""
+"""Device code of the FP4 wgmma GEMM. The package's docstring describes the roles and the data path."""
 
 from typing import Final
 
@@ -192,8 +192,8 @@ class FP4WgmmaKernel:
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        # In this raster, each persistent CTA (or cluster) of an m tile takes the place of an n tile. So pass the number
-        # of these CTAs as the number of n tiles.
+        # In the raster, the persistent CTAs (or the clusters) of an m tile take the places of n tiles. So pass their
+        # number as the number of n tiles.
         together = max(c.split_k, 1)
         index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
         iterations = Int64(n_tiles) * k_tiles

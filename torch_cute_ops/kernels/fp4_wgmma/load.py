@@ -22,9 +22,9 @@ from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_wgmma.config import K_SLICES, K_TILE_BLOCKS, ROW_BYTES, Config
 
 HALVES: Final = 2
-"""Number of halves of a k tile of one row of codes. Each half is a separate operand of MMAs."""
+"""Number of halves into which a k tile of one row of codes is divided. Each half is a separate operand of MMAs."""
 STEPS: Final = 4
-"""Number of a lane's words of codes in half a k tile. Each word is used by one MMA of 32 elements of k."""
+"""Number of words of codes that a lane holds for half a k tile. Each word is used by one MMA of 32 elements of k."""
 FACTORS_AT: Final = HALVES * ATOM_BYTES
 """Offset in bytes of the blocks' factors in a stage of one row of codes."""
 LARGEST_EXPONENT: Final = 15
@@ -250,7 +250,7 @@ class Loads:
         """Return the k groups that a lane loads in a step, as a list of tuples.
 
         The first entry of a tuple is the index of a token group among the warp's token groups. The sum of the other two
-        entries is the index of the first lane's k group. The last entry is a constant.
+        entries is the index of the first lane's k group. The last entry is a compile-time constant.
         """
         width = self.activations.k_groups // self.each
         if self.together < self.each:  # only with gated activations and several warps per decoder group

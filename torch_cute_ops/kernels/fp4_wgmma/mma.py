@@ -11,16 +11,17 @@ scale, and adds the scaled sum to its total. This takes one fma per 16 products,
 multiplication per two codes.
 
 ``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two so that it fits into
-float16's range. An FP4 block needs no conversion of range. The inverse of the power of two, or the FP4 block's scale,
-is a float32 factor that multiplies the scales of the weight.
+float16's range. An FP4 block fits as it is. The inverse of the power of two, or the FP4 block's scale, is a float32
+factor that multiplies the scales of the weight.
 
-**One row of codes.** Every e2m1 number is an e4m3 number, so ``CodeMma`` multiplies the codes of both operands by FP8
-MMAs without scales. Converting eight codes of the weight takes six instructions. In each half of a k tile, lane ``q``
-holds two blocks per weight row, and columns ``2 · q`` and ``2 · q + 1`` contain only the elements of these two blocks.
-From a word of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd codes as its
-last four. A block's sum needs at most 12 bits, so the tensor cores compute it exactly (``docs/numerics.md``), in any
-order. The sum is multiplied by both scales and added as in ``RowMma``, in the same order. The results are bit-identical
-to ``RowMma``, except for columns whose k tiles are divided among several warps in ``RowMma``.
+**One row of codes.** Every e2m1 number is an e4m3 number, so FP8 MMAs multiply the codes of both operands, without
+scales, in ``CodeMma``. Converting eight codes of the weight to e4m3 takes six instructions. In each half of a k tile,
+lane ``q`` holds two blocks per weight row, and columns ``2 · q`` and ``2 · q + 1`` contain only the elements of these
+two blocks. From a word of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd
+codes as its last four. A block's sum needs at most 12 bits, so the tensor cores compute it exactly
+(``docs/numerics.md``), in any order. The sum is multiplied by both scales and added as in ``RowMma``, in the same
+order. The results are bit-identical to ``RowMma``, except for columns whose k tiles are divided among several warps in
+``RowMma``.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,7 @@ from torch_cute_ops.kernels.fp4_wgmma.load import (
 )
 
 SLICE_WORDS: Final = K_TILE // K_SLICES // 16 // WORD_STEPS
-"""Number of a lane's words of codes that are multiplied by one slice of activations."""
+"""Number of words of codes that a lane multiplies by one slice of activations."""
 CODE_MMA_K: Final = 32
 """K of an FP8 MMA, in elements."""
 
@@ -210,13 +211,13 @@ class Mma:
 
         Args:
             start: result of ``start_of``.
-            adds: True to add to the accumulators, False to overwrite them. mma.sync ignores it and always adds.
+            adds: True to add to the accumulators, False to overwrite them. mma.sync ignores ``adds`` and always adds.
             first: index of the work tile's first k tile.
             i: index of the k tile, counted from ``first``.
             stages: stages of the k tile.
             acc: accumulators of the thread.
-            consumer, work, smem: thread, and work and shared memory of its CTA. ``consumer.scale_row`` must belong to
-                the current n tile.
+            consumer, work, smem: the thread, its CTA's work, and its CTA's shared memory. ``consumer.scale_row`` must
+                belong to the current n tile.
         """
         raise NotImplementedError
 
