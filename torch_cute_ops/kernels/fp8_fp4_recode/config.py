@@ -20,16 +20,16 @@ __all__ = ["Arguments", "Config", "plan"]
 
 RASTER: Final = 16
 """Number of row tiles that run at the same time. A larger number than in other kernels delays the moment at which the
-GEMM needs the weight rows that are recoded while it runs. The tiles that run at the same time still share the same
-amount of operand data in L2."""
+GEMM needs the weight rows that are recoded while it runs. The operands of the tiles that run at the same time still
+take the same amount of L2."""
 NOTE_ROWS: Final = 128
 """Number of weight rows whose notes are contiguous: the rows of an output tile."""
 WARP_ROWS: Final = 4
 """Number of weight rows that a warp recodes at a time."""
 RANGE: Final = 16
-"""Number of k tiles of a range. A team recodes one range of ``TEAM_ROWS`` rows as one work tile."""
+"""Number of k tiles of a *range*. A work tile consists of one range of ``TEAM_ROWS`` weight rows."""
 TEAM: Final = 256
-"""Number of threads of a team."""
+"""Number of threads of a thread group, which recodes a work tile."""
 ROW_THREADS: Final = 8
 """Number of threads that share a weight row."""
 TEAM_ROWS: Final = TEAM // ROW_THREADS
@@ -38,9 +38,9 @@ RANGE_WORK: Final = NOTE_ROWS // TEAM_ROWS
 LINE_WORDS: Final = 32
 """Number of words of a cache line."""
 OVERLAP_TEAMS: Final = 3
-"""Number of teams of a CTA that overlaps the GEMM. Three teams leave no registers for another CTA on the SM, and do not
-spill. On an H100, four teams recode 1.13 times as fast as three although they spill, but the GEMM takes the same
-time."""
+"""Number of thread groups of a CTA that overlaps the GEMM. Three groups leave no registers for another CTA on the SM,
+and do not spill. On an H100, four groups recode 1.13 times as fast as three, although they spill, but the GEMM takes
+the same time."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index, in a k tile's words of scales, of the first word with factors for changes of units. These words follow
-        the scales of ``a``."""
+        """Index of the first word with factors for changes of units (``common.fp8.units``), among a k tile's words of
+        scales. These words follow the scales of ``a``."""
         return self.tile_m
 
     @property
@@ -94,8 +94,8 @@ class Notes:
     1. the rows' units as fp32;
     2. one word per ``RANGE`` k tiles and ``WARP_ROWS`` rows. Bit i is set if, in k tile i of the range, a row uses the
        k tile's own exponent instead of the row's unit;
-    3. 16-bit exponents of the rows' units. The exponents of each k tile follow. They are written if the k tile's bit is
-       set;
+    3. 16-bit exponents of the rows' units. The exponents of each k tile follow. A k tile's exponents are written only
+       if the k tile's bit is set;
     4. in a separate cache line, the number of work tiles that have been recoded.
 
     Arguments and results are Python integers or device integers.
@@ -175,7 +175,7 @@ class WeightConfig:
 
     @property
     def teams(self) -> int:
-        """Number of teams of a CTA."""
+        """Number of thread groups of a CTA."""
         return OVERLAP_TEAMS if self.overlaps_gemm else 1
 
     @property

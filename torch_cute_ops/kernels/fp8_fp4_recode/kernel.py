@@ -61,7 +61,7 @@ class FP8FP4RecodeKernel:
 
 
 def notes_of(expert, column, work: Work) -> Int64:
-    """Return the offset of the notes of an output tile's weight rows, counted over the notes of all rows."""
+    """Return the offset in words of the notes of an output tile's weight rows, among the notes of all rows."""
     tile = expert * cute.ceil_div(work.n, NOTE_ROWS) + column // NOTE_ROWS
     return Int64(tile) * Notes.words(work.k_stages)
 
@@ -118,8 +118,8 @@ class NoteScales:
         return notes, exists, cute.arch.vote_any_sync(found != Uint32(0))
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
-        """Load a k tile's scales of ``a``, one row per lane and 32 rows at a time. Return the scales and the index of
-        the k tile."""
+        """Load a k tile's scales of ``a``. Each lane loads one row's scale per 32 rows. Return the scales and the k
+        tile's index."""
         return token_scales(self.config.tile_m, k_tile, tile, lane, work), k_tile
 
     @cute.jit
@@ -159,11 +159,12 @@ class NoteScales:
 
 
 class RecodedLoop:
-    """Main loop for a recoded weight.
+    """Mainloop for a recoded weight.
 
-    If all weight rows of the tile use their units in all k tiles, whole rounds through the stages run as in
-    ``fp8_wgmma``. Otherwise, and in the k tiles before and after whole rounds, ``Units`` multiplies the results of a
-    k tile, if its flags ask for it, by powers of two that convert them to the rows' units.
+    Whole rounds through the stages run as in ``fp8_wgmma`` if all weight rows of the tile use their units in all k
+    tiles. In all other tiles, and in the k tiles before and after whole rounds, ``Units`` checks the flags of each k
+    tile. If the flags ask for it, ``Units`` multiplies the results by powers of two that convert them to the rows'
+    units.
     """
 
     def __init__(self, config: Config, stages: Stages, units: Units, results: Results):

@@ -120,7 +120,7 @@ class RecodeWeightKernel:
 
     @cute.jit
     def _recode(self, codes, scale, weight, notes, tile, index, range_, tid):
-        """Recode work tile ``index`` of a range of a weight tile. ``tid`` is the index of the thread in its team."""
+        """Recode work tile ``index`` of a range of a weight tile. ``tid`` is the thread's index in its thread group."""
         c = self.config
         n, half, _ = codes.shape
         part = tid % ROW_THREADS

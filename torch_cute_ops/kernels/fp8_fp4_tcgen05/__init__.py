@@ -1,4 +1,4 @@
-"""FP8 x FP4 GEMMs for data-center Blackwell, by ``tcgen05.mma`` of ``kind::f8f6f4``: decoder warps decode the weight.
+"""FP8 x FP4 GEMMs for data-center Blackwell, with ``tcgen05.mma`` of ``kind::f8f6f4``: decoder warps decode the weight.
 
 The GEMM is plain or grouped by expert. ``w8`` is the weight in e4m3 (``reference.mm_fp8_fp4``). With block scales of
 ``a``, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k]))``. With per-token
@@ -11,14 +11,15 @@ The weight source differs. Roles:
 
 1. The producer warp copies a k tile's activations (128 bytes per token) and FP4 codes (64 bytes per weight row) to a
    stage by TMA.
-2. Teams of four decoder warps take turns at the k tiles. A thread decodes one weight row of a k tile. It loads the
-   row's scales while the team decodes the previous k tile, computes a table of eight e4m3 bytes for each block, looks
-   up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them, with the 128-byte swizzle. With
-   block scales, all numbers of a row and k tile are divided by ``2^t``, and the team writes the tokens' scales and the
-   rows' ``2^t`` to a slot of factors. With per-token scales, the numbers are divided by ``2^u``, which the epilogue
-   multiplies with alpha.
-3. The MMA thread issues a k tile's four MMAs when the team has decoded the k tile. With per-token scales, tensor memory
-   adds up all of K in fp32. With block scales, each k tile uses a different accumulator from the previous k tile.
+2. Groups of four decoder warps take turns at the k tiles. A thread decodes one weight row of a k tile. It loads the
+   row's scales while its group decodes the previous k tile. The thread computes a table of eight e4m3 bytes for each
+   block, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them, with the 128-byte
+   swizzle. With block scales, all numbers of a row and k tile are divided by ``2^t``, and the group writes the tokens'
+   scales and the rows' ``2^t`` to one of ``factor_slots`` slots in shared memory. With per-token scales, the numbers
+   are divided by ``2^u``, and the epilogue multiplies alpha by ``2^u``.
+3. The MMA thread issues a k tile's four MMAs when the group has decoded the k tile. With per-token scales, tensor
+   memory adds up all of K in fp32. With block scales, each k tile uses a different accumulator from the previous k
+   tile.
 4. Four epilogue warps load accumulators. A thread handles a row of the weight, which is a column of the result. With
    block scales, the thread multiplies each k tile's accumulator by the products of the tokens' scales and the row's
    ``2^t``, and adds the results to sums in fp32 registers (promotion).

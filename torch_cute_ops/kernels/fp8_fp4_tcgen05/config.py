@@ -1,4 +1,4 @@
-"""Configuration of the FP8 x FP4 GEMM by tcgen05. No device code."""
+"""Configuration of the FP8 x FP4 tcgen05 GEMM. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -20,34 +20,34 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["SPLIT_K", "TILES_M", "Arguments", "Config", "plan", "splits", "teams"]
 
 TILES_M: Final = {(True, 1): (16, 32, 64), (False, 1): (16, 32, 64, 128, 256)}
-"""Supported ``tile_m``, keyed by whether ``a`` has block scales, and by the number of CTAs of an MMA. With block
-scales, a thread keeps ``tile_m`` sums in registers."""
+"""Supported ``tile_m``, keyed by (True if ``a`` has block scales, number of CTAs of an MMA). With block scales, a
+thread keeps ``tile_m`` sums in registers."""
 TEAM_WARPS: Final = MMA_M // 32
-"""Number of warps of a team of decoders. A thread decodes a weight row of a k tile."""
+"""Number of warps of a decoder group. A thread decodes a weight row of a k tile."""
 FACTOR_SLOTS: Final = 4
-"""Number of k tiles whose factors fit into shared memory. It is a multiple of the number of teams, so that a slot
-always belongs to the same team."""
+"""Number of slots in shared memory, each for the factors of one k tile. The number is a multiple of the number of
+decoder groups, so that the same group always writes a slot."""
 CODE_BYTES: Final = K_TILE // 2
 """Bytes of FP4 codes in a weight row of a k tile."""
 
 
 def teams(has_blocks: bool, tile_m: int) -> int:
-    """Return the number of teams of decoders for tiles of ``tile_m`` tokens.
+    """Return the number of decoder groups for tiles of ``tile_m`` tokens.
 
-    Two teams hide latency better than one. But with two teams, a thread has 128 instead of 168 registers, which is too
-    few for 64 block-scaled sums, and the number of stages must be even, so tiles of 256 tokens would get only two
-    stages.
+    Two groups hide latency better than one. But with two groups, a thread has 128 instead of 168 registers, too few for
+    64 block-scaled sums. The number of stages must then also be even, so tiles of 256 tokens would get only two stages.
     """
     return 1 if tile_m > (32 if has_blocks else MMA_M) else 2
 
 
 @dataclass(frozen=True)
 class FP8FP4Stage(OperandStage):
-    """Layout of a stage in shared memory: the weight of one k tile in e4m3, the activations, the weight's FP4 codes.
+    """Layout of a stage in shared memory: a k tile of the weight in e4m3, of the activations, and of the weight's FP4
+    codes.
 
     Attributes:
         mma_n: number of tokens per tile.
-        teams: number of teams of decoders.
+        teams: number of decoder groups.
     """
 
     mma_n: int
@@ -91,7 +91,7 @@ class FP8FP4Stage(OperandStage):
 
 @dataclass(frozen=True)
 class Config(FP8TileConfig):
-    """Static properties of the FP8 x FP4 GEMM by tcgen05. N, K, R and the number of experts are run-time values.
+    """Static properties of the FP8 x FP4 tcgen05 GEMM. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.
@@ -101,7 +101,7 @@ class Config(FP8TileConfig):
             weight's scales are prepared, and the layout is None.
         tile_m: number of rows of ``a`` per tile.
         split_k: number of CTAs of a cluster that split a tile's K range.
-        stages: number of stages.
+        stages: number of pipeline stages.
         pdl: True to launch with programmatic dependent launch.
     """
 
@@ -124,7 +124,7 @@ class Config(FP8TileConfig):
 
     @property
     def teams(self) -> int:
-        """Number of teams of decoders."""
+        """Number of decoder groups."""
         return teams(self.has_blocks, self.tile_m)
 
     @property
@@ -138,7 +138,7 @@ class Config(FP8TileConfig):
 
     @property
     def columns_per_load(self) -> int:
-        # With 16 or 32 columns instead of 8, kernels with 64 block-scaled sums spilled 28 to 256 bytes.
+        # With 16 or 32 columns instead of 8, kernels with 64 block-scaled sums spill 28 to 256 bytes.
         return min(self.tile_m, 8 if self.has_blocks and self.teams == 1 else 32)
 
     @property

@@ -1,4 +1,4 @@
-"""Device code of the FP8 x FP4 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
+"""Device code of the FP8 x FP4 tcgen05 GEMM. The package's docstring describes the roles and the data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -81,14 +81,14 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
 
     @cute.jit
     def _load_scales(self, decoder, work, smem):
-        """Run a decoder warp. Each team of warps decodes the weight of every ``teams``-th k tile to its stage. With
-        block scales, it also writes the factors of the k tile to a slot.
+        """Run a decoder warp. Each decoder group decodes the weight of every ``teams``-th k tile to the k tile's stage.
+        With block scales, it also writes the factors of the k tile to a slot of the factor pipeline.
 
-        The scales of a k tile are loaded before the team decodes its previous k tile.
+        The scales of a k tile are loaded before the group decodes its previous k tile.
         """
         c = self.config
         row, team, lane = decoder % MMA_M, decoder // MMA_M, decoder % WARP
-        before = Int32(0)  # number of k tiles of earlier tiles
+        before = Int32(0)  # number of k tiles of this CTA's earlier tiles
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, lane, work, smem)
             start = work.begin + (team + c.teams - before % c.teams) % c.teams
@@ -162,7 +162,7 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
 
     @cute.jit
     def _store_factors(self, words, slot, row, smem):
-        """Write a token's scale, and the power of two of a weight row, to a slot."""
+        """Write a token's scale, and the power of two of a weight row, to a k tile's slot."""
         tile_m = self.config.tile_m
         factors = self._slot(slot, smem)
         if row < tile_m:
@@ -170,7 +170,7 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
         factors[tile_m + row] = power_of_two(own_exponent(words, self.config.fmt))
 
     def _slot(self, slot, smem) -> cute.Tensor:
-        """Return all words of a slot: the scales of the tokens, then the powers of two of the weight rows."""
+        """Return all words of a k tile's slot: the scales of the tokens, then the powers of two of the weight rows."""
         words = self.config.slot_words
         at = smem.factors + cute.assume(slot * (4 * words), divby=16)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(words))

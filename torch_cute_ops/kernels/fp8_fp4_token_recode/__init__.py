@@ -1,12 +1,12 @@
-"""Recode an FP4 weight with prepared scales to FP8, for a GEMM with per-token scales by ``kernels.fp8_token_wgmma``.
+"""Recode an FP4 weight with prepared scales to FP8, for ``kernels.fp8_token_wgmma``, a GEMM with per-token scales.
 
 The kernel writes the e4m3 numbers that ``kernels.fp8_fp4_token_wgmma`` decodes in registers, and each row's unit as
-float32. So both kernels multiply the same numbers. k is interleaved as ``kernels.interleave_k`` interleaves the
+float32. So both GEMMs multiply the same numbers. k is interleaved as ``kernels.interleave_k`` interleaves the
 activations. Elements beyond K become zeros.
 
 Eight threads recode 256 elements of a row. Thread (p, i), with p 0 or 1 and i 0 to 3, loads word i of the codes of
-elements ``64 c + 32 p`` to ``64 c + 32 p + 31``, for c from 0 to 3, and stores 32 contiguous bytes from byte
-``128 p + 32 i`` on. A thread recodes four neighbouring rows, so that 16 loads of codes are in flight. The threads of a
+elements ``64 c + 32 p`` to ``64 c + 32 p + 31``, for c from 0 to 3, and stores 32 contiguous bytes, starting at byte
+``128 p + 32 i``. A thread recodes four neighbouring rows, so that 16 loads of codes are in flight. The threads of a
 warp load whole sectors and store whole cache lines. No shared memory is used.
 
 Bytes moved per element of the weight: 1/2 + 1/block_size are read, and 1 is written.

@@ -1,11 +1,11 @@
-"""FP8 x FP4 GEMMs for Hopper, by wgmma, with one scale per row of ``a`` (token). The weight is decoded to registers.
+"""FP8 x FP4 GEMMs for Hopper, using wgmma, with one scale per row of ``a`` (token). The weight is decoded to registers.
 
 The GEMM is plain or grouped by expert. Each weight row is re-encoded with one power of two as its unit:
 ``out[m, n] = a_scale[m] · 2^u[n] · (Σ_k a[m, k] · e4m3(weight[n, k] · 2^-u[n]))``. ``torch_cute_ops.prepare_scales``
 computes the units, and converts block scales to indices of decoding tables. ``torch_cute_ops.interleave_k`` arranges
 ``a``.
 
-Roles. A CTA consists of two consumer warpgroups, or two *K groups* of two, one producer warp and three scale-loader
+Roles. A CTA consists of two consumer warpgroups (or four, in two *K groups*), one producer warp and three scale-loader
 warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |

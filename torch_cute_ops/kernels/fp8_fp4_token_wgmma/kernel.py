@@ -34,7 +34,7 @@ ROWS: Final = 2
 STEPS: Final = K_TILE // K_STEP
 TABLES_READY: Final = 2
 TOKEN_SCALES: Final = 3
-"""Ids of named barriers: of all consumers, and the first of two that belong to one warpgroup each."""
+"""Ids of named barriers: one barrier for all consumers, and the first of two barriers for one warpgroup each."""
 
 
 class FP8FP4TokenWgmmaKernel:
@@ -108,7 +108,7 @@ class IndexLoader:
 
 
 class Loaded(NamedTuple):
-    """What a lane decodes: its quarter of a k tile, in both of its weight rows.
+    """Codes and tables from which a lane decodes its quarter of a k tile, for both of its weight rows.
 
     Attributes:
         codes: four words of codes per row.
@@ -145,7 +145,7 @@ class DecodingLoop:
     @cute.jit
     def run(self, multiply, acc, k_group, stage, parity, slot, slot_parity, consumer, work, smem):
         """Multiply the k tiles of an output tile that belong to K group ``k_group``. The caller has waited for the
-        first stage. Return the next stage and slot of ``a``, and their parities."""
+        first stage. Return the next stage, the next slot of ``a``, and their parities."""
         c = self.config
         acc.fill(0.0)
         partial = cute.make_rmem_tensor((c.mma_n // 2,), Float32) if const_expr(c.promotes) else acc
@@ -232,7 +232,7 @@ class DecodingLoop:
 
     @cute.jit
     def _load_if(self, condition, loaded: Loaded, stage, parity, k_group, consumer, smem):
-        """Wait for a stage, and load its first k tile, if ``condition``."""
+        """If ``condition``, wait for a stage, and load its first k tile."""
         wait_if(condition, smem.stages.full + stage, parity)
         if condition:
             self._load(loaded, stage, k_group, consumer, smem)
@@ -285,8 +285,8 @@ class DecodingConsumers:
         k_group = group // GROUPS if const_expr(c.k_groups > 1) else Int32(0)
         in_group = tid % K_GROUP_THREADS
         first, pair = in_group // 32 * 16, lane // 4
-        # If the loads of two lanes are served together, one lane begins with an even row and the other with an odd row.
-        # So they access different banks.
+        # Of two lanes whose loads are served together, one begins with an even row and the other with an odd row, so
+        # that they access different banks.
         row = first + 2 * pair + pair % 2
         consumer = Consumer(in_group, lane, lane % 4, first, row, Int32(0), smem.stores)
         self.loop.compute_tables(tid, smem)

@@ -1,12 +1,11 @@
 """FP8 x MXFP4 GEMMs of few rows for Hopper: wgmma multiplies the weight's codes, and the scales are applied to the
 sums.
 
-The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = Σ_j a_scale[j, m] · (Σ_b 2^s[n,
-b] · (Σ_{k of b} a[m, k] · code[n, k]))`` is followed by an epilogue. ``j`` is a k tile, and ``b`` is one of its scale
-blocks of 32 elements. ``reference.mm_fp8_fp4`` defines the result. By this definition, some codes are rounded (see step
-4 below).
+The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = epilogue(Σ_j a_scale[j, m] ·
+(Σ_b 2^s[n, b] · (Σ_{k of b} a[m, k] · code[n, k])))``. ``j`` is a k tile, and ``b`` is one of its scale blocks of 32
+elements. ``reference.mm_fp8_fp4`` defines the result. By this definition, some codes are rounded (see step 4 below).
 
-Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two teams of two
+Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two groups of two
 decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
@@ -17,7 +16,7 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
 
 1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes per weight row. The
    scale loaders load the block scales and store them as fp32 factors.
-2. Two teams of decoders take turns at the stages. Each of a team's two warps rearranges a k tile of ``a``: in each 32
+2. The two decoder groups take turns at the stages. Each of a group's two warps rearranges a k tile of ``a``: in each 32
    elements, the even elements move before the odd elements, because consumers extract the codes of a word in that
    order.
 3. Consumers convert codes to e4m3 numbers by shifts and masks, without applying scales: the bits of an e2m1 number,

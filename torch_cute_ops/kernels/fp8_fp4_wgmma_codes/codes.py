@@ -21,7 +21,7 @@ CODE_SCALE: Final = 2.0**E4M3_EXPONENT
 _ONE: Final = 1 << 23
 """One step of the exponent field of fp32."""
 _NAN_FIELD: Final = 0xFF << 23
-"""Exponent field of fp32 that the scale byte NaN (0xFF) gives."""
+"""Exponent field of fp32 that belongs to the scale byte NaN (0xFF)."""
 _NAN: Final = 0x7FC00000
 _LEAST: Final = 0x00400000
 """Bits of 2^-127, the value of the scale byte 0, in fp32."""
@@ -48,8 +48,8 @@ def is_easy(factors: list) -> Boolean:
 
 
 def hard_factors(factors: list) -> tuple[list, Uint32]:
-    """Return the factors of a row's blocks if ``is_easy`` is False, and the argument ``amount`` of ``rounded`` for each
-    block.
+    """For a row for which ``is_easy`` is False, return the blocks' factors, and each block's argument ``amount`` for
+    ``rounded``.
 
     The amounts are the bytes of a word.
     """
@@ -68,7 +68,8 @@ def hard_factors(factors: list) -> tuple[list, Uint32]:
 
 
 def rounded(codes: Uint32, amount: Uint32) -> Uint32:
-    """Round eight codes of a block with ``d = 14 + amount``. If ``amount`` is 0, return the codes unchanged."""
+    """Round eight codes of a block whose ``d`` (see the module docstring) is ``14 + amount``. An ``amount`` of 0 leaves
+    them unchanged."""
     low, high = Uint32(0), Uint32(0)
     for i, table in enumerate(((0x03020100, 0x07060504), *_ROUNDED)):
         low, high = (

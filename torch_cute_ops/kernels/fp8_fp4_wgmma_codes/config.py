@@ -36,7 +36,7 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Each number of stages is a multiple of the number of decoder teams, so that a stage belongs to the same team in
+    # Each number of stages is a multiple of the number of decoder groups, so that a stage belongs to the same group in
     # every round.
     stage_counts: ClassVar = (8, 6, 4)
     in_flight: ClassVar = LINE_SPAN
@@ -55,7 +55,7 @@ class Config(FP8GemmConfig):
 
     @property
     def amounts_at(self) -> int:
-        """Index of the first word in a slot that holds amounts for the rounding of codes (see ``codes.rounded``).
+        """Index of the first word with amounts for the rounding of codes (see ``codes.rounded``), in a k tile's scales.
 
         These words follow the scales of ``a`` and one factor per weight row and block.
         """

@@ -127,7 +127,7 @@ class CodeScales:
 class CodeDecoder:
     """Decoder that rounds codes, and rearranges activations in the order in which ``CodeMma`` extracts codes.
 
-    Each warp of a team handles one k tile of a stage.
+    Each warp of a decoder group handles one k tile of a stage.
     """
 
     def __init__(self, config: Config, weight: FP4Weight, scales: CodeScales):
@@ -209,7 +209,7 @@ class CodeMma:
 
 
 class CodeLoop:
-    """Main loop in which the MMAs of a k tile run while the codes of the next k tile are decoded.
+    """Mainloop in which the MMAs of a k tile run while the codes of the next k tile are decoded.
 
     All MMAs of an iteration end before the next iteration, because ptxas serialises MMAs that stay in flight across
     iterations.

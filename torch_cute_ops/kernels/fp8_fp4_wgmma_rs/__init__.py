@@ -1,10 +1,10 @@
-"""FP8 x NVFP4 GEMMs of few rows for Hopper, by wgmma: consumer warps decode the weight into registers.
+"""FP8 x NVFP4 GEMMs of few rows for Hopper, with wgmma: consumer warps decode the weight into registers.
 
 The GEMM is plain or grouped by expert. The activations have block scales. ``reference.mm_fp8_fp4`` defines the result.
 
 Roles. A CTA consists of two *K groups* of two consumer warpgroups, one producer warp, three scale-loader warps, and two
-teams of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``. Units of
-weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
+groups of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``. Units
+of weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -19,8 +19,8 @@ weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 2. Consumers decode by look-up tables. The decoded weight stays in registers, as the A operand. Each of the four lanes
    that share rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, two scale blocks. A lane therefore
    needs the look-up tables of only two blocks.
-3. The K of an MMA consists of eight elements of each lane's quarter. Two teams of decoders take turns at the stages,
-   and rearrange ``a`` in the same order, in words of four elements. Each of a team's two warps rearranges one k tile.
+3. The K of an MMA consists of eight elements of each lane's quarter. The two decoder groups take turns at the stages,
+   and rearrange ``a`` in the same order, in words of four elements. Each of a group's two warps rearranges one k tile.
 
 Bytes moved: The same bytes as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
 """

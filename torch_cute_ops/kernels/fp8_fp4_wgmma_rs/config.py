@@ -33,7 +33,7 @@ class Config(FP8GemmConfig):
     """
 
     tiles: ClassVar = TILES
-    # Each number of stages is a multiple of the number of decoder teams, so that a stage belongs to the same team in
+    # Each number of stages is a multiple of the number of decoder groups, so that a stage belongs to the same group in
     # every round.
     stage_counts: ClassVar = (8, 6, 4)
     line: ClassVar = LINE_SPAN * K_TILE // 2
@@ -58,9 +58,9 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index, in a k tile's words of scales, of the first word with factors for changes of units.
+        """Index of the first word with factors for changes of units, among a k tile's words of scales.
 
-        These words follow the scales of ``a`` and the records of the weight rows.
+        These words follow the scales of ``a`` and the weight rows' records (``common.fp8.units``).
         """
         return self.tile_m + 4 * self.copied_n
 

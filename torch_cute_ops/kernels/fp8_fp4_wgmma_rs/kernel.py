@@ -65,7 +65,7 @@ class QuarterDecoder:
     """Decoder that rearranges the activations of a k tile: the first word (four elements) of each quarter, then the
     second word of each quarter, and so on.
 
-    Each warp of a team handles one k tile of a stage.
+    Each warp of a decoder group handles one k tile of a stage.
     """
 
     def __init__(self, config: Config):
@@ -118,7 +118,7 @@ class Loaded(NamedTuple):
 
 
 class DecodingLoop:
-    """Main loop of a K group. It decodes one k tile of each stage to registers, multiplies it, and promotes the
+    """Mainloop of a K group. It decodes one k tile of each stage to registers, multiplies it, and promotes the
     result."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight, units: Units):

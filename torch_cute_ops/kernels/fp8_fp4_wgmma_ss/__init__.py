@@ -1,10 +1,9 @@
-"""FP8 x FP4 GEMMs for Hopper, by wgmma: decoder warps decode the weight into shared memory.
+"""FP8 x FP4 GEMMs for Hopper, with wgmma: decoder warps decode the weight into shared memory.
 
-The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] ·
-(Σ_{k of block j} a[m, k] · w8[n, k])`` is followed by an epilogue. ``w8`` is the weight in e4m3
-(``reference.mm_fp8_fp4``).
+The GEMM is plain or grouped by expert. The activations have block scales. ``out[m, n] = epilogue(Σ_j a_scale[j, m] ·
+2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k]))``. ``w8`` is the weight in e4m3 (``reference.mm_fp8_fp4``).
 
-Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two to four teams of
+Roles. A CTA consists of two consumer warpgroups, one producer warp, three scale-loader warps, and two to four groups of
 decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
@@ -20,11 +19,11 @@ decoder warps. Consumers, tiles and clusters are as in ``kernels.fp8_wgmma``.
    the k tile's own unit ``2^t``. If the values differ for any row of a group of 32 rows, the whole group is decoded
    with ``2^t``. Consumers then multiply the results of that k tile by powers of two, which the scale loaders have
    stored in the stage. After the last k tile, consumers multiply all accumulators by the units of their rows.
-3. Teams of decoders take turns at the stages. A thread decodes a row, or half of a row. For each block scale, it
+3. The decoder groups take turns at the stages. A thread decodes a row, or half of a row. For each block scale, it
    computes a table of eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read
-   them. A thread's instructions depend on each other, so several teams are needed to hide the latency.
-4. If a tile has 64 instead of 128 weight rows, a team consists of two warps, and each consumer warpgroup multiplies
-   half of the rows of ``a``.
+   them. A thread's instructions depend on each other, so several groups are needed to hide the latency.
+4. If a tile has 64 instead of 128 weight rows, a decoder group consists of two warps, and each consumer warpgroup
+   multiplies half of the rows of ``a``.
 5. A tile of 256 rows of ``a`` belongs to two CTAs of a cluster, 128 rows each. Each CTA copies and decodes half of the
    weight rows, and sends the decoded rows to the other CTA's shared memory by bulk copies.
 6. If there are few tiles of 128 rows, two CTAs share a tile, each with half of K. Each CTA stores the rows of one

@@ -65,7 +65,8 @@ class Config(FP8GemmConfig):
 
     @property
     def decoder_teams(self) -> int:
-        # Use the largest number of teams, in whole warpgroups, that leaves enough registers for the accumulators.
+        # Use the largest number of decoder groups, in whole warpgroups, that leaves enough registers for the
+        # accumulators.
         if self.tile_n < WIDE:
             return 4
         return 3 if self.is_swapped else 2
@@ -97,9 +98,10 @@ class Config(FP8GemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Index, in a k tile's words of scales, of the first word with factors for changes of units.
+        """Index of the first word with factors for changes of units, among a k tile's words of scales.
 
-        These words follow the scales of ``a`` and the records of the weight rows that this CTA decodes.
+        These words follow the scales of ``a`` and the records (``common.fp8.units``) of the weight rows that this CTA
+        decodes.
         """
         return self.tile_m + 4 * self.copied_n
 

@@ -1,4 +1,4 @@
-"""FP8 x MXFP4 GEMMs for data-center Blackwell, by ``tcgen05.mma`` of ``kind::mxf8f6f4``: the weight is not decoded.
+"""FP8 x MXFP4 GEMMs for data-center Blackwell, with ``tcgen05.mma`` of ``kind::mxf8f6f4``: the weight is not decoded.
 
 The GEMM is plain or grouped by expert. ``K`` is a multiple of 128. With block scales of ``a``, ``out[m, n] =
 epilogue(Σ_j a_scale[j, m] · (Σ_{k of block j} a[m, k] · b_scale[n, k / 32] · b[n, k]))``. With per-token scales, the
@@ -12,12 +12,13 @@ Roles:
 1. The producer warp copies a k tile's activations and codes to a stage by TMA. TMA spreads the codes: 16 codes take 8
    bytes in memory and 16 bytes in shared memory, as the MMAs read them.
 2. Two scale-loader warps take turns at the k tiles. A warp stores the weight's scales to the stage, in the 128x4
-   layout. With block scales, it also writes the tokens' scales to a slot of factors.
+   layout. With block scales, it also writes the tokens' scales to one of ``factor_slots`` slots in shared memory.
 3. The MMA thread copies a k tile's scales to tensor memory, and issues the k tile's four MMAs. The tensor cores
    multiply each 32 products by the weight's scale. The scales of the activations are 1. The thread copies them once.
    Each stage uses separate columns of tensor memory for scales, which are overwritten only when the stage's MMAs have
    ended.
-4. Four epilogue warps load accumulators, multiply by the scales of the tokens, and with block scales promote.
+4. Four epilogue warps load accumulators, and multiply by the tokens' scales. With block scales, they add the products
+   of all k tiles in fp32 (promotion).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Configuration of the FP8 x MXFP4 GEMM by block-scaled tcgen05. No device code."""
+"""Configuration of the FP8 x MXFP4 tcgen05 GEMM. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -23,25 +23,25 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["ALIGN", "MULTIPLE", "SPLIT_K", "TILES_M", "Arguments", "Config", "plan", "splits"]
 
 TILES_M: Final = {(True, 1): (16, 32, 64, 128), (False, 1): (16, 32, 64, 128)}
-"""Supported ``tile_m``, keyed by whether ``a`` has block scales, and by the number of CTAs of an MMA. Two accumulators
-of 256 columns would leave no tensor memory for scales."""
+"""Supported ``tile_m``, keyed by (True if ``a`` has block scales, number of CTAs of an MMA). Two accumulators of 256
+columns would leave no tensor memory for scales."""
 MULTIPLE: Final = 128
-"""Number of elements of which K must be a multiple, because TMA spreads 128 codes at a time."""
+"""K must be a multiple of this number, because TMA spreads 128 codes at a time."""
 ALIGN: Final = 32
-"""Alignment in bytes that TMA requires of codes that it spreads."""
+"""Alignment in bytes of the codes, which TMA requires to spread them."""
 SCALE_LOADERS: Final = 2
 """Number of scale-loader warps. With more than eight warps in a CTA, the sums of 128 tokens spill."""
 SCALES_AHEAD: Final = 2
 """Number of k tiles whose scales a scale loader loads at once."""
 FACTOR_SLOTS: Final = 2 * SCALES_AHEAD * SCALE_LOADERS
-"""Number of k tiles whose tokens' scales fit into shared memory. It is a multiple of the number of scale loaders, so
-that a slot always belongs to the same warp."""
+"""Number of slots in shared memory, each for the tokens' scales of one k tile. The number is a multiple of the number
+of scale loaders, so that the same warp always writes a slot."""
 
 
 @dataclass(frozen=True)
 class MXStage(OperandStage):
-    """Layout of a stage in shared memory: the weight of one k tile in e2m1, a byte per element, the activations, and a
-    tile of the weight's scales.
+    """Layout of a stage in shared memory: a k tile of the weight (e2m1, one byte per element), a k tile of the
+    activations, and a tile of the weight's scales.
 
     Attributes:
         mma_n: number of tokens per tile.
@@ -73,7 +73,7 @@ class MXStage(OperandStage):
 
 @dataclass(frozen=True)
 class Config(FP8TileConfig):
-    """Static properties of the FP8 x MXFP4 GEMM by tcgen05. N, K, R and the number of experts are run-time values.
+    """Static properties of the FP8 x MXFP4 tcgen05 GEMM. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.
@@ -82,7 +82,7 @@ class Config(FP8TileConfig):
             weight's scales are prepared, and the layout is None.
         tile_m: number of rows of ``a`` per tile.
         split_k: number of CTAs of a cluster that split a tile's K range.
-        stages: number of stages. It is even, so that a stage always belongs to the same scale loader.
+        stages: number of pipeline stages. It is even, so that a stage always belongs to the same scale loader.
         pdl: True to launch with programmatic dependent launch.
         fmt: format of the weight.
     """
@@ -124,7 +124,7 @@ class Config(FP8TileConfig):
 
     @property
     def ones_column(self) -> int:
-        """First column of tensor memory of the tokens' scales, which are 1. The columns before it hold the weight's
+        """First column of the tokens' scales, which are 1, in tensor memory. The columns before it hold the weight's
         scales, separately for each stage."""
         return self.acc_columns + self.stages * TILE_BLOCKS
 

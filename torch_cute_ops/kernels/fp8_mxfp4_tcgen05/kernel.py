@@ -1,4 +1,4 @@
-"""Device code of the FP8 x MXFP4 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
+"""Device code of the FP8 x MXFP4 tcgen05 GEMM. The package's docstring describes the roles and the data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -95,10 +95,10 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
     @cute.jit
     def _load_scales(self, loader, work, smem):
         """Run a scale-loader warp. For every second k tile, it stores the weight's scales to the stage, in the 128x4
-        layout. With block scales, it also writes the tokens' scales to a slot."""
+        layout. With block scales, it also writes the tokens' scales to a slot of the factor pipeline."""
         c = self.config
         own, lane = loader // WARP, loader % WARP
-        before = Int32(0)  # number of k tiles of earlier tiles
+        before = Int32(0)  # number of k tiles of this CTA's earlier tiles
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, lane, work, smem)
             start = work.begin + (own + SCALE_LOADERS - before % SCALE_LOADERS) % SCALE_LOADERS

@@ -1,11 +1,11 @@
-"""FP8 GEMMs for data-center Blackwell, by ``tcgen05.mma`` of ``kind::f8f6f4``, plain or grouped by expert.
+"""FP8 GEMMs for data-center Blackwell, with ``tcgen05.mma`` of ``kind::f8f6f4``, plain or grouped by expert.
 
 With block scales, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n,
 k]))``. With per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k] · b[n, k])``, and the epilogue's
 ``alpha`` contains the weight's scales. The weight is on the M side of the MMAs: its 128 rows in a tile are the lanes of
-tensor memory. The tokens are on the N side, which takes as few as 16 rows, so that few tokens do not waste the tensor
-cores. A k tile spans 128 elements: 128 bytes per row, and four MMAs. The 128 rows of the weight in a CTA share a block
-scale.
+tensor memory. The tokens are on the N side, which needs only 16 rows, so that few tokens do not waste the tensor cores.
+A k tile spans 128 elements: 128 bytes per row, and four MMAs. Within a k tile, the 128 weight rows of a CTA share a
+block scale.
 
 A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``, in the order of ``common.fp8.tiles``. CTAs are
 persistent. Roles:
@@ -17,7 +17,7 @@ persistent. Roles:
    each k tile uses a different accumulator than the previous k tile, and a second commit signals that this accumulator
    is complete.
 3. With block scales, two scale-loader warps take turns at the k tiles. A warp loads a k tile's scales, and writes the
-   products of the tokens' scales and the weight's scale to a slot of shared memory.
+   products of the tokens' scales and the weight's scale to one of ``factor_slots`` slots in shared memory.
 4. Four epilogue warps, each with 32 lanes of tensor memory, load accumulators. A thread handles a row of the weight,
    which is a column of the result. With block scales, the warps multiply the accumulator of each k tile by the products
    of scales and add it to sums in fp32 registers (promotion), while the next k tile is multiplied. With per-token

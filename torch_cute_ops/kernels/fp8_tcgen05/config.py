@@ -1,4 +1,4 @@
-"""Configuration of the FP8 GEMM by tcgen05. No device code."""
+"""Configuration of the FP8 tcgen05 GEMM. No device code."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -20,16 +20,16 @@ TILES_M: Final = {
     (True, 2): (128,),
     (False, 2): (256,),
 }
-"""Supported ``tile_m``, keyed by whether operands have block scales, and by the number of CTAs of an MMA. With block
-scales, a thread keeps ``tile_m`` accumulators in registers."""
+"""Supported ``tile_m``, keyed by (True if the operands have block scales, number of CTAs of an MMA). With block scales,
+a thread keeps ``tile_m`` accumulators in registers."""
 SCALE_LOADERS: Final = 2
-"""Number of scale-loader warps. With more than eight warps in a CTA, a thread has 168 registers, and the sums of 128
-tokens spill."""
+"""Number of scale-loader warps. With more than eight warps in a CTA, a thread has only 168 registers, and the sums of
+128 tokens spill."""
 SCALES_AHEAD: Final = 2
 """Number of k tiles whose scales a scale loader loads at once."""
 FACTOR_SLOTS: Final = 2 * SCALES_AHEAD * SCALE_LOADERS
-"""Number of k tiles whose products of scales fit into shared memory. It is a multiple of the number of scale loaders,
-so that a slot always belongs to the same warp."""
+"""Number of slots in shared memory, each for the products of one k tile's scales. The number is a multiple of the
+number of scale loaders, so that the same warp always writes a slot."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FP8Stage(OperandStage):
 
 @dataclass(frozen=True)
 class Config(FP8TileConfig):
-    """Static properties of the FP8 GEMM by tcgen05. N, K, R and the number of experts are run-time values.
+    """Static properties of the FP8 tcgen05 GEMM. N, K, R and the number of experts are run-time values.
 
     Attributes:
         rows: assignment of rows of ``a`` to experts.
@@ -69,7 +69,7 @@ class Config(FP8TileConfig):
         tile_m: number of rows of ``a`` per tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
         split_k: number of CTAs of a cluster that split a tile's K range.
-        stages: number of stages.
+        stages: number of pipeline stages.
         pdl: True to launch with programmatic dependent launch.
     """
 

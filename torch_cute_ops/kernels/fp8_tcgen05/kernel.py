@@ -1,4 +1,4 @@
-"""Device code of the FP8 GEMM by tcgen05. The package's docstring describes the roles and the data path."""
+"""Device code of the FP8 tcgen05 GEMM. The package's docstring describes the roles and the data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -54,10 +54,10 @@ class FP8Tcgen05Kernel(FP8GemmKernel):
 
     @cute.jit
     def _load_scales(self, loader, work, smem):
-        """Run a scale-loader warp. For every second k tile, it writes the products of both operands' scales to a
-        slot."""
+        """Run a scale-loader warp. For every second k tile, it writes the products of both operands' scales to a slot
+        of the factor pipeline."""
         own, lane = loader // WARP, loader % WARP
-        before = Int32(0)  # number of k tiles of earlier tiles
+        before = Int32(0)  # number of k tiles of this CTA's earlier tiles
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, lane, work, smem)
             b_block = tile.column // MMA_M

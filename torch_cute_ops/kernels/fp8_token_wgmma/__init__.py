@@ -1,4 +1,4 @@
-"""FP8 GEMMs for Hopper, by wgmma, with one scale per row of ``a`` (token) and one per row of the weight (channel).
+"""FP8 GEMMs for Hopper, using wgmma, with one scale per row of ``a`` (token) and one per row of the weight (channel).
 
 The GEMM is plain or grouped by expert: ``out[m, n] = a_scale[m] · b_scale[n] · (Σ_k a[m, k] · b[n, k]) + bias[n]``.
 

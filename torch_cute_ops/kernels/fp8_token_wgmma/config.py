@@ -1,4 +1,4 @@
-"""Configuration of the FP8 GEMM with per-token scales by wgmma. No device code."""
+"""Configuration of the FP8 wgmma GEMM with per-token scales. No device code."""
 
 import functools
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ PROMOTED_K: Final = 512
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of the FP8 GEMM with per-token scales by wgmma.
+    """Static properties of the FP8 wgmma GEMM with per-token scales.
 
     Attributes:
         fast_accum: True if tensor cores add up all of K, False if sums of 512 elements are added in fp32.
@@ -46,7 +46,7 @@ class Config(FP8GemmConfig):
     in_flight: ClassVar = 1
     prefetch_tile_m: ClassVar = 64
     pass_k_tiles: ClassVar = PROMOTED_K // K_TILE
-    """Number of k tiles that a consumer multiplies in a pass of the main loop."""
+    """Number of k tiles that a consumer multiplies in a pass of the mainloop."""
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Config(FP8GemmConfig):
 
     @property
     def promotes(self) -> bool:
-        """True if the sums of each pass of the main loop are added to accumulators in fp32."""
+        """True if the sums of each pass of the mainloop are added to accumulators in fp32."""
         return not self.fast_accum
 
 

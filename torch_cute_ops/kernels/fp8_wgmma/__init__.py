@@ -1,32 +1,31 @@
-"""FP8 GEMMs with block scales for Hopper, by wgmma, plain or grouped by expert.
+"""FP8 GEMMs with block scales for Hopper, with wgmma, plain or grouped by expert.
 
-``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])`` is followed by an
-epilogue.
+``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k]))``
 
-Roles. A CTA consists of two consumer warpgroups, and a third warpgroup of one producer warp and three scale-loader
-warps. CTAs are persistent and compute tiles in the order of ``common.fp8.tiles``. The copies of the next tile start
-while the current tile is multiplied.
+Roles. A CTA consists of three warpgroups: two of consumers, and one of a producer warp and three scale-loader warps.
+CTAs are persistent and compute tiles in the order of ``common.fp8.tiles``. The copies of the next tile start while the
+current tile is multiplied.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | stages | ``a``, ``b``, scales, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
 | partial sums | ``received`` | consumers of all CTAs | consumer warps | 1 | 8 * split_k | 1 if split_k > 1 else 0 |
 
-1. The producer fills the stages. A stage holds a k tile (128 elements of the tile's rows of ``a`` and ``b``), which TMA
-   copies in boxes with the 128-byte swizzle, and the scales of the k tile. The stage's full barrier counts the bytes.
+1. The producer fills the stages. A stage holds a k tile (128 elements of each of the tile's rows of ``a`` and ``b``)
+   and its scales. TMA copies the k tile in boxes with the 128-byte swizzle. The stage's full barrier counts the bytes.
    The last k tile may have 64 elements; TMA then fills the other 64 elements of the stage with zeros. The producer also
    finds the CTA's tiles, and records in each stage which tile the stage belongs to. The scale loaders take turns at the
    k tiles: each loads the scales of several k tiles at once and stores them in the k tiles' stages. Bulk copies cannot
    load the scales, since rows of ``a_scale`` are not aligned to 16 bytes. (A single scale loader was too slow: all
-   other warps waited for its loads.) In tiles of few rows without experts, the producer starts to copy a static weight
-   before the previous kernel has ended.
-2. A consumer multiplies 64 rows of the M side by all of the N side, in four MMAs of 32 elements of K, into registers.
-   Tensor cores add up e4m3 products with less than fp32's precision. Therefore the results of each k tile are
-   multiplied by both scales and added to accumulators in fp32 (promotion). The MMAs of two k tiles are started
-   together. The results of the first k tile are promoted while the MMAs of the second k tile run. The results of the
-   second k tile are promoted while the other consumer's MMAs run. In the largest tiles, one iteration of the loop
-   multiplies all stages of the pipeline once, so that addresses are constants. (If the power limit lowers the clock,
-   every saved instruction saves time.)
+   other warps waited for its loads.) If tiles have few rows and there are no experts, the producer starts to copy a
+   static weight before the previous kernel has ended.
+2. For each k tile, a consumer starts four MMAs of 32 elements of K. They multiply 64 rows of the M side by all of the N
+   side, and leave the results in registers. Tensor cores add up e4m3 products with less than fp32's precision.
+   Therefore the results of each k tile are multiplied by both scales and added to accumulators in fp32 (promotion). The
+   MMAs of two k tiles are started together. The results of the first k tile are promoted while the MMAs of the second k
+   tile run. The results of the second k tile are promoted while the other consumer's MMAs run. In the largest tiles,
+   one iteration of the loop multiplies all stages of the pipeline once, so that addresses are constants. (If the power
+   limit lowers the clock, every saved instruction saves time.)
 3. If a consumer's rows of the M side do not exist, it only releases the stages.
 4. The epilogue is applied to the accumulators. The results are stored in whole cache lines, only in rows that the
    expert owns. With ``a`` on the M side, the results are stored while the first MMAs of the next tile run. On an H200,
@@ -41,7 +40,7 @@ while the current tile is multiplied.
 
 In tiles of 128 rows of ``a``, the rows of ``a`` are the M side of the MMAs. In smaller, *swapped*, tiles, the rows of
 ``b`` are the M side. The weight is then read once, and the MMAs multiply only a few padding rows. If a swapped tile has
-64 instead of 128 rows of ``b``, each consumer multiplies all of them by half of the rows of ``a``. In all tiles, an
+64 instead of 128 rows of ``b``, each consumer multiplies all 64 rows by half of the rows of ``a``. In all tiles, an
 element is summed in the order of K within a CTA's range of K, so the result does not depend on the tile's number of
 rows.
 

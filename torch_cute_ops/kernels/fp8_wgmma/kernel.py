@@ -1,4 +1,4 @@
-"""Device code of the FP8 GEMM by wgmma. The package's docstring describes roles, data path and pipelines."""
+"""Device code of the FP8 wgmma GEMM. The package's docstring describes roles, data path and pipelines."""
 
 import cutlass.cute as cute
 from cutlass import Int32

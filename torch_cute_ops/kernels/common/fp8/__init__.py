@@ -1,1 +1,1 @@
-"""Device code for FP8 operands, and the classes of which FP8 GEMM kernels are composed."""
+"""Device code for FP8 operands, and the classes from which FP8 GEMM kernels are composed."""

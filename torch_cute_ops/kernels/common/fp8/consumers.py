@@ -1,6 +1,6 @@
-"""Consumer warpgroups of the FP8 wgmma kernels: MMAs, main loop, promotion and results.
+"""Consumer warpgroups of the FP8 wgmma kernels: MMAs, mainloop, promotion and results.
 
-``Consumers.run`` loops over the CTA's output tiles. For each tile, it calls its *main loop*. The main loop starts MMAs
+``Consumers.run`` loops over the CTA's output tiles. For each tile, it calls its *mainloop*. The mainloop starts MMAs
 (``SmemMma`` or a kernel's own class), promotes their results to accumulators in fp32, and releases stages. Then
 ``Results`` stores the accumulators. Under split-K, it first adds up the partial sums of all CTAs of the cluster.
 
@@ -167,7 +167,8 @@ class RegisterMma:
         operand = token_operand(c, smem)
 
         def multiply(slot, words, partial, adds: bool = False) -> None:
-            """Start the MMAs on a slot. They add to ``partial`` if ``adds``, otherwise they overwrite it."""
+            """Start the MMAs of the k tile in ``slot``. They add to ``partial`` if ``adds``, otherwise they overwrite
+            it."""
             weight = register_operand(words, K_TILE // K_STEP)
             mma = tiled_mma(c.mma_n, warpgroup.OperandSource.RMEM)
             acc = cute.make_tensor(partial.iterator, mma.partition_shape_C((WGMMA_M, c.mma_n)))
@@ -232,11 +233,11 @@ class TokenScaled:
         promote(self.config, acc, partial, factors)
 
 
-# The main loop
+# The mainloop
 
 
 class MainLoop:
-    """Main loop: multiplies the k tiles of an output tile, and promotes their results.
+    """Mainloop: multiplies the k tiles of an output tile, and promotes their results.
 
     Args:
         config: configuration of the kernel.
@@ -244,7 +245,7 @@ class MainLoop:
         promotion: object with the methods of a promotion (see the module docstring).
         results: object that stores the previous tile while the first MMAs of this tile run.
         general: promotion for the k tiles before and after whole rounds through the stages, and for all k tiles of
-            tiles that are not plain; None to use ``promotion`` there too.
+            output tiles for which ``is_plain`` is False; None to use ``promotion`` there too.
     """
 
     def __init__(self, config: FP8GemmConfig, stages: Stages, promotion: Any, results: Any, general: Any = None):
@@ -272,7 +273,7 @@ class MainLoop:
                 self.results.store_pending(acc, pending, consumer, work)
         if const_expr(c.unrolls):
             # First finish the round through the stages that the previous tile began. Then run whole rounds, then the
-            # remainder. A loop around both, instead of two calls of ``add``, makes the kernel shorter.
+            # remainder. A loop that calls ``add`` twice makes the kernel shorter than two separate calls.
             begun = cutlass.min((c.stages - stage) % c.stages, count)
             begun = ptx.select(Boolean(is_plain), begun, count)
             follow = count - begun
@@ -288,8 +289,8 @@ class MainLoop:
 
     @cute.jit
     def add(self, multiply, acc, partials: list, count, follow, stage, parity, consumer, smem):
-        """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. Return the next stage
-        and its parity. ``general`` promotes their results."""
+        """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain, and promote the
+        results by ``general``. Return the next stage and its parity."""
         in_flight = self.config.in_flight
         for rest in cutlass.range(count - in_flight, -1, -in_flight, unroll=1):
             stage, parity = self._add_together(
@@ -346,7 +347,7 @@ class MainLoop:
 
 
 class TokenLoop:
-    """Main loop for per-token scales: multiplies the k tiles of an output tile. MMAs add up several k tiles in
+    """Mainloop for per-token scales: multiplies the k tiles of an output tile. MMAs add up several k tiles in
     ``partial``.
 
     If the configuration ``promotes``, ``partial`` holds the sum of one pass of the loop, which is then added to the
@@ -437,7 +438,7 @@ class Consumers:
         config: configuration of the kernel.
         stages: pipeline.
         mma: object that starts the MMAs of a k tile.
-        loop: main loop.
+        loop: mainloop.
         results: object that adds up partial sums over the cluster (under split-K), and stores a tile's accumulators.
     """
 
@@ -562,8 +563,8 @@ class Results:
         return row, rows, column, expert
 
     def meet_cluster(self) -> None:
-        """Wait until all CTAs of the cluster have initialised their barriers. Under split-K, they share output
-        tiles."""
+        """Under split-K, wait until all CTAs of the cluster have initialised their barriers, because the CTAs send each
+        other partial sums."""
         if self.config.split_k > 1:
             cute.arch.cluster_wait()
 

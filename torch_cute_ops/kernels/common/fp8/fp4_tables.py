@@ -31,7 +31,8 @@ _NAN = 0x7E00  # NaN, as float16
 _SIGNS = 0x80808080
 _HEADROOM = 3
 """Exponent by which a row's shared unit exceeds its first k tile's own unit. With this headroom, a scale in another k
-tile may be 8 times as large. It may also be as small as 1/160, because 0.5 · scale has to be normal."""
+tile may be 8 times as large as the first k tile's largest scale. It may also be as small as 1/160 of that scale,
+because 0.5 · scale has to be normal."""
 _MXFP4_UNITS = (-40, 7)
 """Smallest and largest exponent of the unit of an MXFP4 row. In this range, the difference between a scale's biased
 exponent and the unit's exponent fits in a byte. Accumulators do not overflow unless scales are above 2^60: the results
@@ -54,8 +55,8 @@ class SharedUnit(NamedTuple):
 
 
 def own_exponent(words: list, fmt: FP4Format) -> Int32:
-    """Return the exponent ``t`` of a k tile's own unit from the scale bytes of a row in this k tile, or any exponent if
-    all scales are zero or NaN."""
+    """Return the exponent ``t`` of a k tile's own unit from the scale bytes of a row in this k tile. If all scales are
+    zero or NaN, return an arbitrary exponent."""
     if fmt == MXFP4:
         bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
         alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]

@@ -219,13 +219,13 @@ class Stages:
             arrive(smem.stages.empty + stage, lane)
 
     def scales(self, slot, smem: Smem) -> cute.Tensor:
-        """Return the fp32 words of a slot. The scales of the rows of ``a`` come first. The scale source defines the
-        other words."""
+        """Return the fp32 words of a slot, the place of one k tile. The scales of the rows of ``a`` come first. The
+        scale source defines the other words."""
         start = cute.assume(Int32(slot) * self.config.slot_words, divby=4)
         return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.slot_words))
 
     def words(self, slot, at, count: int, smem: Smem) -> cute.Tensor:
-        """Return ``count`` words of a slot, starting at word ``at``."""
+        """Return ``count`` words of a k tile's slot, starting at word ``at``."""
         start = self.scales(slot, smem).iterator + cute.assume(at, divby=count)
         return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(count))
 
@@ -503,14 +503,14 @@ class ScaleLoader:
 
 
 class Decoders:
-    """Decoder warps. They form teams, which take turns: each team decodes every ``decoder_teams``-th stage."""
+    """Decoder warps. They form groups, which take turns: each group decodes every ``decoder_teams``-th stage."""
 
     def __init__(self, config: FP8GemmConfig, decoder: Any):
         self.config, self.decoder = config, decoder
 
     @cute.jit
     def run(self, team, warp, lane, work, smem):
-        """Run decoder warp ``warp`` of team ``team``."""
+        """Run decoder warp ``warp`` of decoder group ``team``."""
         c = self.config
         begun = self.decoder.begin(warp, lane, work)
         count = cute.ceil_div(work.num_tiles - work.first, work.num_clusters) * (work.end - work.begin)
@@ -532,11 +532,11 @@ class Decoders:
 
     @cute.jit
     def _skip(self, turn, count, stage, parity, lane, smem):
-        """Skip a stage that another team decodes.
+        """Skip a stage that another decoder group decodes.
 
-        If a stage belongs to different teams in successive rounds, wait until the stage has arrived. A warp that does
+        If a stage belongs to different groups in successive rounds, wait until the stage has arrived. A warp that does
         not wait could mistake the phase of two rounds ago for the phase that it waits for. The stage becomes full only
-        when all teams have seen it arrive, so that no team is late by a round.
+        when all groups have seen it arrive, so that no group is late by a round.
         """
         c = self.config
         if const_expr(c.teams_meet):
@@ -550,7 +550,7 @@ class Decoders:
 def wait_if(condition, barrier, parity, scope: cutlass.Constexpr = "cta"):
     """Wait for a phase of a barrier if ``condition`` holds. ``scope`` is as in ``ptx.wait``.
 
-    In the machine code, MMAs overlap this branch, but they did not overlap a branch around an arrival (see
+    In the machine code, MMAs overlap this branch, but they do not overlap a branch around an arrival (see
     ``core.ptx.arrive_if``).
     """
     if condition:

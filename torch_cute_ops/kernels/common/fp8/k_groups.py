@@ -1,4 +1,4 @@
-"""Sums of two K groups: sets of consumer warpgroups that multiply different k tiles of the same output tile."""
+"""Sums of the accumulators of two K groups: sets of consumer warpgroups that multiply different k tiles of a tile."""
 
 from typing import Final
 

@@ -100,13 +100,13 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
     """
 
 
-# GEMMs by wgmma (``common.fp8.gemm``)
+# wgmma GEMMs (``common.fp8.gemm``)
 
 K_TILE: Final = FP8_BLOCK128.block_size
 """Number of elements along K of a k tile. Each row of ``a`` has one scale per k tile."""
 GROUPS: Final = 2
-"""Number of consumer warpgroups that share an output tile. Each multiplies 64 rows of the M side. If M is 64, each
-multiplies half of the N side instead."""
+"""Number of consumer warpgroups that share an output tile. Each multiplies 64 rows of the M side. If the M side has
+only 64 rows, each multiplies all of them by half of the N side."""
 MANY: Final = 128
 """Number of rows of ``a`` in a tile with ``a`` on the M side of the MMAs. In smaller tiles, called swapped, the weight
 is on the M side."""
@@ -126,15 +126,14 @@ RECORD_WORDS: Final = 4
 on, first column, and expert (0 if the epilogue does not depend on the expert)."""
 RECORD_BYTES: Final = RECORD_WORDS * 4
 LINE_SPAN: Final = 2
-"""Number of k tiles of a stage whose FP4 codes fill a cache line (128 bytes) per weight row. L2 reads a line at
-once."""
+"""Number of k tiles per stage if each weight row's FP4 codes fill a cache line (128 bytes). L2 reads a line at once."""
 FLAG_WORDS: Final = 4
 """Number of words for the flags of a k tile: one word, padded to 16 bytes."""
 
 
 def unit_words(tile_n: int) -> int:
-    """Return the number of words in a slot for changes of units (``common.fp8.units``): two factors per weight row, and
-    the flags."""
+    """Return the number of words in a k tile's slot for changes of units (``common.fp8.units``): two factors per weight
+    row, and the flags."""
     return 2 * tile_n + FLAG_WORDS
 
 
@@ -145,7 +144,7 @@ def reason_no_scale_layout(layout: ScaleLayout) -> str | None:
 
 @dataclass(frozen=True)
 class FP8GemmConfig:
-    """Static properties of an FP8 GEMM by wgmma. N, K, R and the number of experts are run-time values.
+    """Static properties of an FP8 wgmma GEMM. N, K, R and the number of experts are run-time values.
 
     A *stage* of the pipeline holds ``span`` k tiles of ``a`` and of the weight, with their scales, and a record of the
     output tile. A *slot* is the place of one k tile in the pipeline.
@@ -157,8 +156,8 @@ class FP8GemmConfig:
         split_k: number of CTAs of a cluster that split a tile's K range.
         stages: number of stages of the pipeline.
         pdl: True to launch with programmatic dependent launch.
-        static_weight: True if the weight was complete before the previous launch on the stream. It is False if it does
-            not affect the kernel (``reads_ahead``).
+        static_weight: True if the weight was complete before the previous launch on the stream. ``with_most_stages``
+            sets it to False if it does not affect the kernel (``reads_ahead``).
         prefetches: True if the producer prefetches memory into L2 after its last copy.
         tiles: supported (tile_m, tile_n, split_k).
         stage_counts: supported numbers of stages, the largest first.
@@ -178,12 +177,12 @@ class FP8GemmConfig:
         scales_ahead: number of stages whose scales a scale loader loads together.
         prefetch_tile_m: largest ``tile_m`` for which the producer prefetches memory into L2.
         workspace_bytes: bytes of shared memory that only this kind of kernel needs.
-        decoder_warps: number of warps of a decoder team, or 0 without decoders. A team decodes or rearranges a stage
+        decoder_warps: number of warps of a decoder group, or 0 without decoders. A group decodes or rearranges a stage
             after the stage's copies have arrived.
-        decoder_teams: number of decoder teams. Teams take the stages round-robin.
+        decoder_teams: number of decoder groups. Groups take the stages round-robin.
         cluster_m: number of CTAs of a cluster that share a weight tile. Each computes ``tile_m`` rows of ``a``.
         pairs_rows: True if a consumer thread's two rows of the M side are neighbours, False if they are 8 rows apart.
-        unrolls: True if one iteration of the main loop covers all stages of the pipeline, so that all addresses are
+        unrolls: True if one iteration of the mainloop covers all stages of the pipeline, so that all addresses are
             constants.
         waits_last: True if consumers wait for the previous kernel only after their last tile, because the two kernels
             run at the same time.
@@ -262,7 +261,7 @@ class FP8GemmConfig:
 
     @property
     def teams_meet(self) -> bool:
-        """Return True if a stage of the pipeline belongs to different decoder teams in successive rounds."""
+        """Return True if a stage of the pipeline belongs to different decoder groups in successive rounds."""
         return self.stages % self.decoder_teams > 0
 
     @property

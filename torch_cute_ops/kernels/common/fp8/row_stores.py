@@ -53,8 +53,8 @@ def store_rows(
     for line in range_constexpr(cute.size(acc) // (4 * groups)):
         for group in range_constexpr(groups):
             # Apply the epilogue to 16-bit results now, because rounded results are exchanged between lanes. Apply it to
-            # fp32 results later, when a lane holds four contiguous columns of a line: applied now, with alpha and bias,
-            # two registers spilled.
+            # fp32 results later, when a lane holds four contiguous columns of a line: now, with alpha and bias, two
+            # registers would spill.
             finish = _unfinished
             if const_expr(dtype is not Float32):
                 finish = epilogue(own_column, 2, after=(line * groups + group) * 8)
@@ -118,7 +118,7 @@ def store_column_pairs(acc: cute.Tensor, out: cute.Tensor, first_row, rows, firs
     (``FP8GemmConfig.pairs_rows``), and store 16 columns of ``out``, eight rows at a time.
 
     Eight lanes store 16 contiguous columns of a row, that is, whole sectors. ``finish`` contains the functions for the
-    lane's two columns. In every second pair of columns, the lane's first column is the odd one.
+    lane's two columns. In every second pair of columns, the lane's first column is the odd column.
     """
     dtype = out.element_type
     pair = lane // 4

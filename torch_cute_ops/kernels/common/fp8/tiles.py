@@ -1,9 +1,9 @@
 """Output tiles of the FP8 GEMMs over experts, which the device finds from offsets and counts.
 
 A tile is ``tile_m`` rows of one expert by ``tile_n`` rows of the expert's weight. The tiles of the first expert have
-the lowest numbers, then the tiles of the next expert follow. An expert without rows owns no tiles. The tiles of one
-expert are numbered in raster order (``core.launch.raster_tile``). CTA ``i`` of ``n`` computes tiles ``i``, ``i + n``,
-``i + 2n``, and so on. A warp finds the expert of a tile by two votes over a table in shared memory.
+the lowest numbers, and are followed by the tiles of the next expert. An expert without rows owns no tiles. The tiles of
+one expert are numbered in raster order (``core.launch.raster_tile``). CTA ``i`` of ``n`` computes tiles ``i``, ``i +
+n``, ``i + 2n``, and so on. A warp finds the expert of a tile by two votes over a table in shared memory.
 """
 
 from typing import NamedTuple
@@ -154,7 +154,7 @@ class ExpertTiles:
         """Return the number of CTAs of a launch, or 0 to refuse the launch if the result overlaps an operand.
 
         The launch uses ``cluster`` CTAs per tile, but at most ``max_ctas``. The host does not know how many rows each
-        expert owns. It computes an upper bound of the number of tiles: at most one tile of each expert is not full.
+        expert owns, so it computes an upper bound on the number of tiles: at most one tile of each expert is not full.
         """
         *rest, space, n = given.out.shape
         if self.rows.is_masked:

@@ -6,8 +6,8 @@ fit in some k tile, all rows of its group of 32 are decoded with the k tile's ow
 the MMA results of the k tile by powers of two that the scale loaders store in the stage. After the last k tile of an
 output tile, ``Units`` multiplies all accumulators by their units, so that the epilogue needs no units.
 
-Starting at word ``units_at``, a slot stores two factors per weight row (one for the accumulators, one for the k tile's
-MMA results), and a word of flags.
+Starting at word ``units_at``, a slot (the place of one k tile) stores two factors per weight row (one for the
+accumulators, one for the k tile's MMA results), and a word of flags.
 """
 
 from typing import Any, Final
@@ -40,8 +40,8 @@ HAS_OWN: Final = 0x20
 class Units:
     """Promotion of MMA results to accumulators that are divided by the units of their weight rows.
 
-    ``Units`` reads the words of a slot that begin at the configuration's ``units_at``. Scale sources write these words
-    (``store_powers`` and ``flag_word``).
+    In each k tile's slot, ``Units`` reads the words that begin at the configuration's ``units_at``. Scale sources write
+    these words (``store_powers`` and ``flag_word``).
     """
 
     def __init__(self, config: Any, stages: Stages):
@@ -61,7 +61,7 @@ class Units:
             self.powers(slot, smem, which)[row] = power_of_two(exponent)
 
     def flag_word(self, slot, smem: Smem) -> cute.Tensor:
-        """Return the word of flags of a slot. Bit i is set if some of the weight rows 32 i to 32 i + 31 do not fit
+        """Return the word of flags of a k tile. Bit i is set if some of the weight rows 32 i to 32 i + 31 do not fit
         their units. ``IS_LAST`` marks the last k tile."""
         return self.stages.words(slot, Int32(self.config.units_at + 2 * self.config.tile_n), 1, smem)
 
@@ -69,7 +69,8 @@ class Units:
         return token_factors(self.config, self.stages, slot, consumer, smem)
 
     def flags(self, slot, consumer: Consumer, smem: Smem) -> Uint32:
-        """Load the flags of a slot. In swapped tiles, return only ``IS_LAST`` and the flag of this warp's own rows."""
+        """Load the flags of a k tile. In swapped tiles, return only ``IS_LAST`` and the flag of this warp's own
+        rows."""
         (flags,) = load_words(self.flag_word(slot, smem))
         if self.config.is_swapped:
             return flags & (Uint32(1) << consumer.first // 32 | IS_LAST)
@@ -138,7 +139,7 @@ class UnitScales:
 
     @cute.jit
     def _store_slot(self, loaded, begun, is_last, slot, lane, work, smem):
-        """Store the scales of a k tile in a slot.
+        """Store the scales of a k tile in its slot.
 
         If all rows of a group of 32 fit their units, the records are computed for these units. Otherwise they are
         computed for the k tile's own exponents, and consumers need factors. Consumers also need factors in the last k

@@ -84,8 +84,8 @@ class FP4Weight:
         is_plain: True for a single weight matrix, False for one matrix per expert.
         copied_n: number of weight rows that a CTA copies.
         line: bytes of a row's codes in a stage.
-        code_align: alignment of an expert's codes in bytes. The bytes of a row of codes are a multiple of twice this
-            alignment.
+        code_align: alignment of an expert's codes in bytes. The number of bytes of a row of codes is a multiple of
+            twice this alignment.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class FP4Weight:
         """Return at once, because the weight was complete before the kernel started."""
 
     def line_offset(self, slot, row, index, span: int) -> Int32:
-        """Return the offset, in the stages of the weight, of 16-byte piece ``index`` of a row's codes in a slot.
+        """Return the offset, in the weight's stages, of the 16-byte piece ``index`` of a row's codes in a k tile.
 
         A stage holds ``span`` k tiles. Its rows are lines of 128 bytes. The swizzle permutes the pieces of a line by
         the index of the row.
@@ -178,7 +178,7 @@ class FP4Weight:
         return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
 
     def scale_offset(self, scale: cute.Tensor, n, expert, row, place) -> Int64:
-        """Return the offset in ``scale`` of a weight row's scale number ``place``, which is an Int64."""
+        """Return the offset, in ``scale``, of scale number ``place`` (an Int64) of a weight row."""
         if self.scale_layout.is_linear:
             return Int64(expert) * scale.stride[2] + Int64(row) * scale.stride[0] + place
         offset = self.scale_layout.row_offset(Int64(expert) * n + row, Int64(scale.shape[1]))
