@@ -1,4 +1,4 @@
-"""Configuration of the kernel that rearranges activations: no device code."""
+"""Configuration of the kernel that rearranges activations. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ THREADS: Final = 128
 
 
 class Arguments(namedtuple("Arguments", "a scale tiles flags alpha factors")):
-    """The run-time arguments, in order, for M tokens of K elements.
+    """Run-time arguments, in order, for M tokens of K elements.
 
     Attributes:
         a: (M, K) bfloat16 or float16, or (M, K/2) uint8 FP4 codes.

@@ -59,7 +59,7 @@ class ActivationTilesKernel:
         k_tiles = cute.ceil_div(self.activations.width(a), self.config.k_tile)
         group_bytes = ATOM_M * self.config.token_bytes  # bytes of eight tokens in a k tile
         groups = tiles.shape[0] // (Int64(k_tiles) * group_bytes)
-        # Let the next kernel, the GEMM, start early: before it waits for this kernel, it reads only its weight.
+        # Let the next kernel, the GEMM, start early: before the GEMM waits for this kernel, it reads only its weight.
         pdl_start(self.config.pdl)
         for i in range(thread, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)

@@ -11,11 +11,11 @@ from torch_cute_ops.runtime.arch import Arch
 MAX_RANKS: Final = 8
 """Largest number of GPUs. Each pair of them needs direct access to each other's memory."""
 SAVED_BYTES: Final = 1 << 20
-"""Number of bytes that two shots must save per GPU. NVLink sends this many in about the time of another trip."""
+"""Number of bytes that two shots must save per GPU. NVLink sends this many bytes in about the time of one more trip."""
 MAX_CTAS: Final = 1024
 """Number of words of ``control`` that count launches."""
 FAILED, CONTROL_WORDS = MAX_CTAS, MAX_CTAS + 4
-"""Index of the word of ``control`` that tells if a wait failed, and number of words."""
+"""Index of the word of ``control`` that tells if a wait failed, and number of words of ``control``."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Config:
     def two_shot_rows(self) -> int | None:
         """Smallest number of rows that are exchanged in two shots, or None if rows are never exchanged in this way.
 
-        One shot sends each row to ``ranks - 1`` peers. Two shots send ``2 * (ranks - 1) / ranks`` rows for each row. In
-        two shots each rank owns a row, so each rank waits for each peer.
+        One shot sends each row to ``ranks - 1`` peers. Two shots send, on average, ``2 * (ranks - 1) / ranks`` rows for
+        each row. In two shots, each rank must own a row, so that each rank waits for each peer.
         """
         saved = (self.ranks - 1) * (self.ranks - 2) * self.row_bytes
         return max(self.ranks * self.rows.group_rows, -(-SAVED_BYTES * self.ranks // saved)) if saved else None
@@ -69,14 +69,13 @@ class Arguments(
     Attributes:
         rank: int32, index of this GPU.
         staging: (2, ranks - 1, S) int32 in this GPU's memory, into which the peers write their rows: one half for even
-            and one for odd launches, and in each half one slot of S words for each peer, in the order of the ranks.
-            All words are ``instructions.ABSENT`` between launches.
-        peer0 … peer6: (2, S) int32, this GPU's slots in the staging of the peers, in the order of the ranks. As many
-            as there are peers; the others are None.
+            and one for odd launches, and in each half one slot of S words for each peer, in the order of the ranks. All
+            words are ``instructions.ABSENT`` between launches. peer0 … peer6: (2, S) int32, this GPU's slots in the
+            staging of the peers, in the order of the ranks. Fields without a peer are None.
         control: (``CONTROL_WORDS``,) int32 in this GPU's memory: ``MAX_CTAS`` copies of the number of launches so far,
-            and 1 after a wait that failed.
+            and a word that is 1 after a failed wait.
         report: (ranks - 1,) int32, which the host can read: 1 for each peer whose rows did not arrive in time.
-        timeout_ms: int32, longest wait in milliseconds from the start of the kernel.
+        timeout_ms: int32, time from the start of the kernel to the end of all waits, in milliseconds.
     """
 
 

@@ -20,7 +20,7 @@ from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 VECTOR_WORDS = 4
 VECTOR_BYTES = 16
 AT_ONCE = 8
-"""Largest number of vectors that a thread loads before it waits for the first of them, unless there are more peers."""
+"""Largest number of vectors that a thread loads before it waits for the first of them."""
 
 
 class Peers(NamedTuple):
@@ -29,7 +29,7 @@ class Peers(NamedTuple):
     Attributes:
         rank: index of this GPU.
         epoch: number of launches before this one.
-        has_failed: 1 after a launch that waited in vain. Then nothing is sent and no launch waits.
+        has_failed: 1 after a launch whose wait failed. From then on, launches neither send nor wait.
         deadline: value of the global timer at which all waits end.
         staging: address of this GPU's staging.
         slot_bytes: bytes of a peer's slot in the staging.
@@ -94,8 +94,7 @@ class Exchange:
 
     @cute.jit
     def push(self, iteration, thread, smem):
-        """Send the row of an iteration, if there is one, to all peers. Its bulk copy to shared memory was started
-        before."""
+        """Send the row of an iteration, if there is one, to all peers. The row's bulk copy must have been started."""
         c = self.config.rows
         if iteration < thread.iterations:
             stage = iteration % c.stages
@@ -142,7 +141,7 @@ class Exchange:
         sync_group(self.config.rows, thread)
 
     def _await_last(self, vectors: list, takes: list, conditions: list, loaded: list[list], slots: list, thread):
-        """Wait for the last of the thread's vectors, which peers send last. Then load absent vectors again, at once.
+        """Wait for the last of the thread's vectors, which peers send last. Then load all absent vectors again.
 
         Without this method, the thread would load the absent vectors one after the other. The method updates
         ``loaded``.
@@ -229,8 +228,8 @@ class Exchange:
         return ptx.select(thread.peers.rank <= k, Int32(k + 1), Int32(k))
 
     def _sends(self, k: int, row, condition, thread) -> Uint32:
-        """Return 1 if ``condition``, and this GPU sends its row to the peer with slot ``k``: to its owner in two shots,
-        to all peers in one."""
+        """Return 1 if ``condition``, and this GPU sends its row to the peer with slot ``k``. In two shots, it sends the
+        row only to the owner."""
         if self.config.two_shot_rows is None:
             return condition
         is_owner = Uint32(self._owner(row) == self._peer(k, thread))
@@ -265,6 +264,6 @@ class Exchange:
         return cute.make_tensor(cute.recast_ptr(buffer, dtype=Uint32), layout)
 
     def _row_offset(self, row, thread) -> Int64:
-        """Return the offset in bytes, in a staging whose slots begin at the staging, of the CTA's slice of a row."""
+        """Return the byte offset of the CTA's slice of a row, relative to a slot in the first half of a staging."""
         half = Int64(thread.peers.epoch & 1) * thread.peers.half_bytes
         return half + Int64(row) * self.config.row_bytes + thread.first_block * self.block_bytes

@@ -1,4 +1,4 @@
-"""Interleave k of FP8 activations for ``kernels.fp8_fp4_token_wgmma``: the kernel of ``torch_cute_ops.interleave_k``.
+"""Kernel of ``torch_cute_ops.interleave_k``: interleave k of FP8 activations for ``kernels.fp8_fp4_token_wgmma``.
 
 Within each 256 elements of a row, element 64 c + 32 p + 8 i + 4 h + e moves to place 128 p + 32 i + 16 h + 4 c + e,
 where c, i and e are 0 to 3, and p and h are 0 or 1. Words of four elements move as a whole. Elements beyond K become

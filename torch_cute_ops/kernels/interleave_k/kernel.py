@@ -40,7 +40,7 @@ class InterleaveKKernel:
     def kernel(self, a, out):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        # Let the next kernel, the GEMM, start early: before it waits for this kernel, it reads only its weight.
+        # Let the next kernel, the GEMM, start early: before the GEMM waits for this kernel, it reads only its weight.
         pdl_start(self.config.pdl)
         k, padded = a.shape[1], out.shape[1]
         pieces = padded // PIECE

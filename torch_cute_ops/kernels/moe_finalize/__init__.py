@@ -9,7 +9,7 @@ It issues its loads from the residual and from up to 16 rows before it uses the 
 the sum. No shared memory is used. Rows are added in the order of the token's experts.
 
 CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. So, at the end of a launch, an SM is idle
-for at most about the time that one CTA takes. A CTA that computes a whole token reads the token's indices once.
+for at most about the time that one CTA takes. If one CTA computes a whole token, the indices are read only once.
 
 If each CTA runs one round, the number of CTAs on the busiest SM determines the time. Larger CTAs are launched if this
 reduces the work of the busiest SM. On an H200, 64 tokens of 7,168 bfloat16 take 3.8 µs with CTAs of 224 threads (two on

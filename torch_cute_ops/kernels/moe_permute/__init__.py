@@ -8,8 +8,8 @@ in every row of the token. A warp stores whole cache lines. If the last block of
 eight threads are idle. No shared memory is used. CTAs are not persistent, because persistent CTAs, and bulk stores from
 shared memory, take 3 % longer.
 
-Scales are stored in column-major order, and a token's rows are far apart, so each scale is a separate L2 request. The
-scales take a thirtieth as many bytes as the codes, but a quarter as many requests. To avoid this, the number of
+Scales are stored in column-major order, and a token's rows are far apart, so each scale is a separate L2 request.
+Compared with the codes, the scales take 1/32 of the bytes, but 1/4 of the requests. To save requests, the number of
 launches depends on the number of tokens:
 
 - Few tokens: one kernel stores codes and scales.

@@ -82,7 +82,7 @@ class MoePermuteKernel(TokenKernel):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         pdl_start(c.pdl)
-        # With a large input, the index of a thread exceeds 32 bits.
+        # With a large input, the index of a thread may exceed 32 bits.
         before = Int64(cta) * THREADS
         number = Int32(before % c.threads_per_token) + tid
         token, thread_in_token = (
@@ -136,7 +136,7 @@ class MoePermuteKernel(TokenKernel):
             pair = pairs[row]
         token, first = pair // c.topk, scale_group * SCALES_PER_THREAD
         if (pair >= 0) & (token < token_scales.shape[0]):
-            # Number of words that one load reads. A vector of four must be aligned.
+            # Number of words that one load reads. A load of four words must be aligned.
             vector = 4 if c.scales % 4 == 0 else 1
             words = []
             for i in range_constexpr(0, SCALES_PER_THREAD, vector):

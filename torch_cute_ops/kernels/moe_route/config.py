@@ -11,7 +11,7 @@ handles at most one (token, expert) pair."""
 SINGLE_CTA_TOKENS = 32
 """Largest number of tokens that a single CTA processes: one token per warp."""
 SLOTS_PER_CTA = 8
-"""Number of tokens per CTA while SMs are idle."""
+"""Number of tokens per CTA, unless this would need more CTAs than the GPU has SMs."""
 
 
 @dataclass(frozen=True)

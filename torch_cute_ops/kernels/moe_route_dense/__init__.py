@@ -1,4 +1,4 @@
-"""Choose the experts of each token, and write a matrix (tokens, experts) of their weights. All other elements are zero.
+"""Choose the experts of each token, and write a matrix (tokens, experts) of their weights, with zeros everywhere else.
 
 Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``), and writes zeros
 for all experts. After a warp barrier, it writes the weights of the chosen experts. No shared memory is used. CTAs are

@@ -9,8 +9,8 @@ BATCH = 512
 """Number of pairs that a CTA processes at a time, and largest number of pairs that a single CTA processes. With 1,024
 experts, the bitmap of a batch takes 64 KB."""
 SLOTS_PER_CTA = 512
-"""Number of pairs per CTA while SMs are idle. With fewer pairs per CTA, there would be more CTAs, and each CTA would
-read the counts of all CTAs."""
+"""Number of pairs per CTA, unless this would need more CTAs than the GPU has SMs. With fewer pairs per CTA, there would
+be more CTAs, and each CTA would read the counts of all CTAs."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Arguments(
     contiguous.
 
     Attributes:
-        ids: (M, topk) int32, experts of each token. A number that is not the index of an expert means no expert.
+        ids: (M, topk) int32, experts of each token. A number that is not an expert's index stands for no expert.
         expanded_to_permuted: (M, topk) int32, written: row of each pair, -1 for a pair without an expert, or for a
             dropped pair.
         permuted_to_expanded, offsets, counts, row_multiple, sms: as in ``moe_route.Arguments``.

@@ -7,9 +7,9 @@ bits, in FP8 with a static scale, or (k and v) in NVFP4.
 Roles and data path. A head is divided into vectors of 8 elements, and each lane holds one vector of a head. The lanes
 of a head are the smallest power of two that covers the head (16 lanes for 128 elements), so a warp holds one to four
 heads at a time. All warps are alike: a warp processes neighbouring heads of one kind (q, k or v) of one row. It loads
-16 bytes per lane, the row's position and slot, and the cosines and sines of the position. It stores 16 bytes per lane
-in 16 bits, 8 bytes in FP8, and 4 bytes in NVFP4. No shared memory is used: a warp adds squares by shuffles, and a lane
-receives the other element of a rotated pair by a shuffle unless the pair is interleaved.
+16 bytes per lane, the row's position and slot, and the cosines and sines of the position. Each lane stores 16 bytes of
+16-bit elements, 8 bytes of FP8, or 4 bytes of NVFP4 codes. No shared memory is used: a warp adds squares by shuffles,
+and a lane receives the other element of a rotated pair by a shuffle unless the pair is interleaved.
 
 The number of heads that a lane holds at once depends on the number of rows:
 
@@ -18,9 +18,9 @@ The number of heads that a lane holds at once depends on the number of rows:
 - More rows: up to four heads, whose loads are issued together. The cosines, the sines and the weight of the RMSNorm are
   then loaded once for these heads.
 
-CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. The sum of squares is a balanced binary
-tree over the elements of a head, so its bits depend neither on the number of rows nor on the number of heads that a
-lane holds at once.
+CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. The sum of squares is computed as a
+balanced binary tree over the elements of a head, so its bits depend neither on the number of rows nor on the number of
+heads that a lane holds at once.
 
 Bytes moved per row: the heads of q, k and v are read once and written once, in their dtypes; one row of cosines and
 sines, the position and the slot are read.

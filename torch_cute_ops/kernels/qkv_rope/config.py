@@ -81,7 +81,7 @@ class QkvRopeSpec:
 
     @property
     def lane_pairs(self) -> int:
-        """Number of cosines that a lane needs, and of sines."""
+        """Number of cosines, and also of sines, that a lane needs."""
         return VECTOR // 2 if self.interleaved else VECTOR
 
     @property
@@ -116,7 +116,7 @@ class Division(NamedTuple):
 
     Attributes:
         q_at_once, kv_at_once: number of heads that a lane holds at once.
-        q_warps, kv_warps: number of warps for the heads of q; for the heads of k, and as many for v.
+        q_warps, kv_warps: numbers of warps for the heads of q, and for the heads of k (the same number for v).
     """
 
     q_at_once: int
@@ -176,8 +176,8 @@ class Arguments(
         qkv: (M, all heads · D) of ``dtype``. Rows may be strided.
         cos_sin: (positions, ``rotary_dim``) of ``table_dtype``: cosines, then sines. Rows may be strided.
         positions: (M,) of ``position_dtype``, contiguous.
-        key_cache, value_cache: (blocks, page, ``kv_heads``, D, or D/2 bytes in NVFP4), any strides that are multiples
-            of a vector.
+        key_cache, value_cache: (blocks, page, ``kv_heads``, D), or (blocks, page, ``kv_heads``, D/2) uint8 in NVFP4.
+            The last stride is 1. The other strides are multiples of a vector.
         slots: (S,) of ``slot_dtype``, contiguous, S at most M.
         q_norm, k_norm: (D,) weights, or None without an RMSNorm.
         q_scale, k_scale, v_scale: fp32, one element or one per head, or None.

@@ -213,7 +213,7 @@ class QkvRopeKernel:
         v_scale,
         eps: Float32,
     ):
-        """Process some neighbouring heads of q, k or v of one row, per warp."""
+        """Let each warp process some neighbouring heads of q, k or v of one row."""
         c = self.config
         division = c.division(are_few)
         tid, _, _ = cute.arch.thread_idx()
@@ -253,7 +253,7 @@ class QkvRopeKernel:
     ):
         """Process the heads of ``part``, ``at_once`` heads per lane."""
         spec = self.config.spec
-        # Load everything before anything is used: position, slot, heads, then what depends on the position.
+        # Load everything before anything is used: position, slot, heads, then the angles, which depend on the position.
         position, slot = None, None
         if const_expr(kind != "v"):
             position = Int64(inputs.positions[token])
@@ -392,8 +392,8 @@ class QkvRopeKernel:
         return result
 
     def _rotated_halves(self, values: list, angles: Angles, lane: Lane) -> list:
-        """Rotate pairs (i, i + pairs). The other element of a pair is in the lane ``pairs / VECTOR`` further or before,
-        or in two lanes if ``pairs`` is not a multiple of a vector."""
+        """Rotate pairs (i, i + pairs). A lane receives the other elements of its pairs from the lane ``pairs / VECTOR``
+        lanes before or after it, or from two lanes if ``pairs`` is not a multiple of ``VECTOR``."""
         spec = self.config.spec
         step, shift = divmod(spec.pairs, VECTOR)
         result = []

@@ -41,7 +41,7 @@ def _reach(cache: cute.Tensor, pitch: Int64) -> Int64:
 
 
 def _overlaps_itself(cache: cute.Tensor) -> Boolean:
-    """Return True if a stride is smaller than what the dimensions with smaller strides span, or equals another
+    """Return True if a stride is smaller than the span of the dimensions with smaller strides, or equals another
     stride."""
     overlaps = Boolean(False)
     steps = _steps(cache)
@@ -63,14 +63,14 @@ def _are_apart(one: cute.Tensor, other: cute.Tensor) -> Boolean:
     crosses = (begin < begin_other + _reach(other, whole)) & (begin_other < begin + _reach(one, whole))
     are_apart = Boolean(True)
     if crosses & is_occupied:
-        # The divisions below take time, so they are left out if the ranges of memory do not cross.
+        # The divisions below take time, so skip them if the ranges of memory do not cross.
         are_apart = _alternate(one, other, begin_other - begin)
     return are_apart
 
 
 def _alternate(one: cute.Tensor, other: cute.Tensor, distance: Int64) -> Boolean:
     """Return True if a stride of ``one`` divides all larger strides of both tensors, and the inner dimensions of the
-    two lie apart within this stride. ``distance`` is the number of bytes from ``one`` to ``other``."""
+    two tensors do not overlap within this stride. ``distance`` is the number of bytes from ``one`` to ``other``."""
     alternate = Boolean(False)
     for stride, _ in _steps(one):
         pitch = cutlass.max(stride, Int64(1))

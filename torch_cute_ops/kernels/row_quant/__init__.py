@@ -2,18 +2,18 @@
 
 ``RowQuantSpec`` combines:
 
-- source of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and a row of the
-  residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by the first
-  half: ``silu(gate) * up``, the general SwiGLU, or GELU or squared ReLU instead of SiLU.
+- source, the origin of a row of values. ``"rows"``: a row of the input. ``"add"``: the sum of a row of the input and a
+  row of the residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by
+  the first half: ``silu(gate) * up``, the general SwiGLU, or GELU or squared ReLU instead of SiLU.
 - norm, or none: RMSNorm or LayerNorm. The norm may multiply by the weight or, as in Gemma, by 1 + weight, and may add a
   bias. RMSNorm with a weight and without a bias is the usual case. The others are called *general* norms.
 - format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
   the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it),
   to a row, or to 128 elements (64 elements in the last block of some rows).
 - outputs: codes and scales. Optional outputs are the same scales in the linear layout, and the values before
-  quantisation. Without a format, these values are the only output. FP8 codes of tokens and tensors may be interleaved
-  along k (``formats.interleave``), for ``kernels.fp8_fp4_token_wgmma``: a thread then stores its 16 codes as four words
-  that are 16 bytes apart, and some threads of each row store zeros up to a multiple of 256 elements.
+  quantisation. Without a format, these values are the only output. FP8 codes with one scale per token or tensor may be
+  interleaved along k (``formats.interleave``), for ``kernels.fp8_fp4_token_wgmma``. A thread then stores its 16 codes
+  as four words that are 16 bytes apart, and some threads of each row store zeros up to a multiple of 256 elements.
 - rows: all rows of the input, or the experts' rows in a buffer with padding. Padding is neither read nor written: a
   table in shared memory maps the experts' rows to one dense range (``experts.ExpertRows``). Without counts, the buffer
   contains no padding between experts, and the rows are the range from the first offset to the last offset.
@@ -30,12 +30,12 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 2. Each thread reads its blocks: thread i processes blocks i, i + threads_per_row, and so on. It adds or gates,
    multiplies by the weight, and computes each block's amax and the sum of squares. A warp reduction, shared memory and
    one barrier reduce the sum of squares over the row, and also the amax if each row has a scale. Rows with an NVFP4
-   scale of extreme magnitude are multiplied by a power of two in registers, which is a branch that few rows take. In a
-   cluster, each warp sends its partial results to all CTAs (``st.async``, which an mbarrier counts). The group's
-   barrier also releases the row's buffer. Sums with the residual overwrite the residual in the buffer. After the
-   barrier, one thread stores the sums in bulk. The buffer is free when the bulk store has read it. On an H200 at width
-   16,384, this is 4 % faster than stores from registers, in which each thread writes half of a 32-byte sector. If only
-   some warps have a last block, and arithmetic limits the speed, the other warps skip the last block's instructions.
+   scale of extreme magnitude are multiplied by a power of two in registers; few rows take this branch. In a cluster,
+   each warp sends its partial results to all CTAs (``st.async``, whose bytes an mbarrier counts). The group's barrier
+   also releases the row's buffer. Sums with the residual overwrite the residual in the buffer. After the barrier, one
+   thread stores the sums in bulk. The buffer is free when the bulk store has read it. On an H200 at width 16,384, this
+   is 4 % faster than stores from registers, in which each thread writes half of a 32-byte sector. If only some warps
+   have a last block, and arithmetic limits the speed, the other warps skip the last block's instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, which takes a second
    pass over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme

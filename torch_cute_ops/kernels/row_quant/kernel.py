@@ -29,8 +29,8 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 def sum_of_squares(values: list) -> Float32:
-    """Return the sum of the squares of ``values``, as four interleaved partial sums, so that fewer additions depend on
-    each other."""
+    """Return the sum of the squares of ``values``, computed from four interleaved partial sums, so that fewer additions
+    depend on each other."""
     partial_sums = [Float32(0.0)] * 4
     for i, value in enumerate(values):
         partial_sums[i % 4] = ptx.fma_rn(value, value, partial_sums[i % 4])
@@ -38,7 +38,7 @@ def sum_of_squares(values: list) -> Float32:
 
 
 def sum_of(values: list) -> Float32:
-    """Return the sum of ``values``, as four interleaved partial sums, as in ``sum_of_squares``."""
+    """Return the sum of ``values``, computed from four interleaved partial sums, as in ``sum_of_squares``."""
     partial_sums = [reduce(ptx.add_rn, values[i::4]) for i in range(4)]
     return ptx.add_rn(ptx.add_rn(partial_sums[0], partial_sums[1]), ptx.add_rn(partial_sums[2], partial_sums[3]))
 
@@ -165,7 +165,7 @@ class RowQuantKernel:
         c = self.config
         rows = given[0].shape[0]
         # Give a CTA a second row only if every CTA has one. Launch several CTAs even for a single row, because they
-        # also zero the padding: a single CTA would take 14 µs for it (H200, width 7,168).
+        # also zero the padding: a single CTA would take 14 µs for the padding (H200, width 7,168).
         wanted = cute.ceil_div(rows, c.group_rows)
         if const_expr(not c.spec.layout.is_linear):
             wanted = cutlass.max(wanted, WARP)
@@ -264,7 +264,7 @@ class RowQuantKernel:
                 cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - thread.first_row, Int32(0)
             )
             self.rows.distribute(thread)
-        # Look up the thread's rows in global memory: for this iteration and, with two stages, for the next.
+        # Look up the thread's rows in global memory: for this iteration and, with two stages, for the next iteration.
         memory_row, second_row = (
             self.rows.memory_row_at(Int32(0), thread, smem),
             self.rows.memory_row_at(Int32(c.stages - 1), thread, smem),
@@ -496,8 +496,8 @@ class RowQuantKernel:
         partial results for even and for odd rows.
 
         Returns:
-            The norms and their amaxes for each block, and the amax as in ``_load_row``, or that of the row if it is
-            reduced.
+            A tuple of two entries. The first holds, per block, the norms and their amax. The second is the row's amax
+            if ``RowQuantSpec.reduces_amax``, otherwise the second entry of ``_load_row``.
         """
         c = self.config
         spec = c.spec
@@ -518,7 +518,7 @@ class RowQuantKernel:
         values = [v for v, _ in self._read_row(stage, thread, smem)]
         per_element = Float32(1.0 / spec.norm_width)
         if spec.subtracts_mean:
-            # Divide, so that the mean of a constant row is exact wherever the sum is.
+            # Divide, do not multiply by an inverse: the mean of a constant row is then exact whenever the sum is.
             mean = ptx.div_rn(reduced_row(total(sum_of, values)), Float32(float(spec.norm_width)))
             values = [[ptx.sub_rn(each, mean) for each in v] for v in values]
             values = [self.rows.without_padding(v, j, thread) for j, v in enumerate(values)]
@@ -585,7 +585,7 @@ class RowQuantKernel:
         needs no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its row. An element
         that is tiny compared to its own block gets code 0 with either product, and a norm in bf16 or fp16 is too coarse
         to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) · rstd is
-        more exact. A block of zeros counts as unusual, so that its row takes longer.
+        more exact. A block of zeros counts as unusual, so its row takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -641,7 +641,8 @@ class RowQuantKernel:
             values: this thread's values of ``RowQuantSpec.reductions``, or only its amax.
             slots: shared memory, ``num_partials`` words per value.
             barrier: mbarrier that counts the bytes that the CTAs of a cluster send.
-            num_sums: number of values that are sums; None if all but the amax are. The others are amaxes.
+            num_sums: number of leading values that are sums; the others are amaxes. None if only the row's amax is not
+                a sum.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)

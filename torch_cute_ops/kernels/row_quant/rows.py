@@ -142,7 +142,7 @@ class Rows:
     @cute.jit
     def copy_slice(self, copy, thread):
         """Call ``copy`` with the number of elements of the CTA's slice. The last slice of a row takes another branch,
-        so that the number is a compile-time constant in both."""
+        so that the number is a compile-time constant in both branches."""
         c = self.config
         last_width = c.spec.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):
@@ -216,11 +216,9 @@ class Rows:
         return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
-        """Return the values of the thread's j-th block in fp32, and the same values as words in the dtype of the input,
-        or of the residual if it is added.
-
-        A gate returns values in fp32 only, and no words. ``again`` is True if the row is read a second time, after its
-        sums have overwritten the residual.
+        """Return the values of the thread's j-th block in fp32, and the same values as words: in the residual's dtype
+        if a residual is added, otherwise in the input's dtype. With a gate, the list of words is empty. ``again`` is
+        True if the row is read a second time, after its sums have overwritten the residual.
         """
         spec = self.config.spec
         block = self._safe_block(j, thread)
@@ -250,7 +248,7 @@ class Rows:
         return thread.column + j * self.config.threads_per_row < thread.cta_blocks
 
     def without_padding(self, values: list, j: int, thread) -> list:
-        """Set the values of the thread's j-th block beyond ``RowQuantSpec.norm_width`` to zero."""
+        """In the thread's j-th block, set the elements beyond ``RowQuantSpec.norm_width`` to zero."""
         spec = self.config.spec
         used = spec.norm_width - (spec.blocks - 1) * spec.block_elements
         if used == spec.block_elements:

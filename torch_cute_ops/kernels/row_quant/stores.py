@@ -124,8 +124,8 @@ class Stores:
             norm = self.encoder.rounded(block[0], rstd)
             from_registers = exists
             if const_expr(c.bulk_norm):
-                # A group with a single row stores its norm from registers, because it would have to wait for a bulk
-                # copy. On an H200, ``rmsnorm_fp4quant_with_norm`` of up to 32 rows of 7,168 elements takes 2.8 µs
+                # A group with a single row stores its norm from registers, because the group would have to wait for a
+                # bulk copy. On an H200, ``rmsnorm_fp4quant_with_norm`` of up to 32 rows of 7,168 elements takes 2.8 µs
                 # instead of 2.95 µs.
                 from_registers = exists & (thread.iterations == 1)
                 if thread.iterations > 1:
@@ -174,14 +174,14 @@ class Stores:
         blocks = spec.blocks + spec.padding_blocks
         block_bytes = 4 * len(words)
         offset = cute.assume(Int64(memory_row) * (blocks * block_bytes), divby=INTERLEAVED_K)
-        # The parts of a column are, in this order, 2 p + i // 2, c, and the index of the 256 elements.
+        # ``column`` divides into 2 p + i // 2, c (as in ``formats.interleave``), and the index of the 256 elements.
         stride = (INTERLEAVED_K // block_bytes, 1, INTERLEAVED_K // 4)
         layout = cute.make_layout((len(words), (4, 4, blocks // 16)), stride=(4, stride))
         values = cute.recast_ptr(cute.recast_ptr(thread.y.iterator, dtype=Uint8) + offset, dtype=Uint32)
         store_words(words, cute.make_tensor(values, layout)[None, column])
 
     def _without_padding(self, words: list, column) -> list:
-        """Set the codes of elements beyond ``norm_width`` to zero, which are in the last block of a row.
+        """Set the codes of elements beyond ``norm_width``, which are in the last block of a row, to zero.
 
         The input is padded with zeros, but their codes may be -0 or NaN: for a negative offset of the gate, or for a
         static scale that is zero, negative or NaN.

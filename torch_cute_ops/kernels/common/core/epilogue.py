@@ -222,7 +222,7 @@ def gelu_mul(gate: Float32, up: Float32) -> Float32:
     for coefficient in GELU_POLYNOMIAL[1:]:
         ratio = ptx.fma_rn(ratio, t, Float32(coefficient))
     square = ptx.mul_rn(gate, gate)
-    # Multiply by the sum of two fp32 numbers: the error of one would add up to 2^-20 to the relative error.
+    # Multiply by the sum of two fp32 numbers: with only one, its error would add up to 2^-20 to the relative error.
     exponent = ptx.fma_rn(square, Float32(HALF_LOG2E[0]), ptx.mul_rn(square, Float32(HALF_LOG2E[1])))
     below = ptx.mul_rn(ptx.mul_rn(ratio, t), ptx.ex2_approx(exponent))
     phi = ptx.select(gate < Float32(0.0), below, ptx.add_rn(Float32(1.0), -below))

@@ -202,7 +202,7 @@ def send_accumulators(acc: cute.Tensor, received, barrier, rank, tid) -> None:
 
 @cute.jit
 def add_accumulators(acc: cute.Tensor, received, tid) -> None:
-    """Add the accumulators that another CTA sent to this thread's accumulators."""
+    """Add, to this thread's accumulators, the accumulators that another CTA sent to this thread."""
     for i in range_constexpr(cute.size(acc) // 4):
         own = [acc[4 * i + j] for j in range(4)]
         for j, total in enumerate(_added(own, _accumulators(received, i, tid), 0)):

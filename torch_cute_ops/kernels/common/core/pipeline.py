@@ -23,7 +23,7 @@ class Pipeline:
     Attributes:
         full: mbarriers, one per stage, at which producers arrive.
         empty: mbarriers, one per stage, at which consumers arrive.
-        stages: number of stages.
+        stages: number of pipeline stages.
     """
 
     full: cute.Pointer
@@ -101,8 +101,8 @@ def fence_async() -> None:
     """Order this thread's accesses to shared memory before later accesses by the async proxy (wgmma, bulk copies).
 
     The threads must synchronise after the fence. After that, wgmma and bulk copies see this thread's stores, and bulk
-    copies do not overwrite data that the thread is still loading. A load needs the fence if the thread first uses its
-    result after the barrier: on an H200, bulk copies whose source was in L2 overtook such loads. (PTX ISA, "Memory
+    copies do not overwrite data that the thread is still loading. A load needs the fence if the thread uses the loaded
+    value only after the barrier: on an H200, bulk copies whose source was in L2 overtook such loads. (PTX ISA, "Memory
     Consistency Model": generic and async proxy.)
     """
     cute.arch.fence_proxy("async.shared", space="cta")

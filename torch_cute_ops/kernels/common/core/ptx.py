@@ -67,14 +67,14 @@ def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def opaque(value, *, loc=None, ip=None) -> Int32:
-    """Return ``value``, but hide from the compiler that it is unchanged. The compiler then cannot compute results that
-    depend on it ahead of an enclosing loop."""
+    """Return ``value``, but hide from the compiler that it is unchanged. The compiler then cannot hoist computations
+    that depend on it out of an enclosing loop."""
     return Int32(_asm(T.i32(), [Int32(value).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=r,r", loc, ip))
 
 
 @dsl_user_op
 def load_vector(pointer, count: int, after: int = 0, *, loc=None, ip=None) -> list:
-    """Load ``count`` words at ``pointer + after``, an address that is a multiple of the size of all words."""
+    """Load ``count`` words at ``pointer + after``, an address that is a multiple of the words' total size."""
     at = (pointer + after if after else pointer).to_llvm_ptr(loc=loc, ip=ip)
     if count == 1:
         return [Uint32(llvm.load(T.i32(), at, alignment=4, loc=loc, ip=ip))]
@@ -84,7 +84,7 @@ def load_vector(pointer, count: int, after: int = 0, *, loc=None, ip=None) -> li
 
 @dsl_user_op
 def store_vector(pointer, words: list, after: int = 0, *, loc=None, ip=None) -> None:
-    """Store words at ``pointer + after``, an address that is a multiple of the size of all words."""
+    """Store words at ``pointer + after``, an address that is a multiple of the words' total size."""
     values, vector_type = [_u32(word, loc, ip) for word in words], ir.VectorType.get([len(words)], T.i32())
     value = values[0] if len(values) == 1 else vector.from_elements(vector_type, values, loc=loc, ip=ip)
     at = (pointer + after if after else pointer).to_llvm_ptr(loc=loc, ip=ip)
@@ -298,8 +298,7 @@ def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def both_halves(word, half: int, *, loc=None, ip=None) -> Uint32:
-    """Return a word with one half of ``word`` in both halves. Arithmetic on 16-bit pairs then needs no extra
-    instruction to broadcast it."""
+    """Return a word with one half of ``word`` in both halves. Arithmetic on 16-bit pairs then needs no broadcast."""
     text = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{('low, low', 'high, high')[half]}}};}}"
     return _pure(Uint32, text, Uint32, word, loc=loc, ip=ip)
 
