@@ -9,7 +9,7 @@ from torch_cute_ops.kernels.row_quant.config import RowQuantSpec
 from torch_cute_ops.runtime.arch import Arch
 
 MAX_RANKS: Final = 8
-"""Largest number of GPUs. Each pair of them needs direct access to each other's memory."""
+"""Largest number of GPUs. All GPUs need direct access to each other's memory."""
 SAVED_BYTES: Final = 1 << 20
 """Number of bytes that two shots must save per GPU. NVLink sends this many bytes in about the time of one more trip."""
 MAX_CTAS: Final = 1024

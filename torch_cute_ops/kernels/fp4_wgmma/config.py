@@ -61,7 +61,7 @@ ZEROS_AT: Final = -192
 """Offset in bytes of 128 zeros, relative to the stages of activations of a one-row tile. The distance is not a multiple
 of 128, to avoid bank conflicts."""
 ZEROS_BYTES: Final = 256
-"""Bytes before the stages of activations of a one-row tile, which contain the 128 zeros."""
+"""Bytes, including the 128 zeros, before the stages of activations of a one-row tile."""
 MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16

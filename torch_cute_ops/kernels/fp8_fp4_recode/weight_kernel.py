@@ -35,7 +35,7 @@ PART = K_TILE // ROW_THREADS
 """Number of elements of a k tile that a thread recodes."""
 ALL_LANES = 0xFFFFFFFF
 ROW_LANES = (1 << ROW_THREADS) - 1
-"""Bit mask of the lanes of a warp that share its first row."""
+"""Bit mask of the lanes that share a warp's first row."""
 
 
 class RecodeWeightKernel:

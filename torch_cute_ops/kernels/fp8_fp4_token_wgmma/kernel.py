@@ -271,7 +271,7 @@ class DecodingLoop:
 
 
 class DecodingConsumers:
-    """Consumer warpgroups: one or two K groups of two. Each group multiplies 128 weight rows."""
+    """Consumer warpgroups: two, or four in two K groups. Each group multiplies 128 weight rows."""
 
     def __init__(self, config: Config, mma: RegisterMma, loop: DecodingLoop, results: Results):
         self.config, self.mma, self.loop, self.results = config, mma, loop, results

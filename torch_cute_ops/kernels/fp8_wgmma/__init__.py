@@ -26,7 +26,7 @@ current tile is multiplied.
    tile run. The results of the second k tile are promoted while the other consumer's MMAs run. In the largest tiles,
    one iteration of the loop multiplies all stages of the pipeline once, so that addresses are constants. (If the power
    limit lowers the clock, every saved instruction saves time.)
-3. If a consumer's rows of the M side do not exist, it only releases the stages.
+3. If a consumer's rows of the M side do not exist, the consumer only releases the stages.
 4. The epilogue is applied to the accumulators. The results are stored in whole cache lines, only in rows that the
    expert owns. With ``a`` on the M side, the results are stored while the first MMAs of the next tile run. On an H200,
    this makes the GEMM with M x N x K = 32,768 x 7,168 x 2,048 (sixteen k tiles) 0.7 % faster.

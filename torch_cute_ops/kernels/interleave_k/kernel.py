@@ -14,7 +14,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 SPAN: Final = 256  # number of elements within which k is interleaved
 PIECE: Final = 16  # number of elements that a thread moves
-QUARTERS: Final = 4  # number of words of a piece, each from another quarter of the 256 elements
+QUARTERS: Final = 4  # number of words of a piece, each from a different quarter of the 256 elements
 
 
 class InterleaveKKernel:

@@ -1,4 +1,4 @@
-"""State of a thread, and pointers into shared memory. The classes of the kernel pass them to each other."""
+"""State of a thread, and pointers into shared memory. The classes of the kernel pass both to each other."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Shared-memory pipelines, whose stages have full and empty mbarriers, and fences of the async proxy."""
+"""Shared-memory pipelines (stages with full and empty mbarriers), and fences of the async proxy."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -531,7 +531,8 @@ def load_token_scales(row, rows, places: list, work) -> list:
 
 
 class Results:
-    """Stores the accumulators of an output tile. Under split-K, first adds up the partial sums of the cluster's CTAs.
+    """Stores the accumulators of an output tile. Under split-K, it first adds up the partial sums of the cluster's
+    CTAs.
 
     Args:
         config: configuration of the kernel.

@@ -203,7 +203,7 @@ def _inverse(exponent: Int32) -> Uint32:
 
 
 def _signs(of: Uint32, but: Uint32) -> Uint32:
-    """Return a word that holds the highest bit of each byte of ``of``, cleared if the same bit of ``but`` is set."""
+    """Return the highest bit of each byte of ``of``, but clear each bit that is set in ``but``."""
     return of & (but ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS)
 
 
