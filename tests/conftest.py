@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Collect garbage rarely: with Python's thresholds, this took a third of the time of importing the tests.
+    # Collect garbage rarely: with Python's default thresholds, this took a third of the time of importing the tests.
     gc.set_threshold(20_000, 20, 20)
     # One thread: with small tensors a second thread costs more than it saves, and much more on a busy machine.
     torch.set_num_threads(1)
@@ -136,8 +136,8 @@ def group_of(nodeid: str, workers: int = 1) -> str:
 
     Some tests are grouped differently. Inductor's tests on the CPU form one group per 8 workers: each worker that runs
     them first precompiles PyTorch's headers, which takes a minute, but a single worker would finish after all others.
-    The tests of a file form one group if they compile the same kernels; the longest such file takes two minutes. Tests
-    that need a GPU are not grouped, so that the tests of a backend run in parallel; some launch kernels for a minute.
+    The tests of a file form one group if they compile the same kernels, which takes up to two minutes. Tests that need
+    a GPU are not grouped, so that the tests of a backend run in parallel; some launch kernels for a minute.
     """
     name, _, parameters = nodeid.partition("[")
     file = name.partition("::")[0]
@@ -229,7 +229,7 @@ def _call(function: Callable[..., Any], **given: Any) -> Any:
 with_room = types.FunctionType(_call.__code__.replace(co_stacksize=1 << 16), globals(), "with_room")
 """Call a function from a frame so large that all inner frames fit into the same piece of memory. Python gets memory for
 frames in pieces of 16 KB, and frees a piece as soon as it is empty. If a loop calls functions across the end of a
-piece, each call maps memory. In some files of kernel tests this took a twelfth of the time."""
+piece, each call maps memory. In some files of kernel tests, these mappings took a twelfth of the time."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -259,7 +259,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def seed_case(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Return a function that seeds a case of a chunk as if the case were a separate test."""
+    """Return a function that seeds a case of a chunk (see ``support.chunks``) as if the case were a separate test."""
     chunk = request.node.callspec.params["chunk"].id
     return lambda case: seed_for(request.config, request.node.nodeid.replace(chunk, case))
 

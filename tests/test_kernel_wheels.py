@@ -1,4 +1,4 @@
-"""Kernels of well-known models, and wheels of kernels, which a process without the DSL finds."""
+"""Kernels of well-known models, and wheels whose kernels a process without the DSL can load."""
 
 import ast
 import json
@@ -67,7 +67,7 @@ def test_kernels_of_experts(name):
 
 
 def test_formats_without_a_gemm(capsys, caplog, tmp_path):
-    """A format whose GEMMs all lack a backend is an error that names the op and the reason. Other formats are found."""
+    """Check that the error names op and reason if no GEMM of a format finds a backend, and that other formats work."""
     arguments = ["build", "--wheel", "--rows", "64", "-o", str(tmp_path), "--arch"]
     assert main([*arguments, "sm_120a", "--models", "gpt-oss-120b"]) == 2
     error = capsys.readouterr().err
@@ -87,7 +87,7 @@ def test_formats_without_a_gemm(capsys, caplog, tmp_path):
 
 
 def test_a_format_with_some_gemms(caplog):
-    """Only the GEMMs of experts in NVFP4 are missing on this architecture. One warning names the op."""
+    """Check that one warning names the op if only some GEMMs lack a backend, as expert GEMMs do on sm_120a."""
     assert set(kernels_of_model("qwen3-30b-a3b", ARCHS["sm_120a"], (1, 64), ["nvfp4"]))
     (message,) = caplog.messages
     start = "qwen3-30b-a3b in nvfp4 with fp4 activations: no kernel of grouped_mm_fp8_fp4 for sm_120a: no backend: "
@@ -128,7 +128,7 @@ def test_names():
 
 @pytest.mark.parametrize("path", ['a"b.toml', 'a"""b.toml', "a\\b.toml", "a\nb.toml", "\x7f\x01.toml", "é😀.toml"])
 def test_any_path_can_be_described(path):
-    """A path with quotes, backslashes or control characters is quoted in the wheel's project and docstring."""
+    """Check that quotes, backslashes and control characters in a path are quoted in the wheel's files."""
     tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     text = f"Kernels of {path}, for sm_90a."
     project = tomllib.loads(kernel_wheels._project("name_of_it", "sm_90a", text, ["a==1", "b==2"]))["project"]
@@ -192,7 +192,7 @@ def ran(folder, tmp_path):
 
 @pytest.mark.slow
 def test_an_installed_wheel_is_found(installed, tmp_path):
-    """Its kernel runs without the DSL, and another kernel is refused."""
+    """Check that the wheel's kernel runs without the DSL, and that another kernel is refused."""
     kept, loaded, refused, other, error, end = ran(installed, tmp_path)
     assert (kept, other, end) == ("True", "False", "the program goes on")
     assert loaded.startswith("INFO from the package torch_cute_ops_kernels_sm90: KernelSpec(")
@@ -224,7 +224,7 @@ MISMATCHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("spoil", MISMATCHES, ids=lambda spoil: spoil.__name__)
 def test_a_wheel_that_does_not_fit_is_ignored(installed, tmp_path, spoil):
-    """One warning says why, and the program goes on as without the wheel."""
+    """Check that one warning gives the reason, and that the program continues as without the wheel."""
     copy = Path(shutil.copytree(installed, tmp_path / "site"))
     spoil(copy / "torch_cute_ops_kernels_sm90" / "bundle")
     lines = ran(copy, tmp_path)

@@ -1,5 +1,5 @@
-"""Tests of the package as a whole: cost of the import, registry, settings, digests of sources, distribution,
-architectures."""
+"""Tests of the whole package: time and side effects of the import, registry, settings, digests of sources, source
+distribution, architectures."""
 
 import importlib
 import inspect

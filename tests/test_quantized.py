@@ -193,7 +193,7 @@ def test_copies(name):
 
 
 def test_it_is_immutable():
-    """Check that attributes cannot be set: a new global scale without a new alpha would give wrong numbers."""
+    """Check that attributes cannot be set, because a new global scale without a new alpha would give wrong results."""
     q = quantize(torch.randn(N, K))
     with pytest.raises(AttributeError, match="immutable: global_scale cannot be set"):
         q.global_scale = torch.ones(1)
@@ -379,8 +379,8 @@ def test_the_smallest_global_scale():
 
 
 def test_a_global_scale_without_a_value():
-    """Check that the value of a global scale is not read if it cannot be read: in fake tensors, transforms and compiled
-    code."""
+    """Check that the value of a global scale is not checked where it is unknown: in fake tensors, on meta, and in
+    compiled code."""
 
     def decoded(codes, scale, global_scale):
         return dequantize(QuantizedWeight(codes, scale, global_scale, format="nvfp4"))

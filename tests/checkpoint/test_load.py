@@ -192,7 +192,7 @@ def test_mixed_precision(tmp_path):
 
 
 def test_not_quantised(tmp_path):
-    """Load a checkpoint without quantised tensors, and a merged layer without a quantised part."""
+    """Load a checkpoint without quantised tensors, and a merged layer of which no part is quantised."""
     plain = {f"layers.0.{name}.weight": torch.randn(n, H).bfloat16() for name, n in PARTS.items()}
     content = Content(NVFP4)
     kept = {name: tensor for name, tensor in content.tensors.items() if not name.startswith("layers") or "bias" in name}

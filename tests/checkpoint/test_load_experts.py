@@ -68,8 +68,7 @@ def test_values(name, tmp_path, device):
 
 
 def test_names_of_mixtral(tmp_path):
-    """Load a Mixtral checkpoint, whose names of the experts' layers and of their parent module differ from the
-    model's."""
+    """Load a Mixtral checkpoint, which names the experts' layers and their parent module differently from the model."""
     _, gate_up, down = written(KINDS["compressed-tensors FP8"], tmp_path / "x", MIXTRAL, "block_sparse_moe")
     experts = checkpoint.load_(on_meta(), tmp_path / "x").mlp.experts
     for got, want in zip(support.decoded(experts), (gate_up, down), strict=True):

@@ -154,8 +154,8 @@ def test_static_fp8_needs_its_input_scale(tmp_path):
     ],
 )
 def test_zero_scales_of_weights(kind, suffix, place, tmp_path):
-    """Check that a scale of 0 is refused if elements under it are not zero, and accepted if all are zero, as producers
-    write it."""
+    """Check that a scale of 0 is refused if an element that it scales is not zero, and accepted if all these elements
+    are zero, as producers write them."""
     tensors, _ = tensors_of(kind)
     tensors[f"k_proj.{suffix}"][place] = 0
     checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)

@@ -1,5 +1,5 @@
-"""Wrong arguments that no schema refuses, in every form of a call of every op: ``None`` for a required tensor, outputs
-that overlap another tensor, and weights with wrong strides."""
+"""Wrong arguments that no schema refuses, for every op and every form of a call: ``None`` for a required tensor,
+outputs that overlap another tensor, and weights with wrong strides."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# Forms of a call. Each is a function that takes the arguments by name, and the output tensors by their names in
-# ``.out``.
+# Forms of a call. Each function takes the op, the arguments by name, and the output tensors, keyed by their names in
+# the ``.out`` overload.
 
 
 def as_function(op, given, outputs=None):
@@ -137,8 +137,8 @@ def missing_in(op):
     ],
 )
 def test_none_for_a_required_tensor(op, missing, place):
-    """Check that None for a required tensor is refused before the first valid call, and after it, when the kernel is
-    ready."""
+    """Check that None for a required tensor is refused, both before the first valid call and after it, when the kernel
+    is ready."""
     given, outputs = place.good_call(op)
     for form in place.forms:
         for _ in range(2):
@@ -173,7 +173,7 @@ WRONG = {
     "str": (7, b"linear", ["linear"]),
     "ScalarType": ("bfloat16", 15, 1000, 1.0),
 }
-"""Values of wrong types that torch's own binding refuses, or should refuse: it crashes for the dtype 1000."""
+"""Values of wrong types. torch's own binding refuses all of them except the dtype 1000, for which it crashes."""
 
 
 @each_of_op(
@@ -238,9 +238,9 @@ OVERLAPS = [
 
 @each_of_op("op", "written", cases=OVERLAPS)
 def test_no_output_overlaps_another_tensor(op, written, place):
-    """Check that overlapping outputs and updated arguments are refused, on the first call and on later calls, and that
-    nothing is written. An output may be the same view as an input if the op says so. A prefetch hint may overlap any
-    tensor, because hints do not affect results."""
+    """Check that outputs and updated arguments that overlap another tensor are refused, on the first call and on later
+    calls, and that nothing is written. An output may be the same view as an input if the op permits it. A prefetch hint
+    may overlap any tensor, because hints do not affect results."""
     names = [each.name for each in op.signature.tensors if each.name not in op.path.hints]
     for other in (name for name in (*names, *op.out_names) if name != written):
         given, outputs = place.good_call(op, has=[name for name in (written, other) if name in names])

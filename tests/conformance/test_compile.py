@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("op", "names"), form_groups(8))
 def test_compiled_is_eager(op, names, device):
     """Compare compiled and eager results of the Python function, of the function with ``out=``, and of the op. Several
-    samples share one graph. The op is called for the first sample only: in the graph, each call of the function is a
-    call of the op."""
+    samples share one graph. The op is called for the first sample only, because in the graph each call of the function
+    is a call of the op."""
     samples = [get_sample(op, name, device) for name in names]
     wanted = [results_of(op, name, device) for name in names]
     outputs = [out_for(op, want) for want in wanted]
@@ -78,7 +78,7 @@ CALLS_PER_PROGRAM = 22
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", range(0, len(INDUCTOR_CASES), CALLS_PER_PROGRAM))
 def test_inductor(begin, device):
-    """Check ops between other operations of a program, which Inductor fuses and for which it plans buffers."""
+    """Check ops between other operations in programs that Inductor compiles. It fuses these operations."""
     if device == "cuda" and not has_triton():
         pytest.skip("Inductor needs Triton on a GPU")
     cases = INDUCTOR_CASES[begin : begin + CALLS_PER_PROGRAM]
@@ -123,7 +123,7 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     call. Check that results equal the op's.
 
     Count the graphs that PyTorch stores, not the calls of the backend: with ``dynamic=True``, PyTorch first makes a
-    float argument symbolic, and starts again when the op asks for its value.
+    float argument symbolic, and compiles again when the op asks for the value of this argument.
     """
 
     def program(tensors):
@@ -143,8 +143,8 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
 
 
 def most_graphs(op, choices):
-    """Return the largest allowed number of graphs: two, and a third for 128x4 scales, because PyTorch also specialises
-    a size for which the rows fill a single scale tile."""
+    """Return the largest allowed number of graphs: two, or three with 128x4 scales. PyTorch makes the third graph for
+    rows that fill a single scale tile."""
     has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith("both_layouts")
     return 3 if has_tiles else 2
 
@@ -161,8 +161,8 @@ by_op = pytest.mark.parametrize(
     ("op", "choices"),
     [pytest.param(*case.values, choices_of(*case.values)[0], id=case.id) for case in op_cases()],
 )
-"""Each op with its first choices of formats and layouts. Other layouts would not change the symbols in tests with this
-mark."""
+"""Each op with its first choices of formats and layouts. The tests with this mark count graphs, and other layouts would
+not change the number."""
 
 
 @by_op_and_choices
@@ -206,7 +206,7 @@ def test_export(op, device):
 
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
-    # For ops with both layouts, torch specialises on whether the rows fit into one tile, 128 rows.
+    # For ops with both layouts, torch specialises on whether the rows fit into one tile of 128 rows.
     most = 128 if op.name.endswith("both_layouts") else 300
     rows = torch.export.Dim("rows", max=most)
     shapes = dynamic_shapes(op, tensors, rows)

@@ -259,7 +259,7 @@ def test_outputs_are_packed(op, name, device):
         turned = given[key].view(torch.uint8) if given[key].itemsize == 1 else given[key]
         order = tuple(range(turned.dim()))[::-1]
         turned = turned.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
-        with contextlib.suppress(ValueError):  # a weight may be refused: it seems not to be transposed
+        with contextlib.suppress(ValueError):  # strides of the copy may show that a weight is not transposed
             outputs = call(op, named(op, {**given, key: turned.view(given[key].dtype)}))
             for label, output in zip(op.outputs, outputs, strict=True):
                 blocks_first = (output.shape[-1], *output.shape[:-1]) if output.dim() else ()
@@ -293,9 +293,9 @@ UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
 
 
 def utils_for(op, name):
-    """Return the opcheck tests to run. ``AOT`` takes a third of a second, so it runs only for the form of each op with
-    the most features: test_compiled_is_eager covers all forms with fixed sizes, and test_fake_is_real with symbolic
-    sizes."""
+    """Return the opcheck tests to run. ``AOT`` takes a third of a second, so for each op it runs only on the form of a
+    call with the most features. test_compiled_is_eager covers all forms with fixed sizes, and test_fake_is_real covers
+    all forms with symbolic sizes."""
     first = next(case for case in form_cases() if case.values[0] is op)
     return [util for util in UTILS if util != AOT or name == first.values[1]]
 

@@ -56,8 +56,8 @@ LAID_OUT = [
 
 @pytest.fixture
 def needs_memory():
-    """Return a function that skips the test if the GPU has less than the given memory in GB. Such tests run one at a
-    time, however many processes share the GPU, and free all memory afterwards."""
+    """Return a function that skips the test if the GPU has less than the given memory in GB. Tests that use this
+    function run one at a time, even if several processes share the GPU, and free all memory afterwards."""
 
     def needs(gigabytes):
         total = torch.cuda.get_device_properties(0).total_memory / 1e9
@@ -127,8 +127,8 @@ def test_capture_of_a_kernel_that_is_not_ready(op):
 
 @by_op
 def test_runs_on_the_current_stream(op):
-    """Check that the op waits for work on the current stream and on no other stream: its input is written late on a
-    side stream."""
+    """Check that the op waits for work on the current stream and on no other stream. The op's input is written late, on
+    a side stream."""
     data = plain_sample(op, "cuda")
     samples = [copy_updated(op, plain_sample(op, "cuda")) for _ in range(2)]
     want = run(op, data)
@@ -174,7 +174,7 @@ def test_many_streams_and_threads(op):
 @pytest.mark.parametrize("adds", [False, True])
 def test_kernels_that_follow_each_other(captured, adds):
     """Check programmatic dependent launches, in which a kernel starts before the previous kernel ends. Each step reads
-    results of the step before and overwrites the inputs of that step."""
+    the results of the previous step and overwrites the inputs of the previous step."""
     start = torch.randn(257, 2048, dtype=torch.bfloat16, device="cuda")
     weight = torch.rand(2048, dtype=torch.bfloat16, device="cuda") + 0.5
     y, scale = torch_cute_ops.rmsnorm_fp4quant(start, weight, scale_layout="128x4")

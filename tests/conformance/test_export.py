@@ -30,13 +30,13 @@ import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# No optimisation, which would take a minute for the wrapper's C++, and no precompiled header, which would be used only
+# Disable optimisation, which takes a minute for the wrapper's C++, and the precompiled header, which would be used only
 # once.
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
 
 
 def default_call(op):
-    """Return the tensors of a plain sample, and its arguments without a default value."""
+    """Return the arguments of a plain sample that are tensors or for which the op defines no default."""
     given = arguments(op, plain_sample(op, "cpu"))
     return named(
         op,
@@ -172,7 +172,7 @@ def test_package(tmp_path):
             assert_same((*defined(op, sample, each[name]), *updated(op, given)), run(op, sample))
 
 
-# Without the cache of graphs, because a cached program crashes after an op gets a new argument.
+# Disable the cache of graphs, because a cached program crashes if an op has gained an argument since.
 WRAPPED = """
 import faulthandler, json, sys, torch
 faulthandler.enable()

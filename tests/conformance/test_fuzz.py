@@ -1,5 +1,5 @@
-"""Random calls: each returns results that match its fake and independent formulas, or raises a ``ValueError`` or
-``TypeError`` that names the op."""
+"""Random calls: each call returns results that match the fake results and independent formulas, or raises a
+``ValueError`` or ``TypeError`` that names the op."""
 
 import functools
 import math
@@ -64,7 +64,7 @@ VALUES = {
 }
 VALUES["SymInt"] = VALUES["int"]
 EACH_VALUE = {kind: st.sampled_from(values) for kind, values in VALUES.items()}
-"""Strategies that draw one of the values."""
+"""Strategies that draw one of a kind's values, by kind."""
 
 
 # Tensors

@@ -1,5 +1,5 @@
-"""Derivatives: an op refuses every way to request one, and names the argument. Without gradients, tensor subclasses see
-the op."""
+"""Derivatives: an op refuses every way to request a derivative, and the error names the argument. Without gradients,
+tensor subclasses receive calls of the op."""
 
 import pytest
 import torch

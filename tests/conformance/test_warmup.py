@@ -109,7 +109,7 @@ def test_the_advice_of_a_capture_helps(op, capture, launches):
         except RuntimeError as error:
             raised = error
         except ValueError:
-            assert op.has_backends  # only a GEMM may have no backend for the call on Hopper
+            assert op.has_backends  # only a GEMM may lack a backend for the call on Hopper
             continue
         else:
             assert not launches.compiled  # a call without rows, for example, needs no kernel

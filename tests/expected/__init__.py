@@ -2,7 +2,7 @@
 
 A module defines ``SCHEMA`` and ``OUT_SCHEMA``, the schemas promised to users; ``results(given)``, which returns the
 expected outputs on the CPU for arguments by name; and ``assert_results(actual, expected, given)``. It may define
-``rows_alone(given, outputs)``, which yields calls with some of the rows, and the expected results of these calls.
+``rows_alone(given, outputs)``, which yields calls with a few of the rows, and the expected results of these calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WITHIN = torch.arange(256)
 INTERLEAVED = (
     128 * (_WITHIN // 32 % 2) + 32 * (_WITHIN // 8 % 4) + 16 * (_WITHIN // 4 % 2) + 4 * (_WITHIN // 64) + _WITHIN % 4
 )
-"""Position of each of 256 elements of a row whose k is interleaved, from the text of docs/formats.md."""
+"""Position of each of 256 elements of a row whose k is interleaved, as docs/formats.md describes it."""
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], given: Any = None) -> None:
-    """Check that dtypes, shapes and bytes are equal. All NaNs of a dtype are equal, except in one-byte formats."""
+    """Check that dtypes, shapes and bytes are equal. All NaNs of a dtype count as equal, except in one-byte formats."""
     for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert got.dtype == want.dtype and got.shape == want.shape, f"output {i}: {got.dtype} {got.shape}"
         different = (raw(got) != raw(want)).any(-1)
@@ -99,7 +99,7 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
 
 
 def in_order(y: torch.Tensor, k: int) -> torch.Tensor:
-    """Return codes (..., ⌈K/256⌉, 256) whose k is interleaved in the order of k. Check that codes beyond K are zero."""
+    """Return interleaved codes (..., ⌈K/256⌉, 256) in the order of k. Check that codes beyond K are zero."""
     codes = y.view(torch.uint8)[..., INTERLEAVED.to(y.device)].flatten(-2)
     assert y.dim() > 1 and y.shape[-2:] == (-(-k // 256), 256) and not codes[..., k:].any()
     return codes[..., :k].contiguous().view(y.dtype)
@@ -125,11 +125,11 @@ def residual_sum(given: dict[str, Any]) -> torch.Tensor:
 
 
 def after_addition(norm: Any) -> tuple[Callable[..., Tensors], Callable[..., None]]:
-    """Return the functions ``results`` and ``assert_results`` for an op that first adds to the residual, which must be
-    exact, and then computes the op of the module ``norm``."""
+    """Return the functions ``results`` and ``assert_results`` for an op that first adds to the residual and then
+    computes the op of the module ``norm``. The residual must be exact."""
 
     def results(given: dict[str, Any]) -> Tensors:
-        """Return the expected outputs, and the expected residual."""
+        """Return the expected outputs and the expected residual."""
         total = residual_sum(given)
         return *norm.results({**given, "input": total}), total
 

@@ -6,8 +6,8 @@ EPS = 2.0**-24
 
 
 def of_rows(value, expert=None) -> np.ndarray | None:
-    """Return ``alpha`` or a bias in float64, in a shape that broadcasts to rows (M, N). If it differs by expert, return
-    the values of ``expert``."""
+    """Return ``alpha`` or a bias in float64, in a shape that broadcasts to rows (M, N). If ``value`` differs by expert,
+    return the values of ``expert``."""
     if value is None:
         return None
     value = value.detach().cpu().double().numpy()

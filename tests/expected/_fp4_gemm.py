@@ -33,7 +33,7 @@ def operands(given) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sixteen_bit(a: torch.Tensor, block_size: int) -> np.ndarray:
-    """Return 16-bit activations as a GEMM multiplies them: with an MXFP4 weight they are first rounded to bfloat16."""
+    """Return 16-bit activations in float64, rounded to bfloat16 first if the weight is MXFP4, as in the GEMM."""
     return (a.cpu().bfloat16() if block_size == 32 else a.cpu()).double().numpy()
 
 

@@ -1,4 +1,4 @@
-"""Re-encoding of an FP4 weight in FP8, in NumPy, written from the text of docs/numerics.md."""
+"""Re-encoding of an FP4 weight in FP8, in NumPy, as docs/numerics.md specifies it."""
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def fp4_weight(codes: torch.Tensor, scale: torch.Tensor, layout: str, block_size
 def token_weight(codes: torch.Tensor, scale: torch.Tensor, layout: str, block_size: int) -> Weight:
     """Re-encode codes (N, K/2) with scales in this layout as an FP8 weight with one power of two per row, (N, 1).
 
-    The exponent is as for ``fp4_weight``, for all elements of a row.
+    The exponent is computed as in ``fp4_weight``, for all elements of a row together.
     """
     return fp4_weight(codes, scale, layout, block_size, span=2 * codes.shape[1])
 
@@ -63,15 +63,15 @@ def prepared_weight(codes: torch.Tensor, prepared: torch.Tensor, block_size: int
 
 def weight_of_tokens(codes: torch.Tensor, scale: torch.Tensor, layout: str, block_size: int) -> Weight:
     """Re-encode codes (N, K/2) as an FP8 weight with one power of two per row. Scales with three dimensions are
-    prepared."""
+    prepared scales."""
     if scale.dtype == torch.uint8 and scale.dim() == 3:
         return prepared_weight(codes, scale, block_size)
     return token_weight(codes, scale, layout, block_size)
 
 
 def has_tokens(given) -> bool:
-    """Return True if activations in the order of k use per-token scales. For K up to 128, a scale per row is a block
-    scale, unless the scales of the weight are prepared."""
+    """Return True if the call uses per-token scales. For K up to 128, one scale per row counts as a block scale, unless
+    the scales of the weight are prepared. The activations must not be interleaved."""
     b, a_scale, is_prepared = given["b"], given["a_scale"], given["b_scale"].dim() == given["b"].dim() + 1
     return a_scale.dim() == 1 or is_prepared or (a_scale.shape[-1] == 1 and b.shape[-2] > 64)
 

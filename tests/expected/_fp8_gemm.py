@@ -13,8 +13,8 @@ PROMOTED = 512
 """Number of elements of K that tensor cores may add up before promotion, with per-token scales and without
 ``fast_accum``."""
 LOST = {"cpu": 2.0**-24, "cuda": 2.0**-13}
-"""Error of one tensor-core step, relative to the largest term. A step aligns 32 products and the previous sum to the
-largest of them and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report", 3.3.2)."""
+"""Error of one tensor-core step, relative to its largest term. A step aligns 32 products and the previous sum to the
+largest of these terms, and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report", 3.3.2)."""
 
 
 class Bounded(NamedTuple):
@@ -31,7 +31,7 @@ def numbers(codes: torch.Tensor) -> np.ndarray:
 
 
 class Weight(NamedTuple):
-    """A weight as FP8 tensor cores multiply it: e4m3 numbers (N, K), and the scale of each block of a row, (N,
+    """A weight that FP8 tensor cores multiply: e4m3 numbers (N, K), and the scale of each block of a row, (N,
     ⌈K/128⌉)."""
 
     numbers: np.ndarray
@@ -115,8 +115,7 @@ def token_gemm(
 
 
 def sum_of_tokens(left: np.ndarray, right: np.ndarray, blocks: int | None, device: str) -> tuple[np.ndarray, ...]:
-    """Compute ``left @ right.T``. Return it with the error bound of tensor cores, and the sum of the magnitudes of all
-    blocks' sums.
+    """Return ``left @ right.T``, the error bound of tensor cores, and the sum of the magnitudes of all blocks' sums.
 
     Tensor cores may begin a sum at any block of 128 elements of K.
 
@@ -153,7 +152,7 @@ def assert_close(got: torch.Tensor, want: Bounded, dtype: torch.dtype) -> None:
     rounded = exact.float().to(dtype)
     assert torch.equal(got.isnan(), rounded.isnan())
     step = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
-    # A result near the dtype's largest number may be infinite or finite.
+    # A result near the dtype's largest number may be rounded to infinity or stay finite.
     largest = torch.finfo(dtype).max
     error = (got.double().clamp(-largest, largest) - exact.clamp(-largest, largest)).abs()
     wrong = ~rounded.isnan() & (error > torch.from_numpy(want.bound) + step)

@@ -32,7 +32,7 @@ def factors(given) -> np.ndarray:
 
 def by_expert(given):
     """Yield for each expert: the indices of its routed rows, their gate and up values in float32, and the error bounds
-    of these values. A bound is one rounding per term of the sum, and two more after it."""
+    of these values. A bound allows one rounding per term of the sum, and two more roundings."""
     a, w = operands(given)
     routing, factor = given["routing"].cpu().numpy(), factors(given)
     bias = None if given["bias"] is None else given["bias"].detach().cpu().float().numpy()
@@ -80,8 +80,8 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    """Check blocks as for any op that gates and quantises. 16-bit results may have the error of fp32 sums, the gate and
-    one rounding."""
+    """Check blocks as for any op that gates and quantises. 16-bit results may be off by the error of fp32 sums, the
+    gate and one rounding."""
     if len(expected) == 2:
         fmt = resolve_fp4_format(given["block_size"], given["scale_format"])
         y, scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
@@ -101,8 +101,8 @@ def assert_results(actual, expected, given) -> None:
 
 
 def moved(given) -> np.ndarray:
-    """Return the error bound of the gate's results (M, E, I). The slope of a gate is at most 1.13, GELU's, and its
-    exponential is computed in fp32."""
+    """Return the error bound of the gate's results (M, E, I). The slope of a gate is at most 1.13 (the slope of GELU),
+    and its exponential is computed in fp32."""
     experts, _, lines = given["w"].shape
     off = np.zeros((len(given["a"]), experts, lines // 2))
     with np.errstate(all="ignore"):

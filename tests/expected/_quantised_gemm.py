@@ -12,7 +12,7 @@ _ARGUMENTS = (
 
 
 def schemas(op: str) -> tuple[str, str]:
-    """Return the two schemas of ``op`` that are promised to users."""
+    """Return ``SCHEMA`` and ``OUT_SCHEMA`` of ``op``, the schemas that are promised to users."""
     return f"cute::{op}({_ARGUMENTS}) -> Tensor", f"cute::{op}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 

@@ -1,4 +1,4 @@
-"""``all_reduce_add_rmsnorm_fp4quant``: as ``add_rmsnorm_fp4quant``, with a group of one rank."""
+"""``all_reduce_add_rmsnorm_fp4quant``: outputs are checked as in ``add_rmsnorm_fp4quant``, with a group of one rank."""
 
 from expected import after_addition, rmsnorm_fp4quant
 

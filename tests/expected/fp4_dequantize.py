@@ -1,4 +1,4 @@
-"""``fp4_dequantize``: results must equal the specification's bit for bit."""
+"""``fp4_dequantize``: results must equal the specification bit for bit."""
 
 import torch
 from support import spec
@@ -18,7 +18,7 @@ assert_results = assert_same
 def layout_of(given) -> str:
     """Return the layout that the call names, or else the layout that follows from the shape of the scales."""
     if given["scale_layout"] is None and given["scale"].shape[:-1] == given["y"].shape[:-1]:
-        return "linear"  # linear scales have the leading dimensions of the codes
+        return "linear"  # linear scales: their leading dimensions equal the codes' leading dimensions
     return spec.layout_named(given["scale_layout"], given["scale"])
 
 

@@ -1,4 +1,4 @@
-"""``fp4_quantize``: codes and scales must equal the specification's bit for bit."""
+"""``fp4_quantize``: codes and scales must equal the specification bit for bit."""
 
 from expected import Tensors, assert_same, quantised, rows_of
 

@@ -1,4 +1,4 @@
-"""``fp8_quantize``: codes and scales must equal the specification's bit for bit."""
+"""``fp8_quantize``: codes and scales must equal the specification bit for bit."""
 
 from expected import Tensors, assert_same, quantised_fp8, rows_of
 

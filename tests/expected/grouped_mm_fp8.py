@@ -19,7 +19,7 @@ OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
 
 def ranges(given):
-    """Yield the rows of each expert, as indices into all rows, flattened to one dimension."""
+    """Yield the indices of each expert's rows among all rows, flattened to one dimension."""
     experts = given["b"].shape[0]
     space = given["a"].shape[:-1].numel() // experts
     in_parts = [expert * space for expert in range(experts)]

@@ -27,8 +27,8 @@ def assert_results(actual, expected, given):
 
 
 def rows_alone(given, outputs):
-    """Yield calls in which all rows of ``a`` but one are NaN, or with one row alone, and the expected result of this
-    row. See ``mm_fp8_block``."""
+    """Yield calls in which all rows of ``a`` but one are NaN, and calls with one row alone, each with the expected
+    result of this row. See ``mm_fp8_block``."""
     if given["a_scale"].dim() == 2:
         yield from mm_fp8_block.rows_alone(given, outputs)
         return

@@ -31,8 +31,8 @@ def results(given):
 
 
 def rows_alone(given, outputs):
-    """Yield calls in which all rows of ``a`` but one are NaN, or with one row alone, and the expected result of this
-    row. See ``mm_fp8_block``."""
+    """Yield calls in which all rows of ``a`` but one are NaN, and calls with one row alone, each with the expected
+    result of this row. See ``mm_fp8_block``."""
     flat = given | {"a": given["a"].flatten(1)}
     one = {"a_scale": given["a_scale"]} if given["a_scale"].dim() == 1 else {}
     for call, want in rows_alone_of_blocks(flat, outputs):

@@ -1,4 +1,4 @@
-"""``moe_fc1_fp4``: codes and scales may differ from the specification's only as far as the error bound of the gate
+"""``moe_fc1_fp4``: codes and scales may differ from the specification only as far as the error bound of the gate
 allows."""
 
 from expected._moe_fc1 import assert_results, results, rows_alone

@@ -1,4 +1,4 @@
-"""``moe_finalize``: results must equal the specification's bit for bit. The fp32 product or sum of two numbers is the
+"""``moe_finalize``: results must equal the specification bit for bit. The fp32 product or sum of two numbers is the
 float64 result, rounded once."""
 
 import numpy as np

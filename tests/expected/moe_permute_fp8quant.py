@@ -1,4 +1,4 @@
-"""``moe_permute_fp8quant``: codes and scales must equal the specification's bit for bit, and must be zero in rows of
+"""``moe_permute_fp8quant``: codes and scales must equal the specification bit for bit, and must be zero in rows of
 padding."""
 
 import numpy as np

@@ -45,8 +45,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray:
-    """Return the indices in descending order of value; of equal values, the lower index first; then NaN; then elements
-    in ``left_out``."""
+    """Return the indices in descending order of value; for equal values, the lower index comes first. NaN follows the
+    numbers, and elements in ``left_out`` come last."""
     level = np.isnan(values) + 0
     if left_out is not None:
         level[left_out] = 2
@@ -66,7 +66,7 @@ def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
     """Return the experts of one token, and True if other experts would be accepted, too."""
     size = len(choice) // given["num_groups"]
     groups = np.where(np.isnan(choice), -np.inf, choice).reshape(-1, size)
-    # DeepSeek-V3 ranks a group by the sum of its two best scores; DeepSeek-V2 (softmax, no bias) by its best score.
+    # DeepSeek-V3 ranks groups by the sum of their two best scores, DeepSeek-V2 (softmax, no bias) by their best score.
     is_exact = given["scoring"] == "softmax" and given["bias"] is None
     with np.errstate(invalid="ignore"):
         sums = -np.sort(-groups, 1)[:, : 1 if is_exact else 2].sum(1)

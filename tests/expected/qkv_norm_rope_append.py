@@ -1,4 +1,4 @@
-"""``qkv_norm_rope_append``: q and both caches must equal the specification's bit for bit."""
+"""``qkv_norm_rope_append``: q and both caches must equal the specification bit for bit."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ assert_results = assert_same
 
 
 def normed(heads: np.ndarray, weight: torch.Tensor | None, given) -> np.ndarray:
-    """Normalise heads (M, heads, D). The squares are added as a balanced binary tree, each sum rounded to fp32."""
+    """Normalise heads (M, heads, D). A balanced binary tree adds the squares, and each sum is rounded to fp32."""
     if weight is None:
         return heads
     width = heads.shape[-1]
@@ -52,7 +52,7 @@ def normed(heads: np.ndarray, weight: torch.Tensor | None, given) -> np.ndarray:
 
 
 def turned(heads: np.ndarray, given) -> np.ndarray:
-    """Rotate heads (M, heads, D): pair by pair, each product and each sum rounded to fp32."""
+    """Rotate the pairs of elements of heads (M, heads, D). Each product and each sum is rounded to fp32."""
     table = given["cos_sin"].detach().cpu().float().numpy()[given["positions"].cpu().numpy()]
     pairs = table.shape[1] // 2
     out = heads.copy()
@@ -79,7 +79,7 @@ def encoded(heads: np.ndarray, dtype: torch.dtype, scale: torch.Tensor | None) -
 
 
 def write(stored, kind: str, heads: np.ndarray, scale: torch.Tensor | None, given) -> None:
-    """Write heads to the slots of ``stored``, the caches and block scales by name, one row after the other."""
+    """Write heads, row by row, to their slots in ``stored``, which contains the caches and block scales by name."""
     cache, block_scale = stored[f"{kind}_cache"], stored.get(f"{kind}_block_scale")
     if block_scale is None:
         new = [(cache, encoded(heads, cache.dtype, scale))]

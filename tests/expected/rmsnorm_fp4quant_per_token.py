@@ -1,4 +1,4 @@
-"""``rmsnorm_fp4quant_per_token``: codes and scales may differ from the specification's only as far as the error of an
+"""``rmsnorm_fp4quant_per_token``: codes and scales may differ from the specification only as far as the error of an
 fp32 sum, in any order, allows."""
 
 import numpy as np
@@ -41,8 +41,8 @@ def on_boundary(given) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masks of block scales (M, H/16) and of elements (M, H) that are so close to a rounding boundary of e4m3
     and e2m1 that a few fp32 ulps decide.
 
-    Dividing by the row's largest element cancels the root of the squares. What remains is a ratio of products of an
-    input and a weight, which may lie exactly halfway between two numbers if both have few significant bits.
+    Dividing by the row's largest element cancels the norm's factor. The quotient is then a ratio of two products of an
+    input and a weight. If inputs and weights use few bits, it may lie exactly halfway between two numbers.
     """
     norm = rmsnorm_fp4quant.exact_norm(given)
     with np.errstate(all="ignore"):

@@ -1,5 +1,5 @@
-"""``rmsnorm_fp8quant``: codes and scales may differ from the specification's only as far as the error of an fp32 sum,
-in any order, allows."""
+"""``rmsnorm_fp8quant``: codes and scales may differ from the specification only as far as the error of an fp32 sum, in
+any order, allows."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""``silu_mul_fp4quant``: codes and scales may differ from the specification's only as far as the error of an fp32
+"""``silu_mul_fp4quant``: codes and scales may differ from the specification only as far as the error of an fp32
 exponential allows."""
 
 from expected import Tensors, gated, quantised, rmsnorm_fp4quant, rows_of

@@ -21,7 +21,7 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    # The error of the gate may also change the scale of a block; then the results with either scale are correct.
+    # The error of the gate may also change the scale of a block. Results with either scale are then accepted.
     errors = (-GATE_ERROR, GATE_ERROR)
     exact, *others = (_quantised_gemm.decoded(values(given, error), given) for error in (0.0, *errors))
     with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""``silu_mul_fp4quant_per_token``: codes and scales may differ from the specification's only as far as the error of an
+"""``silu_mul_fp4quant_per_token``: codes and scales may differ from the specification only as far as the error of an
 fp32 exponential allows."""
 
 from expected import Tensors, gated, quantised_per_token, rmsnorm_fp4quant_per_token, rows_of

@@ -1,4 +1,4 @@
-"""``silu_mul_fp8quant``: codes and scales may differ from the specification's only as far as the error of an fp32
+"""``silu_mul_fp8quant``: codes and scales may differ from the specification only as far as the error of an fp32
 exponential allows."""
 
 from expected import Tensors, gated, quantised_fp8, rmsnorm_fp8quant, rows_of

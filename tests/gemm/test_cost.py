@@ -69,8 +69,8 @@ def test_bandwidth(target, gpu, tbps):
 
 
 def test_gpus_of_a_kind_are_planned_for_alike(target):
-    """Check that a bandwidth within 3 % of a listed GPU's is replaced by the listed value, which is also used for plans
-    that are made ahead of time."""
+    """Check that a bandwidth within 3 % of a listed GPU's bandwidth is replaced by the listed value, so that plans made
+    ahead of time are the same."""
     for arch in ARCHS.values():
         for gpu, listed in zip(arch.gpus, cost.usual_targets(arch), strict=True):
             for reported in (0.97 * gpu.bandwidth, 1.03 * gpu.bandwidth):

@@ -1,4 +1,4 @@
-"""The backend ``cublas`` on GPUs whose tensor cores take NVFP4: choice of block-scaled GEMMs, and calls of PyTorch.
+"""The backend ``cublas`` on GPUs whose tensor cores take NVFP4: GEMMs that multiply FP4 codes, and calls of PyTorch.
 
 The tests run without such a GPU: PyTorch's meta kernels check the calls, and the reference computes the results.
 """
@@ -45,7 +45,7 @@ two_levels = pytest.mark.skipif(not cublas.HAS_TWO_LEVELS, reason="torch 2.9 lac
     ],
 )
 def test_operands_that_stay_codes(codes: bool, problem: Any) -> None:
-    """Check which problems are passed to PyTorch as FP4 codes. All others are decoded first."""
+    """Check for which problems PyTorch gets FP4 codes. The operands of all other problems are decoded first."""
     for arch in ARCHS.values():
         target = usual_targets(arch)[0]
         tactics = BACKEND.tactics(problem, 64, target)
@@ -119,8 +119,8 @@ def call(epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> Calls:
 @two_levels
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
 def test_one_alpha_is_a_scale_of_the_tensor(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a single alpha is applied as a tensor-wide scale in one call. The tensor with the other operand's
-    scale, 1, is made only once."""
+    """Check that a single alpha is applied as a tensor-wide scale in one call. The other operand's scale is a tensor
+    with the value 1, which is made only once."""
     from torch.nn.functional import ScalingType, SwizzleType
 
     first, second = call(Epilogue(out_dtype, "one"), monkeypatch)

@@ -25,8 +25,8 @@ def counted(function, *args):
 
 @each_sample(case for case in form_cases() if case.values[0].has_backends)
 def test_a_gemm_is_two_operations_a_product(op, name, device):
-    """Check that a GEMM counts as 2·M·N·K operations. Expert GEMMs count every row of the experts' buffer, or every
-    expert, whether it is used or not."""
+    """Check that a GEMM counts as 2·M·N·K operations. For expert GEMMs, every row of the experts' buffer or every
+    expert counts, even if it is not used."""
     sample = get_sample(op, name, device)
     outputs = call(op, sample)
     a = arguments(op, sample)["a"]

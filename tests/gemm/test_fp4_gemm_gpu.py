@@ -163,8 +163,8 @@ def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
 
 
 def check_first_rows(launch, columns, device, tactic):
-    """Check that the first 33 of 100 rows, and the first row, give the same bits alone, and that a second call gives
-    the same bits for all rows."""
+    """Check that the first row and the first 33 rows give the same bits alone as among 100 rows, and that a second call
+    gives the same bits for all rows."""
     every = []
     for rows in (100, 100, 33, 1):
         every.append(torch.full((rows, columns), torch.nan, device=device))
@@ -313,7 +313,7 @@ def block_scaled_call(scales=None):
 
 
 def test_the_sign_of_a_scale_counts():
-    """Check that negative scales work, although PTX's ue4m3 has no sign bit. Our quantising ops never write one."""
+    """Check that negative scales work, although PTX's ue4m3 lacks a sign bit. Our quantising ops never write them."""
     given = block_scaled_call(POWERS["e4m3"])
     given["b_scale"].view(torch.uint8)[::3] |= 0x80
     (want,) = results(given)

@@ -108,7 +108,7 @@ def test_estimates(make) -> None:
 
 
 def test_operands_that_torch_rearranges_cost_time() -> None:
-    """Check that prepared scales, and activations in the order of k, are estimated to be faster."""
+    """Check that calls with prepared scales and without interleaved activations get the shortest estimate."""
     problem = token_problem()
     tactic = TOKEN.tactics(problem, 16, BLACKWELL)[0]
     interleaved = dataclasses.replace(problem, a=Operand(FP8_TOKEN, is_interleaved=True))
@@ -120,7 +120,8 @@ def test_operands_that_torch_rearranges_cost_time() -> None:
 
 def samples() -> Iterator[tuple[str, Sample]]:
     """Yield exact calls of both ops, in every layout of rows: with block scales, and with per-token scales. Of the
-    calls with per-token scales, every second call is interleaved, and two calls of three are prepared."""
+    calls with per-token scales, every second call uses interleaved activations, and two of three calls use prepared
+    scales."""
     calls, counts, spare = [], [3, 0, 20], {"exact": True, "spare": 5}
     for fmt, layout, k in ((NVFP4, "128x4", 448), (MXFP4, "linear", 448), (MXFP4, "128x4", 384)):
         calls += [

@@ -42,8 +42,8 @@ def samples(device: torch.device, m: int = 9, k: int = 576, **given) -> list[tup
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("backend", ["wgmma", "recode"])
 def test_repeated_calls(backend: str) -> None:
-    """Check that the operands of a call reach the kernels as these expect them, and that a repeated call, which passes
-    its tensors to the compiled function without checks, gives the same result as the first."""
+    """Check that a call passes its operands to the kernels in the form that the kernels expect, and that a repeated
+    call, which passes its tensors to the compiled function without checks, gives the same result as the first."""
     for op, one in samples(CPU):
         want = OPS[op].reference(*one.args, **one.kwargs)
         kwargs = {**one.kwargs, "backend": backend}
@@ -57,8 +57,8 @@ def test_repeated_calls(backend: str) -> None:
 
 
 def test_groups_of_k_are_compared(launches) -> None:  # noqa: F811
-    """Check that a call whose activations have another number of groups of 256 elements than the weight is refused,
-    also after a launcher for the right number exists, and that no kernel is launched."""
+    """Check that a call launches no kernel and is refused if activations and weight differ in the number of groups of
+    256 elements, even if a launcher for the right number exists."""
     for op, one in [each for each in samples(CPU, k=256) if "interleaved" in each[1].name]:
         kwargs = {**one.kwargs, "backend": "wgmma"}
         OPS[op].cuda(*one.args, **kwargs)
@@ -98,9 +98,9 @@ def test_tactics() -> None:
             assert backend.estimate(problem, m, best, HOPPER) > backend.estimate(arranged, m, best, HOPPER)
             (multiply,) = backend.kernels(arranged, best, HOPPER.arch)
             _, second = backend.kernels(problem, best, HOPPER.arch)
-            # After the launch that interleaves k, the weight is complete.
+            # The previous launch only interleaves k, so the weight is static.
             assert second.config == replace(multiply.config, static_weight=best.tile_m <= 64)
-            # Right after launches that prepare the scales, the weight is not complete yet.
+            # The previous launch prepares the scales, so the weight is not static, whatever the caller promises.
             promised = replace(arranged, static_weight=True)
             given = replace(promised, b=replace(problem.b, is_prepared=False, scale_layout=SCALE_LAYOUTS["linear"]))
             kernels = [backend.kernels(each, best, HOPPER.arch)[0].config for each in (promised, given)]

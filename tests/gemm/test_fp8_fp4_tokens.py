@@ -46,8 +46,8 @@ def bound(op, sample):
 
 
 def test_launches():
-    """Check that the launcher passes the operands that backends expect: the reference backend computes the bits of the
-    op."""
+    """Check that the launcher passes the operands that backends expect. With them the reference backend returns the
+    op's result bit for bit."""
     for op, sample in calls():
         given, call = bound(op, sample)
         path, want = OPS[op].path, getattr(torch_cute_ops, op)(**given)
@@ -122,8 +122,8 @@ def test_tuning_checks_results():
 
 
 def test_mxfp4_is_exact_near_the_largest_scale():
-    """Check that one-hot rows of ``a`` give the weight itself in blocks whose scale is up to 2^14 below the largest of
-    the row, and are off by at most 2^-10 · 2^u in other blocks."""
+    """Check that one-hot rows of ``a`` give the weight itself in blocks whose scale is at least 2^-14 times the row's
+    largest scale. In other blocks the error is at most 2^-16 times the row's largest scale."""
     n, k = 16, 512
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     top = torch.randint(20, 240, (n, 1))
@@ -156,7 +156,7 @@ def test_forms_give_the_same_bits(fmt):
 
 
 def test_other_gemms_refuse_interleaved_rows():
-    """Check that GEMMs that do not take interleaved activations name the inverse of ``interleave_k``."""
+    """Check that GEMMs that refuse interleaved activations name the inverse of ``interleave_k`` in the error."""
     text = r"got a with shape \(4, 1, 256\); .*; if interleave_k wrote a, pass torch_cute_ops.deinterleave_k\(a, K\)"
     a = interleave_k(torch.ones(4, 256).to(torch.float8_e4m3fn))
     b, ones = torch.ones(8, 256).to(torch.float8_e4m3fn).t(), torch.ones(1)

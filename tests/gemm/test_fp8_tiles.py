@@ -161,8 +161,8 @@ FASTEST = [
     (fp4_problem(10240, 5120), {1: (1, 192, 2), 8: (8, 160, 2), 16: (16, 192, 2), 32: (32, 192, 2)}),
     (fp4_problem(8192, 28672), {1: (1, 256, 3), 8: (8, 224, 3), 16: (16, 256, 0), 32: (32, 256, 0)}),
 ]
-"""The fastest tile on an H200, or a nearly as fast tile, for each problem and M. The backend precedes the tile, unless
-it is ``wgmma``, or ``wgmma_ss`` with an FP4 weight."""
+"""The fastest or nearly fastest tile on an H200 for each problem and M. The name of the backend precedes the tile,
+except for ``wgmma``, and ``wgmma_ss`` with an FP4 weight."""
 
 FASTEST_ON_H100 = [
     (fp8_problem(4096, 4096), {1: (16, 64, 2), 16: (16, 64, 2)}),
@@ -201,7 +201,7 @@ FASTEST_ON_H100 = [
     ],
 )
 def test_the_fastest_is_chosen(target, problem, m, tile):
-    """Check that the chosen tile is the tile that was measured to be the fastest."""
+    """Check that the chosen tile is the tile in the tables, which was measured to be (nearly) the fastest."""
     choice = choose(problem, m, target)
     default = "wgmma_ss" if problem.a.is_fp8 and problem.b.is_fp4 else "wgmma"
     want = tile if isinstance(tile[0], str) else (default, *tile)

@@ -145,7 +145,7 @@ def test_exact_sums(op, fmt, layout, half, device):
 def test_exact_results_of_skewed_routings(op, m, half, device):
     """Check that results are exact if some experts get all or most of the tokens, and others get one token or none.
 
-    One number of tokens is below the limit up to which each CTA finds its expert's tokens itself, and one is above.
+    The numbers of tokens are below and above the limit up to which each CTA itself searches for its expert's tokens.
     """
     for routing, route in SKEWED.items():
         given, value = linear_call(op, half, NVFP4, "128x4", device, (m, 20, 64, 80), route)

@@ -153,7 +153,7 @@ def test_kernels(name, dtype, given):
 
 
 def scale_given(given):
-    """Return the static property that calls pass a global scale, or an empty dict."""
+    """Return the static property of a call with a global scale, or an empty dict if the call lacks one."""
     return {"global_scale": True} if "global_scale" in given else {}
 
 

@@ -95,7 +95,7 @@ def test_every_tactic(fmt, dtype, name, m, n, k):
 
 
 def layer_of(name, dtype, static):
-    """Return a layer that consists of a norm and two projections, where the op is the last projection.
+    """Return a layer that consists of a norm and two projections. The op computes the second projection.
 
     The layer is a function of the rows and of a callback that runs after each launch.
     """

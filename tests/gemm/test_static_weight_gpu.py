@@ -19,7 +19,7 @@ COUNT, ROUNDS, FEW = 500, 200, 20
 """Number of chains per graph or eager round, number of graph replays (for M = 1 also of eager rounds), and number of
 eager rounds for larger M.
 
-In total there are 100,000 captured chains. There are as many eager chains for M = 1, and 10,000 for larger M. The host
+In total 100,000 captured chains run. Eagerly, 100,000 chains run for M = 1 and 10,000 chains for larger M. The host
 takes 50 s for 100,000 eager chains if 30 processes share a GPU.
 """
 E2M1 = (0, 1, 2, 3, 4, 6)
@@ -70,8 +70,8 @@ def check(one: Round, want: torch.Tensor) -> None:
 
 
 def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, torch.Tensor]:
-    """Return a chain of launches, and the results that are expected of it. The launches quantise the weight and the
-    activations, then multiply them.
+    """Return a chain of launches and its expected results. The launches quantise the weight and the activations, then
+    multiply them.
 
     If the weight is static, the launch right before the GEMM quantises the activations, even if a 16-bit GEMM does not
     read the result. Otherwise the launch right before the GEMM writes the weight.

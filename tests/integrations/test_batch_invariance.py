@@ -25,7 +25,7 @@ ROWS = (1, 2, 64, 128, 129, 300)
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """Put the stubs in the place of vLLM, and return the integration's modules by name."""
+    """Replace vLLM by stubs, and return the integration's modules by name."""
     monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
     with installed(vllm_stub, ("_config", "_checkpoints", "_linear", "_prepare"), monkeypatch) as modules:
         yield modules
@@ -34,7 +34,7 @@ def vllm(monkeypatch):
 @pytest.mark.parametrize(("scheme", "activations", "parts", "has_input_scale"), GEMMS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_one_tactic(scheme, activations, parts, has_input_scale, arch, vllm):
-    """Every GEMM has 128 rows and a named backend, and the same kernels, which are compiled before."""
+    """Check that GEMMs always get 128 rows and a named backend, and only need kernels that were compiled in advance."""
     form = gemms.Form(scheme, activations, 1024, 512, parts, has_input_scale, torch.bfloat16, False)
     backend = invariant.backend_of(form, arch)
     assert backend in ("wgmma", "wgmma_ss") if arch == "sm_90a" else backend in ("tcgen05", "mma_sync")
@@ -82,7 +82,7 @@ LAYERS = [
 
 @pytest.mark.parametrize(("fmt", "style", "stored_for", "activations", "parts", "k", "bias"), LAYERS)
 def test_rows_do_not_depend_on_their_batch(fmt, style, stored_for, activations, parts, k, bias, vllm, device):
-    """Each row of a batch is equal, to the last bit, to the row alone, wherever it is in the batch."""
+    """Check that each row of a batch gives the same bits as the row alone, wherever it is in the batch."""
     scheme = LayerScheme(fmt, style, stored_for)
     made = [stored_layer(scheme, rows, k) for rows in parts]
     layer = vllm_stub.LinearBase()
@@ -117,7 +117,8 @@ def test_rows_do_not_depend_on_their_batch(fmt, style, stored_for, activations, 
 
 
 def test_decoded_layers(vllm):
-    """Sizes without a kernel are decoded, as without the mode: vLLM's method for 16 bits then keeps its promise."""
+    """Check that weights whose sizes no kernel supports are decoded. vLLM's method for 16-bit weights then makes
+    results independent of the batch."""
     layer = vllm_stub.LinearBase()
     scheme, layer.input_size = LayerScheme("mxfp4", "compressed-tensors", "16bit"), 64
     method = vllm._linear.CuteLinearMethod(
@@ -130,7 +131,7 @@ def test_decoded_layers(vllm):
 
 
 def test_vllm_chooses_it(vllm, monkeypatch):
-    """VLLM_BATCH_INVARIANT is honoured by linear layers; experts are left to vLLM, with a warning."""
+    """Check that linear layers honour VLLM_BATCH_INVARIANT, and that experts are left to vLLM with a warning."""
     made, said = vllm._config.CONFIGS[0].from_config(NVFP4), []
     experts = importlib.import_module(f"{vllm_stub.OURS}._experts")
     monkeypatch.setattr(vllm._checkpoints.logger, "warning_once", lambda text, *args: said.append(text % args))

@@ -1,4 +1,4 @@
-"""All classes of experts in transformers: each is replaced with equal results, or stays with a reason."""
+"""All classes of experts in transformers: each is replaced without changing results, or stays for a stated reason."""
 
 from __future__ import annotations
 
@@ -116,8 +116,7 @@ EXPERTS = {
     "unlimited_ocr.UnlimitedOcrTextExperts": SILU,
     "zaya.ZayaExperts": SILU,
 }
-"""Gate of each class for the sizes and limits of its default configuration, or the reason that the class is not
-replaced."""
+"""Gate of each class with the limits of its default configuration, or the reason that the class is not replaced."""
 
 
 def classes_of_experts() -> list[str]:
@@ -231,8 +230,8 @@ def test_other_settings(name, settings, swiglu):
 
 
 def test_a_clamp_after_the_activation_is_no_swiglu():
-    """Check that Step-3.7's gate is not taken for a SwiGLU: it clamps silu(gate), and SwiGLU clamps the gate, a
-    difference of 0.1 % at a limit of 7."""
+    """Check that Step-3.7's gate is not mistaken for a SwiGLU. Step-3.7 clamps silu(gate), but SwiGLU clamps the gate.
+    At a limit of 7 the results differ by 0.1 %."""
     experts = built("step3p7.Step3p7Experts")
     experts.limit = 7.0
     assert OTHER in float_experts(experts).verified()
@@ -249,7 +248,7 @@ def test_experts_on_meta(name):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_implementations(implementation):
     """Check that experts with any of transformers' own implementations are replaced, and that experts with a registered
-    implementation, which computes something else, are not."""
+    implementation are not replaced, because it computes another function."""
     experts = built("mixtral.MixtralExperts")
     experts.config._experts_implementation = implementation
     assert float_experts(experts).verified() == SILU
@@ -370,14 +369,14 @@ def test_a_config_of_an_odd_size():
     assert "in_features is 500" in found.left["model.layers.0.mlp.down_proj"]
     assert {*found.replaced} == {f"model.layers.0.self_attn.{each}_proj" for each in "qkvo"}
     assert found.function == "from_config"
-    # The four layers of an attention block; each consists of codes, scales (64 rows padded to a tile of 128) and a
-    # global scale.
+    # Four layers of an attention block are quantised. Each layer consists of codes, scales (64 rows padded to a tile of
+    # 128) and a global scale.
     assert found.bytes_before - found.bytes_after == 4 * H * H * 2 - 4 * (H * H // 2 + 128 * H // 16 + 4)
 
 
 def test_summary_of_loaded_checkpoints(tmp_path, caplog):
-    """Check that our ``from_pretrained`` and transformers' own record what was replaced, and the sizes before and
-    after."""
+    """Check that our ``from_pretrained`` and transformers' own record what was replaced, and the sizes in bytes before
+    and after."""
     config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
     model = quantise_without_warnings(
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), "nvfp4"

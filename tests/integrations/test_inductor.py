@@ -26,7 +26,7 @@ from torch_cute_ops.integrations._inductor_graph import named_arguments
 
 
 class Marks(CustomGraphPass):
-    """Pass of a third party: negates the factors of products of two."""
+    """Stand-in for another party's pass: it negates the factor 2 of products."""
 
     def __call__(self, graph):
         for node in graph.nodes:
@@ -38,7 +38,7 @@ class Marks(CustomGraphPass):
 
 
 def test_compiled_by_inductor(device):
-    """Compile a model with our pass in the option, after another pass, through the whole compiler."""
+    """Compile a function with Inductor, with our pass as its custom pass. Our pass runs another pass first."""
     x, weight = numbers(4, H, device=device), numbers(H, device=device)
 
     def layer(x, weight):
@@ -52,8 +52,8 @@ def test_compiled_by_inductor(device):
 
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
-    """Check ops that update a residual in place, if another node reads the residual before the first update, and
-    Inductor has already chosen the stride of the residual's dimension of size 1."""
+    """Check ops that update a residual in place, if another node reads the residual before the first update. One
+    dimension of the residual is 1, and Inductor has already chosen its stride."""
     weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):
@@ -75,9 +75,9 @@ def test_a_residual_that_is_read_before(device):
 
 @pytest.mark.gpu
 def test_inductors_kernels_overlap_with_ours():
-    """Check that kernels of Inductor and ours may overlap: with ``triton.enable_pdl`` kernels start before their
-    predecessors end. Results must stay bitwise equal, even in a captured graph. Weights are static, so GEMMs read them
-    early."""
+    """Check that Inductor's kernels and our kernels may overlap. With ``triton.enable_pdl`` a kernel starts before its
+    predecessor ends. Results must stay bitwise equal, even in a captured graph. GEMMs read their weights early, because
+    the weights are static."""
     width, layers, rows = 1024, 12, 3
     weights = [tco.fp4_quantize(numbers(width, width, device="cuda") / width**0.5) for _ in range(layers)]
 
@@ -173,8 +173,8 @@ def assert_one_residual(graph):
 
 
 def test_llama_generates_the_same_tokens(llama):
-    """Check that the fused model generates the same tokens. In float32, no rounding is skipped that could change a
-    code."""
+    """Check that the fused model generates the same tokens. The model computes in float32, in which fusing skips no
+    rounding that could change a code."""
     from transformers import CompileConfig
 
     model, ids = llama
@@ -192,7 +192,7 @@ def test_llama_generates_the_same_tokens(llama):
 
 
 def test_llama_with_16_bit_activations():
-    """Check that the pass computes the RMSNorms of a model with quantised weights and 16-bit activations."""
+    """Check that the pass replaces the RMSNorms of a model with quantised weights and 16-bit activations."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, "nvfp4", activations="16bit"))
     ids = torch.randint(1, 96, (2, 7))

@@ -1,4 +1,4 @@
-"""Norms and gates that the Inductor pass fuses with quantisations, and others that it must leave alone."""
+"""Norms and gates that the Inductor pass fuses with quantisations, and norms and gates that it must not change."""
 
 import pytest
 import torch
@@ -239,8 +239,8 @@ def test_a_norm_that_is_read_elsewhere():
 
 
 def test_scales_of_one_norm_that_differ():
-    """Check that quantisations of one norm with different scales, as for unmerged q and k, become separate ops: after
-    the first op, each norm reads the sum that this op wrote."""
+    """Check that quantisations of one norm with different scales, as for unmerged q and k, become separate ops. The
+    first op writes the sum, and the norms of the other ops read it."""
     x, weight, g, other = numbers(4, H), numbers(H), torch.full((1,), 0.5), torch.full((1,), 2.0)
 
     def layer(x, weight, g, other):
@@ -256,8 +256,8 @@ def test_scales_of_one_norm_that_differ():
 
 
 def test_equal_quantisations():
-    """Check that equal quantisations of a tensor are merged, however it is reshaped, and that other scales or layouts
-    stay separate."""
+    """Check that equal quantisations of a tensor are merged, even if they reshape the tensor differently, and that
+    quantisations with other scales or layouts stay separate."""
     x, g = numbers(2, 3, H), torch.full((1,), 0.5)
 
     def layers(x, g):

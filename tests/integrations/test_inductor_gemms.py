@@ -62,8 +62,8 @@ def test_norm_in_another_dtype_before_a_gemm():
 
 
 def test_sum_before_gemms(device):
-    """Check a sum that is read later, and whose norm three GEMMs read. The gate of many rows before another GEMM is not
-    fused."""
+    """Check a sum that is also a result, and whose norm three GEMMs read. The gate before the last GEMM is not fused,
+    because there are many rows."""
     x, weight = numbers(9, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(2 * H, H, device=device))
 
@@ -88,7 +88,7 @@ def test_sum_before_gemms(device):
 
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16)])
 def test_gate_before_a_gemm(lead, dtype, device):
-    """Check that for one row a gate and a GEMM become one op, whatever the other arguments of the GEMM are."""
+    """Check that for one row a gate and a GEMM become one op, for any other arguments of the GEMM."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias = torch.randn(24, device=device)
 
@@ -107,8 +107,8 @@ def test_gate_before_a_gemm(lead, dtype, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "float32", "strided", "swapped", "Blackwell"])
 def test_gates_that_stay_before_a_gemm(left, monkeypatch):
-    """Check that a gate is not fused into a GEMM for many rows, a symbolic number of rows, another GPU, another reader,
-    another dtype, or if up comes first."""
+    """Check that a gate is not fused into a GEMM if the rows are many or their number is symbolic, on another GPU, if
+    another node reads the gate's result, in another dtype, or if up comes first."""
     both, codes, scale = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     both = both.repeat_interleave(2, 1)[:, ::2] if left == "strided" else both
     both = both.float() if left == "float32" else both
@@ -133,8 +133,8 @@ def test_gates_that_stay_before_a_gemm(left, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True], ids=["quantised", "gated"])
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16), ((8,), torch.bfloat16)])
 def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
-    """Check that for few rows a quantisation and a GEMM become one op with the same bits, whatever the other arguments
-    are. For one row this includes the gate."""
+    """Check that for few rows a quantisation and a GEMM become one op with the same bits, for any other arguments. For
+    one row the op also includes the gate."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias, alpha = torch.randn(24, device=device), torch.rand(24, device=device)
     given = None if global_scale is None else torch.full((1,), global_scale, device=device)
@@ -160,8 +160,8 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
 def test_quantisations_that_stay_before_a_gemm(left):
-    """Check that a quantisation is not fused into a GEMM for many rows, a symbolic number of rows, another reader of
-    the codes, another dtype or format, or a gate other than SiLU."""
+    """Check that a quantisation is not fused into a GEMM if the rows are many or their number is symbolic, if another
+    node reads the codes, in another dtype or format, or after a gate other than SiLU."""
     both, *_ = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     block_size = 32 if left == "MXFP4" else 16
     codes, scale = tco.fp4_quantize(numbers(24, H), block_size=block_size)
@@ -210,7 +210,7 @@ def test_a_row_scale_stays_with_its_gemm():
 
 
 def four_gemms(x, y, first, first_scale, second, second_scale, other):
-    """Compute a projection and a gated projection, twice. The last weight is a separate tensor."""
+    """Compute a projection and a gated projection, twice. Only the last projection uses the weight ``other``."""
     for weight, scale in ((second, second_scale), (other, second_scale)):
         x = tco.mm_fp4_weight_only(x, first.t(), first_scale)
         a, a_scale = tco.silu_mul_fp4quant(x)
@@ -238,8 +238,8 @@ def test_a_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65])
 def test_an_fp8_gemm_prefetches_the_next_weight(rows):
-    """Check the same with an FP8 weight, which is prefetched for up to 64 rows; an FP4 weight is prefetched for up to
-    16 rows."""
+    """Check that GEMMs with FP8 activations prefetch the next weight, for up to 64 rows if their own weight is FP8, and
+    for up to 16 rows if it is FP4."""
     x, (codes, scale) = numbers(rows, 128), tco.fp4_quantize(numbers(128, 128))
     first, second = torch.randn(2, 128, 128).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 1, 1)
@@ -266,8 +266,8 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
 def test_cases_without_prefetch(left, monkeypatch):
-    """Check that GEMMs do not prefetch with many rows, with a symbolic number of rows, on other GPUs, or a weight that
-    the graph computes. A prefetch that the program itself requests is not replaced."""
+    """Check that GEMMs prefetch nothing if the rows are many or their number is symbolic, or on other GPUs, and never a
+    weight that the graph computes. A prefetch that the program itself requests is not replaced."""
     x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
     if left == "symbolic":
         torch._dynamo.mark_dynamic(x, 0)

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT on quantised models: they learn as on bf16 models, and can be saved and loaded."""
+"""LoRA adapters of PEFT on quantised models: adapters learn as on bf16 models, and can be saved and loaded."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def live_bytes(dtypes: tuple[torch.dtype, ...]) -> int:
     are mapped from a file."""
     storages = {}
     for each in gc.get_objects():
-        # Only plain tensors: others, such as fake tensors of other tests, have no memory.
+        # Count only plain tensors, because other tensors, such as fake tensors of other tests, own no memory.
         if type(each) in (torch.Tensor, nn.Parameter) and each.dtype in dtypes and not each.is_meta:
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())
@@ -168,8 +168,8 @@ def test_never_the_whole_model(name, scheme, tmp_path, monkeypatch):
     largest = max(of_layers.values()) + (sum(of_layers.values()) // 2 if name == "mixtral" else 0)
     del whole
     floats = (torch.bfloat16, torch.float16, torch.float32)
-    # Hide all older objects from ``gc.get_objects``: earlier tests leave millions, and a search through them takes a
-    # second.
+    # Hide all older objects from ``gc.get_objects``, because earlier tests leave millions of objects, and searching
+    # through them takes a second.
     gc.collect()
     gc.freeze()
     seen = []

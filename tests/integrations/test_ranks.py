@@ -48,7 +48,8 @@ def test_generate_on_two_ranks():
 
 @torch.no_grad()
 def compiled(rank: int) -> None:
-    """Check that the Inductor pass fuses the two sums of each layer, except the last, which no GEMM of ours follows."""
+    """Check that the Inductor pass fuses both sums of each layer, except the last sum, because no GEMM of ours follows
+    it."""
     for made, scheme, op in (
         (LlamaConfig, "fp8_block", "all_reduce_add_rmsnorm_fp8quant"),
         (Qwen3Config, "nvfp4", "all_reduce_add_rmsnorm"),
@@ -67,7 +68,7 @@ def compiled(rank: int) -> None:
         assert {name: count for name, count in calls.items() if "add_rmsnorm" in name} == {op: 3}
         assert sum("c10d" in name and "all_reduce" in name for name in compiler.calls()) == 1
         want = model(prompt, use_cache=False).logits
-        # With 16-bit activations, two ranks' sum in bfloat16 is the same in both programs.
+        # With 16-bit activations, both programs compute the same bfloat16 sum of two ranks.
         allowed = 0 if scheme == "nvfp4" else want.abs().max() / 8
         assert (got - want).abs().max() <= allowed
 

@@ -23,15 +23,15 @@ from torch_cute_ops.integrations._engines.prepare import Serving
 
 @pytest.fixture
 def sglang(monkeypatch):
-    """Put the stubs in the place of SGLang, and return the integration's modules by name."""
+    """Replace SGLang by stubs, and return the integration's modules by name."""
     monkeypatch.setattr(sglang_stub, "SERVER", [None])
     with installed(sglang_stub, ("_config", "_checkpoints", "_linear", "_prepare"), monkeypatch) as modules:
         yield modules
 
 
 def test_register(sglang):
-    """Our methods are registered before SGLang's, because one of SGLang's methods overrides the user's choice. SGLang
-    calls ``register`` again in each process, which changes nothing."""
+    """Check that our methods are registered before SGLang's methods, one of which overrides the user's choice, and that
+    a second call of ``register``, as SGLang makes in each process, changes nothing."""
     methods, choices = sglang_stub.QUANTIZATION_METHODS, sglang_stub.QUANTIZATION_CHOICES
     methods["modelopt_fp4"] = sglang_stub.ModelOptFp4Config
     try:
@@ -73,12 +73,12 @@ def test_method_of_a_layer(config, prefix, scheme, sglang):
         assert isinstance(method, sglang._linear.CuteLinearMethod)
         assert (method.scheme, method.prefix, method.activations) == (scheme, prefix, "fp4")
     assert isinstance(made.get_quant_method(nn.Module(), prefix), sglang_stub.OwnMethod)  # attention, experts
-    for name in ("model.layers.0.self_attn.kv_b_proj", "wo_a"):  # models read their weights in SGLang's form
+    for name in ("model.layers.0.self_attn.kv_b_proj", "wo_a"):  # SGLang's models read these weights
         assert isinstance(made.get_quant_method(sglang_stub.LinearBase(), name), sglang_stub.OwnMethod)
 
 
 def test_refused_checkpoints(sglang):
-    """SGLang's linear layers do not compute online transforms."""
+    """Check that checkpoints with online transforms are refused, because SGLang's linear layers do not compute them."""
     cls, config = sglang._config.CONFIGS[0], compressed("nvfp4", transform_config={"config_groups": {"R4": {}}})
     assert cls.override_quantization_method(config, cls.name) == cls.name
     with pytest.raises(ValueError, match="the checkpoint has a transform_config"):
@@ -118,8 +118,8 @@ def test_warnings_are_shown_once(sglang, caplog):
 
 
 def test_prepared_rows(sglang):
-    """Kernels are compiled for these row counts: prefill (a chunk, a batch, or the longest prompt); decode steps that
-    share a batch with a prefill chunk or exceed it; and captured batch sizes."""
+    """Check the row counts for which kernels are compiled: up to the largest prefill (a chunk, a batch, or the longest
+    prompt) or decode step, which may share a batch with a prefill chunk; and captured batch sizes."""
     assert sglang._prepare.serving() is None
     sglang_stub.SERVER[0] = sglang_stub.server(2048, [1, 8], 4)
     assert sglang._prepare.serving() == Serving(2048, (1, 8), 4)
@@ -136,7 +136,7 @@ def test_prepared_rows(sglang):
 
 
 def test_entry_point(sglang):
-    """The entry point in the package's metadata is the function."""
+    """Check that the entry point in the package's metadata is ``register``."""
     lines = (Path(torch_cute_ops.__file__).parents[1] / "pyproject.toml").read_text().splitlines()
     at = lines.index('[project.entry-points."sglang.srt.plugins"]')
     module, _, name = lines[at + 1].split('"')[1].partition(":")

@@ -1,5 +1,5 @@
-"""Weights that torchao quantised: layers of ``accelerate_`` and ``load_`` compute with the numbers that torchao
-decodes."""
+"""Weights that torchao quantised: layers made by ``accelerate_`` and ``load_`` compute with the numbers to which
+torchao decodes the weights."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_experts_that_are_refused():
 
 @pytest.mark.parametrize("name", ["NVFP4", "NVFP4 swizzled", "MXFP4 swizzled"])
 def test_written_by_torchao(name, tmp_path):
-    """Check weights that torchao wrote to safetensors, or pickled for ``weights_only``: the layers are bitwise equal to
-    the layers that ``accelerate_`` makes."""
+    """Check that layers loaded from torchao's files (safetensors, or a pickle for ``weights_only``) are bitwise equal
+    to the layers that ``accelerate_`` makes."""
     from safetensors.torch import save_file
 
     model = block_of(EXPERTS[name][0])

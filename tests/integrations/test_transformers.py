@@ -154,7 +154,7 @@ def test_formats(scheme, style, tmp_path, device):
     model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     want = logits(twin)
     lost = 1 - cosine(logits(model), want)
-    # FP8 activations add an error. Round the twin's activations by reference formulas, too.
+    # FP8 activations add an error, so round the twin's activations, too, by reference formulas.
     round_activations(twin)
     assert lost < 1e-4 + 2 * (1 - cosine(logits(twin), want))
 
@@ -192,7 +192,7 @@ def test_merged_or_apart(config, tmp_path):
     whole, graphs = whole_graphs()
     assert torch.equal(tokens(merged, cache_implementation="static", compile_config=whole), want)
     called = called_in(graphs[0])
-    # Dynamo first takes a number in transformers' sliding-window cache for a constant, and then compiles again.
+    # Dynamo first treats a number in transformers' sliding-window cache as a constant, so it compiles again.
     assert len(graphs) == (2 if config.model_type == "mistral" else 1)
     assert sum("mm_fp4_weight_only" in name for name in called) == 2 * 4
 
@@ -325,7 +325,7 @@ def test_a_name_is_fetched(tmp_path, monkeypatch):
 
 
 def test_paths_that_are_not_folders(tmp_path, monkeypatch):
-    """Check that these paths, which are neither folders nor repository names, never cause a request to the Hub."""
+    """Check that a path that is neither a folder nor a repository name never causes a request to the Hub."""
     monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", None)
     monkeypatch.chdir(tmp_path)
     for path in ("./typo", "../typo", str(tmp_path / "typo"), tmp_path / "typo", Path("typo")):
@@ -397,7 +397,7 @@ def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
 
 
 def as_gpt_oss(path: Path) -> None:
-    """Convert a checkpoint that has MXFP4 experts to gpt-oss's format."""
+    """Convert a checkpoint with MXFP4 experts to gpt-oss's format."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
@@ -452,8 +452,8 @@ def with_a_layer_for_further_tokens(path: Path) -> None:
 
 
 def generates_whole(model: nn.Module, op: str, count: int) -> None:
-    """Check that with a static cache the decode step is one graph with ``count`` calls of an op, and generates the same
-    tokens as eager code."""
+    """Check that with a static cache the decode step compiles to one graph with ``count`` calls of an op, and generates
+    the same tokens as eager code."""
     torch._dynamo.reset()
     given = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 4}
     want = model.generate(IDS, disable_compile=True, **given)
@@ -543,7 +543,7 @@ def test_register_errors(tmp_path, registered, caplog):
     ids=["when it is used", "when it is read"],
 )
 def test_a_producer_that_is_missing(quantization, tmp_path, registered):
-    """Check that the error of a missing package begins with our reason, which would otherwise stay hidden."""
+    """Check that the error about a missing package begins with our reason to refuse the checkpoint."""
     package = {"quark": "quark", "compressed-tensors": "compressed_tensors"}[quantization["quant_method"]]
     if importlib.util.find_spec(package):
         pytest.skip(f"{package} is installed")
@@ -582,7 +582,7 @@ def quantised_head(path: Path) -> None:
 
 
 def test_a_quantised_head_of_a_tied_model(tmp_path, registered):
-    """Check that a quantised head is refused if the model ties it to the embedding, and loaded if it does not."""
+    """Check that a quantised head is refused if the model ties it to the embedding, and loaded otherwise."""
     for name in ("llama", "llama-tied"):
         saved(CONFIGS[name], tmp_path / name)
         rewrite(tmp_path / name, lambda tensors: {key: tensors[key] for key in tensors if key != "lm_head.weight"})
@@ -652,7 +652,7 @@ def test_experts_of_llama_4(load, tmp_path, registered):
 
 @loaders
 def test_surplus_tensors(load, tmp_path, registered):
-    """Check that tensors of a layer, or of experts, are refused if the configuration does not include them."""
+    """Check that tensors are refused that the format of a layer does not define, or whose expert the model lacks."""
     saved(CONFIGS["llama"], tmp_path / "x")
     for name, message in (("pre_quant_scale", "is unknown to modelopt nvfp4"), ("lora.weight", "")):
         more = {f"{Q_PROJ}.{name}": torch.ones(128)}

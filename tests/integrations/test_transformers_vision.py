@@ -85,7 +85,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
 @by_config
 @pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
 def test_published_names(config, style, tmp_path):
-    """Check that our ``from_pretrained`` and transformers' give the logits of the decoded weights."""
+    """Check that our and transformers' ``from_pretrained`` load models that give the logits of the decoded weights."""
     want = logits(saved(config, tmp_path / "x", style))
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     assert sum(isinstance(module, QuantLinear) for module in model.modules()) == 2 * 4

@@ -34,7 +34,7 @@ from torch_cute_ops.runtime.compiler import is_kept
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """Put the stubs in the place of vLLM, and return the integration's modules by name."""
+    """Replace vLLM by stubs, and return the integration's modules by name."""
     monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
     with installed(vllm_stub, ("_config", "_checkpoints", "_linear", "_prepare"), monkeypatch) as modules:
         yield modules
@@ -88,7 +88,7 @@ def test_other_checkpoints_are_left_to_vllm(config, vllm):
 
 
 def test_register(vllm, monkeypatch):
-    """A second call, as vLLM makes in each process, changes nothing."""
+    """Check that a second call of ``register``, as vLLM makes in each process, changes nothing."""
     monkeypatch.setattr(vllm_stub, "REGISTERED", {})
     before = list(vllm_stub.QUANTIZATION_METHODS)
     try:
@@ -139,7 +139,7 @@ def test_method_of_a_layer(config, prefix, scheme, vllm):
 
 
 def test_quantised_output_heads(vllm):
-    """compressed-tensors' target "Linear" includes an output head, which in vLLM is not a linear layer."""
+    """Check that compressed-tensors' target "Linear" includes output heads, which are not linear layers in vLLM."""
     for config, scheme in (
         (compressed("nvfp4"), LayerScheme("nvfp4", "compressed-tensors", "16bit")),
         (NVFP4, LayerScheme("nvfp4", "modelopt", "fp4")),
@@ -152,8 +152,8 @@ def test_quantised_output_heads(vllm):
 
 
 def test_layers_of_mla(vllm):
-    """vLLM decodes kv_b_proj with an identity matrix as its input. vLLM reads DeepSeek-V4's wo_a as its own method
-    stores it."""
+    """Check that FP4 activations are not used for kv_b_proj, whose weight vLLM decodes by multiplying an identity
+    matrix. vLLM's own method must store DeepSeek-V4's wo_a, because vLLM reads it."""
     made = vllm._config.CONFIGS[1].from_config(NVFP4)
     for name in ("model.layers.0.self_attn.kv_b_proj", "o_proj"):
         method = made.get_quant_method(vllm_stub.LinearBase(), name)
@@ -165,7 +165,7 @@ def test_layers_of_mla(vllm):
     "scheme", [LayerScheme("nvfp4", "modelopt", "fp4"), LayerScheme("fp8_tensor", "modelopt", "fp8_static")]
 )
 def test_weights_decoded_by_an_identity_matrix(scheme, vllm, device):
-    """The product is the weight, even if the checkpoint's scale of the input saturates 1."""
+    """Check that the product is the weight, even if the number 1 saturates with the checkpoint's input scale."""
     layer = vllm_stub.LinearBase()
     layer.input_size, k = 128, 128
     config = NVFP4 if scheme.format == "nvfp4" else {**NVFP4, "quant_algo": "FP8"}
@@ -227,7 +227,7 @@ def check_values(layer, method, weight, k, device, bound, dtype=torch.bfloat16):
     want = x.double().cpu().numpy() @ weight.T
     if layer.bias is not None:
         want = want + layer.bias.double().cpu().numpy()
-    for each in range(3):  # errors of a layer with small factors do not hide behind a layer with large ones
+    for each in range(3):  # check each part, because errors of a part with small factors are invisible in the whole
         span = slice(each * 64, each * 64 + 64)
         apart = np.linalg.norm(got.double().cpu().numpy()[..., span] - want[..., span])
         assert apart < bound * np.linalg.norm(want[..., span]), (apart, np.linalg.norm(want[..., span]))
@@ -247,7 +247,7 @@ FORMATS = [
 @pytest.mark.parametrize(("fmt", "style", "stored_for"), FORMATS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_values_of_merged_layers(fmt, style, stored_for, bias, vllm, device):
-    """Each merged layer keeps its own scales."""
+    """Check that in a merged layer each part keeps its own scales."""
     scheme = LayerScheme(fmt, style, stored_for)
     layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, device=device, bias=bias)
     chosen = "16bit" if fmt in ("nvfp4", "mxfp4") else "fp8"
@@ -273,7 +273,7 @@ def test_values_of_block_scales(style, vllm, device):
     ],
 )  # fmt: skip
 def test_formats_of_activations(fmt, stored_for, activations, chosen, vllm, device):
-    """FP4 activations of NVFP4 need input scales; layers without them keep 16 bits."""
+    """Check that NVFP4 layers without input scales keep 16-bit activations if FP4 activations are requested."""
     scheme = LayerScheme(fmt, "compressed-tensors", stored_for)
     layer, method, weight = loaded(vllm, scheme, (64, 64, 64), 192, activations=activations, device=device)
     check_values(layer, method, weight, 192, device, BOUNDS[chosen])
@@ -287,7 +287,7 @@ def test_formats_of_activations(fmt, stored_for, activations, chosen, vllm, devi
      ("fp8_tensor", (60, 64, 65), 192), ("fp8_channel", (64, 64, 64), 200), ("fp8_block", (128, 128, 60), 384)],
 )  # fmt: skip
 def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
-    """The weight is decoded exactly, and rounded once."""
+    """Check that the weight is decoded exactly and rounded once."""
     scheme = LayerScheme(fmt, "compressed-tensors", "fp8" if fmt.startswith("fp8") else "16bit")
     layer, _, weight = loaded(vllm, scheme, parts, k, device=device)
     want = torch.from_numpy(weight).float().bfloat16()
@@ -298,11 +298,11 @@ def test_sizes_without_a_kernel_are_decoded(fmt, parts, k, vllm, device):
 class Reload:
     """Second load of a layer's weights, in the steps of vLLM's ``reload_weights``.
 
-    Create an object after the parameters are made, and before they are loaded.
+    Create the object after the parameters are made, and before they are loaded.
 
     Args:
         layer: layer with the parameters that a checkpoint fills.
-        content: byte that stands for the undefined content of new tensors. 0x3C is a positive number in each format.
+        content: byte that fills new tensors, whose content vLLM leaves undefined. 0x3C is positive in each format.
     """
 
     def __init__(self, layer: nn.Module, content: int = 0x3C) -> None:
@@ -319,8 +319,8 @@ class Reload:
                 )
 
     def __call__(self, layer: nn.Module, method: Any, load: Callable[[], Any]) -> Any:
-        """Replace the tensors that the kernels read by new parameters; load, process, and copy the result into the
-        first tensors, whose addresses captured graphs contain. Return the result of ``load``."""
+        """Replace the tensors that the kernels read by new parameters, load and process these, and copy the results
+        into the original tensors, whose addresses captured graphs contain. Return the result of ``load``."""
         kernel_tensors = {name: each for name, each in layer.named_parameters(recurse=False) if name != "bias"}
         for name in kernel_tensors:
             delattr(layer, name)
@@ -388,7 +388,7 @@ RELOADED = [
 
 @pytest.mark.parametrize(("fmt", "style", "stored_for", "activations", "parts", "k", "without"), RELOADED)
 def test_reloaded_weights(fmt, style, stored_for, activations, parts, k, without, vllm, device):
-    """The layer keeps its tensors and its form, and computes with the new weights."""
+    """Check that after a reload the layer keeps its tensors and its form, and computes with the new weights."""
     scheme = LayerScheme(fmt, style, stored_for)
     layer, method, load, reload = reloadable(vllm, scheme, parts, k, activations, device)
     load(*without)
@@ -414,7 +414,7 @@ def test_reloads_without_a_tensor(vllm):
         with pytest.raises(ValueError, match=message):
             reload(layer, method, lambda load=load, missing=missing: load(missing))
         layer, method, load, reload = reloadable(vllm, scheme, (64, 64), 192, "fp4", "cpu")
-        load("input_scale")  # other files may contain one, but the layer keeps its form
+        load("input_scale")  # the reloaded file contains an input scale, but the layer keeps its form
         method.process_weights_after_loading(layer)
         reload(layer, method, load)
         assert method._form.activations == "16bit"
@@ -422,7 +422,7 @@ def test_reloads_without_a_tensor(vllm):
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "fp8_block"])
 def test_loaders_do_not_keep_the_layer(fmt, vllm):
-    """vLLM keeps the loaders of methods without the object, so that a deleted model's memory is freed."""
+    """Check that the loaders' functions, which vLLM keeps, do not keep the memory of a deleted layer alive."""
     scheme = LayerScheme(fmt, "compressed-tensors", "16bit" if fmt == "mxfp4" else "fp8")
     layer, method, load, reload = reloadable(vllm, scheme, (64, 64), 192, "auto", "cpu")
     kept = [attributes["weight_loader"] for *_, attributes in reload.made.values()]
@@ -444,7 +444,7 @@ SHARED = [
 
 @pytest.mark.parametrize(("fmt", "style", "parts", "k", "ranks", "divides_k"), SHARED)
 def test_blocks_that_ranks_share(fmt, style, parts, k, ranks, divides_k, vllm):
-    """Each rank decodes its part of the weight with the scales of the blocks that its rows and columns belong to."""
+    """Check that each rank decodes its part of the weight with the scales of all blocks that overlap this part."""
     scheme = LayerScheme(fmt, style, "fp8" if fmt == "fp8_block" else "16bit")
     sizes = (k * ranks, sum(parts)) if divides_k else (k, sum(parts) * ranks)
     made = [stored_layer(scheme, rows if divides_k else rows * ranks, sizes[0]) for rows in parts]
@@ -484,7 +484,7 @@ def test_blocks_that_ranks_share(fmt, style, parts, k, ranks, divides_k, vllm):
 
 
 def test_blocks_that_no_rank_shares(vllm):
-    """A rank may end with a part of a block that no other rank continues, in rows and in columns."""
+    """Check a rank whose last blocks of rows and of columns are partial, and not continued by another rank."""
     scheme = LayerScheme("fp8_block", "deepseek", "fp8")
     layer, method, weight = loaded(vllm, scheme, (256, 64), 192)
     check_values(layer, method, weight, 192, "cpu", BOUNDS["fp8"])
@@ -492,7 +492,7 @@ def test_blocks_that_no_rank_shares(vllm):
 
 
 def test_block_scales_of_a_padded_head(vllm):
-    """An output head's loader takes scales with the rows of the vocabulary, and zeroes the padding."""
+    """Check an output head whose loader expects one scale row per token of the vocabulary and zeroes the padding."""
     scheme = LayerScheme("fp8_block", "compressed-tensors", "fp8")
     head, (stored, weight) = vllm_stub.ParallelLMHead(), stored_layer(scheme, 200, 128)
     head.org_vocab_size = 200
@@ -543,7 +543,7 @@ def test_fp8_activations_need_a_kernel(arch, chosen, vllm, monkeypatch):
 @pytest.mark.parametrize("has_input_scale", [False, True])
 @pytest.mark.parametrize("stored_for", ["16bit", "fp4"])
 def test_prepared_form_is_the_loaded_one(stored_for, has_input_scale, vllm):
-    """ModelOpt's weight-only checkpoints may contain input scales; FP4 activations are used if they do."""
+    """Check that input scales in a checkpoint, even in ModelOpt's weight-only checkpoints, enable FP4 activations."""
     scheme = LayerScheme("nvfp4", "modelopt", stored_for)
     layer, preparation = vllm_stub.LinearBase(), prepare.Preparation(vllm._prepare.serving)
     layer.input_size = 64
@@ -576,7 +576,7 @@ def test_a_checkpoint_without_a_scale(vllm):
 
 
 def test_tied_output_head(vllm):
-    """A tied head gets the embedding's weight and method, and keeps no separate tensor."""
+    """Check that a tied head gets the embedding's weight and method, and keeps no separate tensor."""
     head, embedding = vllm_stub.ParallelLMHead(), nn.Module()
     method = vllm._linear.CuteLinearMethod(
         LayerScheme("nvfp4", "modelopt", "fp4"),
@@ -602,7 +602,7 @@ def test_tied_output_head(vllm):
      ({"input_is_parallel": True, "tp_rank": 1}, False), ({"tp_rank": 1}, True), ({"has_bias": False}, False)],
 )  # fmt: skip
 def test_prepared_layers_with_a_bias(own, adds, vllm):
-    """A layer whose K is divided among ranks gets its bias on the first rank only."""
+    """Check that a layer whose K is divided among ranks adds its bias on the first rank only."""
     layer, preparation = vllm_stub.LinearBase(), prepare.Preparation(vllm._prepare.serving)
     vars(layer).update({"input_size": 64, "has_bias": True, **own})
     method = vllm._linear.CuteLinearMethod(
@@ -633,7 +633,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("scheme", "activations", "parts", "has_input_scale"), FORMS)
 def test_prepared_kernels_are_those_of_the_calls(scheme, activations, parts, has_input_scale, vllm):
-    """Calls with any number of rows, captured or not, need no kernel that was not compiled before."""
+    """Check that calls with any number of rows need only kernels that were compiled in advance."""
     arch, most = ARCHS["sm_90a"], 600
     for has_bias, dtype in ((False, torch.bfloat16), (True, torch.float16)):
         form = gemms.Form(scheme, activations, 1024, 512, parts, has_input_scale, dtype, has_bias)
@@ -682,7 +682,8 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
     [(8, 2, 1, 2, 1), (8, 4, 2, 8, 3), (2, 64, 1, 2, 1), (8, 1, 0, 1, 0)],
 )
 def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vllm, monkeypatch):
-    """The GPU chooses among kernels; each rank compiles, even on a second node; ranks share the processors."""
+    """Check that each rank, even on a second node, compiles the kernels for its GPU with its share of the
+    processors."""
     compiled, warm, known = [], [], registry.kernels_of
     device, seen = torch.device("cuda", first), set()
 
@@ -717,7 +718,7 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vl
     assert kernels == needed and len(set(needed)) >= 4
     called = [*jobs, *prepare.jobs_of(forms[:1], 128, device, [1, 2])]
     assert warm == [(job.op, dict(job.properties)["m"]) for job in called]
-    preparation.add(forms[1])  # a layer whose form was not known before
+    preparation.add(forms[1])  # a layer with a new form
     preparation.run(device)
     needed = prepare.kernels_of(prepare.jobs_of(forms[1:], 128, device), device)
     assert len(compiled) == 2 and set(compiled[1][0]) == set(needed)
@@ -727,7 +728,7 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vl
 
 
 def test_norms(vllm, device):
-    """Registered norms have the values of vLLM's ops, up to a rounding, and update the residual in place."""
+    """Check that registered norms equal vLLM's ops up to a rounding, and update the residual in place."""
     norms = importlib.import_module(f"{vllm_stub.OURS}._norms")
     ops = vllm_stub.IR_OPS
     for op in (ops.rms_norm, ops.fused_add_rms_norm):
@@ -760,7 +761,7 @@ def test_norms(vllm, device):
 
 @pytest.mark.gpu
 def test_nothing_is_compiled_after_loading(vllm, monkeypatch, tmp_path):
-    """After loading, sizes that vLLM captures compile nothing."""
+    """Check that after loading, calls with sizes that vLLM captures compile nothing."""
     vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 16]),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
@@ -780,7 +781,7 @@ def test_nothing_is_compiled_after_loading(vllm, monkeypatch, tmp_path):
 
 
 def test_entry_point(vllm):
-    """The entry point in the package's metadata is the function."""
+    """Check that the entry point in the package's metadata is ``register``."""
     project = Path(torch_cute_ops.__file__).parents[1] / "pyproject.toml"
     line = next(line for line in project.read_text().splitlines() if line.startswith("torch_cute_ops = "))
     module, _, name = line.split('"')[1].partition(":")

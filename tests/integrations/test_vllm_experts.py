@@ -26,7 +26,7 @@ SILU, SWIGLUOAI = SimpleNamespace(value="silu"), SimpleNamespace(value="swigluoa
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """Put the stubs in the place of vLLM, and return the integration's modules by name."""
+    """Replace vLLM by stubs, and return the integration's modules by name."""
     monkeypatch.setattr(vllm_stub, "VLLM_CONFIG", [None])
     with installed(vllm_stub, ("_config", "_experts", "_prepare"), monkeypatch) as modules:
         yield modules
@@ -78,7 +78,7 @@ def test_method_of_experts(config, scheme, vllm):
 
 
 def test_only_checkpoints_of_gpt_oss_itself(vllm):
-    """Other models with the same quant_method have another layout."""
+    """Check that only gpt-oss checkpoints are accepted: other models with the same quant_method use another layout."""
     cls = vllm._config.CONFIGS[0]
     config = {"quant_method": "mxfp4"}
     for model, name in (("gpt_oss", cls.name), ("other", None)):
@@ -253,7 +253,7 @@ def applied(method: Any, layer: Any, x: torch.Tensor, ids: torch.Tensor, factors
 
 
 FEW, MANY = 3, 40
-"""Numbers of tokens: of a call that computes only routed pairs, and of a call that permutes the tokens."""
+"""Numbers of tokens of two calls: the first computes only routed pairs, the second permutes the tokens."""
 BOUNDS = {"16bit": 0.01, "fp8": 0.12, "fp4": 0.5}
 """Largest relative error, by the format of activations."""
 FORMS = [
@@ -266,7 +266,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("fmt", "style", "stored_for", "hidden", "width"), FORMS)
 def test_values(fmt, style, stored_for, hidden, width, vllm, device):
-    """Check values: each expert keeps its own scales, and widths that kernels do not support are padded with zeros."""
+    """Check that each expert keeps its own scales, and that widths without a kernel are padded with zeros."""
     stored, layer = Stored(LayerScheme(fmt, style, stored_for), hidden, width), layer_of(hidden, width)
     method = loaded(vllm, stored, layer, device=device)
     has_few = fmt in ("nvfp4", "mxfp4")
@@ -279,7 +279,7 @@ def test_values(fmt, style, stored_for, hidden, width, vllm, device):
 
 
 def test_values_of_gpt_oss(vllm, device):
-    """Gate and up alternate in the checkpoint, and have biases and a clamp."""
+    """Check experts of gpt-oss: rows of gate and up alternate in the checkpoint, and both use biases and a clamp."""
     stored, layer = Stored(GPT_OSS, 128, 64), layer_of(128, 64, activation=SWIGLUOAI, has_bias=True)
     method = loaded(vllm, stored, layer, device=device)
     for tokens, bound in ((FEW, BOUNDS["16bit"]), (MANY, BOUNDS["fp8"])):
@@ -305,11 +305,11 @@ def module_of(stored: Stored, device: str) -> QuantExperts:
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_fp4_activations_of_few_tokens(fmt, vllm, device):
-    """NVFP4 needs input scales of both layers; without them, activations keep 16 bits. ``QuantExperts`` returns
-    the same bits with the largest input scale of all gates and ups, and each expert's own before its down layer."""
+    """Check that activations keep 16 bits if NVFP4 experts lack input scales. Results equal ``QuantExperts`` bit for
+    bit, with the largest input scale of all gates and ups, and each expert's own scale before its down layer."""
     style = "modelopt" if fmt == "nvfp4" else "compressed-tensors"
     stored, layer = Stored(LayerScheme(fmt, style, "fp4"), 128, 64), layer_of()
-    given = routed(24, 128, device)  # because the error of a single token varies much
+    given = routed(24, 128, device)  # many tokens, because the error of a single token varies much
     if fmt == "nvfp4":  # calibrate
         for i, expert in enumerate(stored.experts):
             largest = max(abs(stored.hidden(i, row, SwiGLU())).max() for row in given[0].double().cpu().numpy())
@@ -348,7 +348,7 @@ def test_gate_with_gelu(vllm):
 
 @pytest.mark.parametrize(("scheme", "width"), [(LayerScheme("nvfp4", "modelopt", "16bit"), 96), (GPT_OSS, 96)])
 def test_tensor_parallel(scheme, width, vllm):
-    """The results of two ranks, whose parts of the experts need zeros, add up to the result."""
+    """Check that the results of two ranks, which pad the width of their experts with zeros, add up to the result."""
     stored = Stored(scheme, 128, width)
     settings: Any = {"activation": SWIGLUOAI, "has_bias": True} if scheme is GPT_OSS else {}
     swiglu = SwiGLU(1.702, 1.0, 7.0) if scheme is GPT_OSS else SwiGLU()
@@ -362,8 +362,8 @@ def test_tensor_parallel(scheme, width, vllm):
 
 
 def test_expert_parallel(vllm):
-    """The results of two ranks with half of the experts each add up to the result. An expert's factor on another rank
-    does not matter."""
+    """Check that the results of two ranks with half of the experts each add up to the result. A rank ignores the
+    factors of experts on the other rank."""
     stored, y = Stored(LayerScheme("nvfp4", "compressed-tensors", "16bit"), 128, 64), {FEW: 0.0, MANY: 0.0}
     given = {tokens: routed(tokens, 128) for tokens in y}
     for rank in range(2):
@@ -378,7 +378,7 @@ def test_expert_parallel(vllm):
 
 
 def test_ids_that_name_no_expert(vllm, device):
-    """Pairs with an id of E or more add nothing, like pairs with -1, even if the id modulo E names an expert."""
+    """Check that pairs with an id of at least E add nothing, like pairs with -1, whatever the id modulo E is."""
     stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
     method = loaded(vllm, stored, layer, device=device)
     x, ids, factors = routed(FEW, 128, device)
@@ -392,7 +392,7 @@ def test_ids_that_name_no_expert(vllm, device):
 
 
 def test_no_second_copy(vllm, device, monkeypatch):
-    """The setting leaves out the second copy of the down layers, and every call permutes its tokens."""
+    """Check that with ``few_tokens: False`` the down layers are not copied, and every call permutes its tokens."""
     config = SimpleNamespace(additional_config={"torch_cute_ops": {"few_tokens": False}})
     said: list[str] = []
     monkeypatch.setattr(vllm._experts.logger, "info_once", lambda text, *args: said.append(text % args))
@@ -403,7 +403,7 @@ def test_no_second_copy(vllm, device, monkeypatch):
         vllm_stub.VLLM_CONFIG[0] = config if i else None
         method = loaded(vllm, stored, layer, device=device)
         bytes_of[i] = sum(each.nbytes for name, each in layer.named_parameters() if name.startswith("few_weight"))
-    # Codes and one scale per 16 elements of E matrices (H, I); tiles of scales are 128 rows and 4 columns.
+    # E matrices (H, I) of codes, with one scale per 16 elements. A scale tile contains 128 rows and 4 columns.
     assert bytes_of == [E * 128 * (64 // 2 + 64 // 16), 0]
     assert len(said) == 1 and "layer of 4 experts takes 0.0 MiB more" in said[0]
     given = routed(FEW, 128, device)
@@ -420,7 +420,7 @@ def test_unknown_settings(given, vllm):
 
 @pytest.mark.parametrize(("width", "ranks"), [(64, 1), (128, 2), (192, 2)])
 def test_gpt_oss_with_a_tensor_for_each_expert(width, ranks, vllm):
-    """vLLM divides these tensors by the width with zeros. Ranks load them only if that width needs no zeros."""
+    """Check that ranks refuse these tensors if the width needs padding, because vLLM divides by the padded width."""
     stored = Stored(GPT_OSS, 128, width)
     for rank in range(ranks):
         layer = layer_of(128, width, activation=SWIGLUOAI, has_bias=True, tp_size=ranks, tp_rank=rank)
@@ -442,7 +442,7 @@ def test_gpt_oss_with_a_tensor_for_each_expert(width, ranks, vllm):
 
 
 def test_router_weights_on_the_input(vllm):
-    """With one expert per token, its weight may multiply the token."""
+    """Check that with one expert per token the routing weight may multiply the token instead of the result."""
     stored, layer = Stored(LayerScheme("nvfp4", "modelopt", "16bit"), 128, 64), layer_of()
     layer.moe_config.experts_per_token, layer.apply_router_weight_on_input = 1, True
     method = loaded(vllm, stored, layer)
@@ -467,8 +467,8 @@ RELOADED = [
 
 @pytest.mark.parametrize(("scheme", "is_uncalibrated"), RELOADED)
 def test_reloaded_weights(scheme, is_uncalibrated, vllm):
-    """After a second load the experts keep their tensors and their form, and compute what a new layer computes with the
-    second checkpoint. Padding is written again."""
+    """Check that after a second load the experts keep their tensors and their form, and that their results equal the
+    results of a new layer with the second checkpoint. Padding is written again."""
     settings = {"activation": SWIGLUOAI, "has_bias": True} if scheme is GPT_OSS else {}
     hidden, width = {"fp8_block": (384, 128), "nvfp4": (96, 48), "mxfp4": (96, 32)}[scheme.format]
     first, second = (Stored(scheme, hidden, width) for _ in range(2))
@@ -494,7 +494,7 @@ def test_reloaded_weights(scheme, is_uncalibrated, vllm):
 
 
 def test_forms_are_prepared_once_settings_are_known(monkeypatch):
-    """A run without an engine's settings leaves the forms to the next run."""
+    """Check that forms are prepared by the first run for which the engine's settings are known."""
     form = experts.ExpertForm("fp8_block", None, 4, 4, 128, 128, 2, SwiGLU(), torch.bfloat16, False)
     settings: list[Any] = [None]
     prepared: list[Any] = []
@@ -522,7 +522,7 @@ def test_forms_are_prepared_once_settings_are_known(monkeypatch):
     ],
 )  # fmt: skip
 def test_prepared_kernels_are_those_of_the_calls(scheme, few, swiglu, has_bias, count):
-    """Calls with any number of tokens, captured or not, need no kernel that was not compiled before."""
+    """Check that calls with any number of tokens need only kernels that were compiled in advance."""
     arch, most, hidden, width = ARCHS["sm_90a"], 300, 256, 128
     form = experts.ExpertForm(
         scheme, few, count, count, hidden, width, min(2, count), swiglu, torch.bfloat16, has_bias
@@ -553,7 +553,7 @@ def test_prepared_kernels_are_those_of_the_calls(scheme, few, swiglu, has_bias, 
 
 @pytest.mark.gpu
 def test_captured_calls_follow_the_routing(vllm):
-    """A captured call computes the experts that a replay's ids choose, and compiles nothing."""
+    """Check that a captured call compiles nothing, and that a replay computes the experts that its ids choose."""
     vllm_stub.VLLM_CONFIG[0] = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[FEW, MANY]),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),

@@ -22,7 +22,7 @@ E, H, I, TOPK = 4, 256, 128, 2  # noqa: E741
 
 
 class Launch(TorchDispatchMode):
-    """Block in which the ops' CUDA implementations compute CPU tensors, by the launch model."""
+    """Block in which the ops' CUDA implementations run on CPU tensors, with the launch model."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         spec = OPS.get(func.__name__.split(".")[0]) if func.namespace == "cute" else None

@@ -1,4 +1,4 @@
-"""FP8 layers with scales per tensor or per channel: static activations, ``mm_fp8``, and torch's scaled GEMM."""
+"""FP8 layers with scales per tensor or per channel: static input scales, ``mm_fp8``, and torch's scaled GEMM."""
 
 from __future__ import annotations
 
@@ -267,8 +267,8 @@ def test_by_torch(cls, is_static, dtype, calls):
 
 @by_class
 def test_reasons_of_torch_to_refuse(cls, calls):
-    """Check that the size, a float32 result, or a bias of another dtype can be a reason against torch's GEMM, and that
-    the number of rows never is."""
+    """Check that torch's GEMM is refused for an unsupported size, a float32 result or a bias of another dtype, but
+    never for the number of rows."""
     for n, k, bias, dtype in (
         (40, K, torch.bfloat16, torch.bfloat16),
         (N, 24, torch.bfloat16, torch.bfloat16),

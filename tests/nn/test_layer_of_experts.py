@@ -146,8 +146,8 @@ def cosine(got: torch.Tensor, want: np.ndarray) -> float:
 @by_scheme
 @torch.no_grad()
 def test_values(scheme, activations, shared, scoring):
-    """Check that calls with few and with many tokens run the ops of the path for that number of tokens, and that
-    results match float64."""
+    """Check that calls with few tokens and calls with many tokens each run the ops of their own path, and that results
+    match float64."""
     form = Experts if scoring == "sigmoid" else GptOssExperts
     layer = route_few(layer_of(form, scheme, scoring, shared), activations)
     x = torch.randn(FEW + 1, H).bfloat16()
@@ -297,8 +297,8 @@ def test_other_layers_refuse_gate_and_up():
 
 @torch.no_grad()
 def test_warmup_of_a_gated_mlp():
-    """Check that `warmup` calls a gated MLP in every bucket on any GPU, because it calls its fused op for any number of
-    rows."""
+    """Check that `warmup` calls a gated MLP in every bucket on any GPU, because the MLP calls its fused op for any
+    number of rows."""
     shared, counts = shared_expert("nvfp4"), []
     shared.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
     warmup(nn.ModuleList([shared, shared_expert("nvfp4")]), (1, 5, 8, 40), fused=False)

@@ -382,7 +382,7 @@ def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
 @pytest.mark.parametrize("activations", NVFP4Linear.choices)
 @torch.no_grad()
 def test_layers_prefetch_the_next_one(activations, monkeypatch):
-    """Check that layers prefetch the next layer's weight in the order of calls, wherever the next layer was moved, and
+    """Check that layers prefetch the next layer's weight in the order of calls, even if the next layer was moved, and
     that results do not change."""
     given, names = [], ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4")
     for name in names:

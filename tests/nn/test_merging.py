@@ -17,7 +17,7 @@ H = 128
 
 
 class Attention(nn.Module):
-    """Attention with a custom ``forward``, and a norm between the projections and their use."""
+    """Attention with a custom ``forward`` that normalises the query after its projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Scales(Attention):
 
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_input_that_changes_in_place(with_gradients):
-    """Check that a changed input is refused: for later layers, the merged result of the old input would be wrong."""
+    """Check that a changed input is refused, because the merged result was computed from the old input."""
     model = merge_(quantize_(nn.Sequential(Scales()).bfloat16().requires_grad_(False)))
     text = "qkv_proj merges layers, and their input was changed in place"
     with torch.set_grad_enabled(with_gradients), pytest.raises(RuntimeError, match=text):

@@ -36,8 +36,8 @@ def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, tor
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
-    """Check closeness. A few elements may differ more, because their activations were rounded to another code: rarely
-    on a CPU, up to one hundredth on a GPU, whose sums are less precise."""
+    """Check the relative error of the whole result. Some elements may be off by more, because their activations were
+    rounded to another code. These are few on a CPU and up to one hundredth on a GPU, whose sums are less precise."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
     assert error < 0.015, error
 
@@ -206,8 +206,8 @@ def test_wrong_routing_is_refused(few):
 
 
 def test_large_ids_stay_out_of_range():
-    """Check that an int64 id whose low 32 bits are the id of an expert does not become this id. On a GPU, layers pass
-    ids on without reading them."""
+    """Check that an int64 id whose low 32 bits equal an expert's id is not taken for this id. On a GPU, layers pass ids
+    to the ops without checking them."""
     ids = torch.tensor([[2**32 + 1, 3], [-1, -(2**32)], [2**31, -2]])
     converted = as_int32(ids, 4)
     assert converted.dtype == torch.int32
@@ -343,7 +343,7 @@ def test_few_tokens_of_fp8_weights():
 
 
 def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
-    """Check what Hopper supports for the sizes of gpt-oss-120b, without a GPU."""
+    """Check that only Hopper supports the path for few tokens, at the sizes of gpt-oss-120b and DeepSeek-V3."""
     assert reason_unrouted("mxfp4", 128, 2880, 2880, "sm_90a") is None
     assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a") is None
     assert "needs Hopper's warpgroup MMA" in reason_unrouted("mxfp4", 128, 2880, 2880, "sm_100a")
@@ -351,8 +351,8 @@ def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
 
 @torch.no_grad()
 def test_warmup_of_few_tokens(monkeypatch):
-    """Check that `warmup` makes one call per bucket of rows, where a row is a token if tokens are few, and otherwise a
-    (token, expert) pair."""
+    """Check that `warmup` makes one call per bucket of rows, where rows are tokens on the path for few tokens, and
+    otherwise (token, expert) pairs."""
     experts = block_of(Experts(), "nvfp4").mlp.experts
     counts = []
     real = QuantExperts.forward
@@ -385,8 +385,8 @@ def test_wide_experts_copy_nothing():
 
 
 def test_largest_number_of_few_tokens():
-    """Check the limit: one token block of the kernel that lists tokens. It also bounds the temporary tensor (M, E ·
-    I)."""
+    """Check the largest number of few tokens: one token block of the kernel that lists tokens. The limit also bounds
+    the size of the temporary tensor (M, E · I)."""
     from torch_cute_ops.kernels.fp4_gated_experts import TOKEN_BLOCKS
 
     assert max(TOKEN_BLOCKS) == MOST_FEW
@@ -395,7 +395,7 @@ def test_largest_number_of_few_tokens():
 
 
 def few_times():
-    """Return the number of rows, whether these count as few, and the times, for each measurement on an H200."""
+    """Return, for each measurement on an H200, the number of rows, whether it counts as few, and the times in µs."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "expert_layer.json"
     widths = {"DeepSeek-V3": 256, "gpt-oss-120b": 2880, "Qwen3-30B-A3B": 768}
     for row in json.loads(path.read_text())["rows"]:
@@ -491,8 +491,8 @@ def test_few_tokens_in_fp4(scheme, form, device):
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])
 @torch.no_grad()
 def test_few_tokens_with_token_scales(form, device):
-    """Check that tokens with separate global scales need no calibration: small tokens among large ones are as exact, in
-    relation to their size."""
+    """Check that tokens with separate global scales need no calibration: small tokens among large tokens get the same
+    relative error."""
     if not routes(device):
         return
     experts = block_of(form(), "nvfp4", device).mlp.experts

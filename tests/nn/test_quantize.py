@@ -269,7 +269,7 @@ def test_warmup_calls_each_form_once():
 
 
 class FusedBlock(nn.Module):
-    """Block of modules that the pass of ``integrations.inductor`` would fuse. The pass itself does not run here."""
+    """Block of modules that the pass of ``integrations.inductor`` would fuse. These tests do not run the pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_warmup_calls_fused_ops(activations, expected):
 
 
 def test_warmup_calls_norms_of_gemma():
-    """Check that the ops with 1 + weight are called too if the source of a norm adds 1."""
+    """Check that `warmup` also calls the ops with 1 + weight if the source code of a norm adds 1."""
     gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
     block = FusedBlock()
     block.norm = gemma.Gemma3RMSNorm(H)
@@ -335,7 +335,7 @@ def test_warmup_calls_norms_of_gemma():
     ("activation", "gate"), [(nn.GELU("tanh"), "gelu_tanh"), (nn.GELU(), "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")]
 )
 def test_warmup_calls_gates_with_gelu(activation, gate, monkeypatch):
-    """Check that the gates of a model's activation functions are called too."""
+    """Check that `warmup` also calls the gates of a model's activation functions."""
     if isinstance(activation, str):
         activation = pytest.importorskip("transformers.activations").ACT2FN[activation]
     block = FusedBlock()
@@ -377,7 +377,7 @@ def test_warmup_prefetches_with_few_rows(activations):
 
 @pytest.mark.parametrize("activations", ["16bit", "fp8"])
 def test_warmup_of_layers_that_prefetch(activations):
-    """Check that, if only some of several equal layers prefetch, `warmup` calls such layers with and without a
+    """Check that, if only some of several equal layers prefetch, `warmup` calls layers of this size with and without a
     prefetch, for any number of rows."""
     layers = nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)])
     layers = quantize_(layers, "nvfp4", activations=activations)
@@ -392,7 +392,7 @@ def test_warmup_of_layers_that_prefetch(activations):
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
 def test_warmup_calls_layers_without_prefetch_once(scheme, monkeypatch):
-    """Check that layers that use torch's GEMM are called only once, because it never prefetches."""
+    """Check that `warmup` calls layers of torch's GEMM, which never prefetches, only once per number of rows."""
     odd = H + 16
     layers = quantize_(nn.ModuleList([nn.Linear(odd, odd).bfloat16() for _ in range(3)]), scheme)
     prefetch_(layers)

@@ -420,14 +420,14 @@ STACK = {"w1": torch.randn(16, I, K), "w2": torch.randn(16, K, I)}
     ids=("stack", "inner-stacks", "own", "list", "inner", "name"),
 )
 def test_a_router_next_to_experts_in_other_forms(name, others):
-    """Check routers next to experts in parameters with any names, or next to a module that contains the experts."""
+    """Check that a router stays if the experts next to it are parameters with any names, or in a module next to it."""
     model = nn.Sequential(owner_of(**{name: nn.Linear(K, 16)}, **others))
     assert left_by(model, scheme="fp8_channel")[f"0.{name}"] == "it is a router"
 
 
 def test_layers_that_are_no_routers():
-    """Check that layers with another number of outputs than experts, shared experts, and heads next to other lists are
-    replaced."""
+    """Check that layers whose number of outputs is not the number of experts, shared experts, and heads next to other
+    lists are replaced."""
     shared = nn.Sequential(nn.Linear(K, 64), nn.Linear(64, 16))
     others = nn.ModuleList(nn.Linear(64, K) for _ in range(16))
     model = nn.ModuleDict(
@@ -502,7 +502,7 @@ class Interleaved(Experts):
 
 
 class Scaled(Experts):
-    """Experts with an additional factor, a parameter that is initially 1."""
+    """Experts with an additional parameter, a factor that is initially 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -561,7 +561,7 @@ class ByDtype(Experts):
 
 
 class OneDoubled(Experts):
-    """Experts of which expert 1 gets twice its routing weight."""
+    """Experts that double the routing weight of expert 1."""
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().forward(x, ids, torch.where(ids == 1, 2 * weights, weights))
@@ -780,8 +780,8 @@ class Dense(Experts):
 
 
 def test_modules_that_read_all_experts(monkeypatch):
-    """Check that a trial runs small modules that multiply all experts at once, but large modules only if they read one
-    expert at a time, so that it never copies the weights of all experts."""
+    """Check that a trial runs small modules even if they multiply all experts at once, but large modules only if they
+    read one expert at a time. A trial thus never copies the weights of all experts of a large module."""
     assert float_experts(Dense()).verified() == SwiGLU()
     assert float_experts(Gathered()).verified() == SwiGLU()
     monkeypatch.setattr(_trial, "LARGEST", E * 2 * I * H - 1)

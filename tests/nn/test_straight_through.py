@@ -109,8 +109,8 @@ def test_checkpointed_and_autocast(reentrant, device):
 
 
 def test_what_has_no_gradient():
-    """Check that weights and scales that require grad are refused by name, and so are rows that were quantised in
-    advance."""
+    """Check that weights and scales that require grad are refused by name, and that rows that require grad cannot be
+    quantised in advance."""
     layer, x = layer_of(), torch.randn(2, K, dtype=BF16)
     for name, cls in (("weight_scale_2", NVFP4Linear), ("weight", FP8BlockLinear), ("weight_scale", FP8ChannelLinear)):
         frozen = layer_of(cls)
@@ -151,7 +151,7 @@ def test_merged_projections():
 
 
 def exact_experts(x, ids, factors, gate_up, down, biases, swiglu):
-    """Return the experts' sums for float64 tensors, computed by torch, so that they have gradients."""
+    """Return the experts' weighted sums for float64 tensors, computed by torch so that they are differentiable."""
     total = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
     for token, own in enumerate(ids.tolist()):
         for j, expert in enumerate(own):

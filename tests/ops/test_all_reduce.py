@@ -1,4 +1,4 @@
-"""Launches of the ops that sum rows over the GPUs of a group, without a GPU: arguments, and launches in parts."""
+"""Ops that sum rows over a group of GPUs, tested without a GPU: arguments of kernels, and calls in several launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 WIDTH = 1024
 ROOM = 300
-"""Number of rows for which the memory of the group has room."""
+"""Number of rows that fit into the group's shared memory."""
 FORMS: dict[str, tuple[str, dict[str, Any], int]] = {
     "rounded": ("all_reduce_add_rmsnorm", {}, 300),
     "128x4": ("all_reduce_add_rmsnorm_fp4quant", {}, 256),
@@ -102,7 +102,7 @@ def check_arguments(called: all_reduce_rows.Arguments, specs: all_reduce_rows.Ar
 
 
 def test_rows_too_wide_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a launch of a whole tile of scales is refused if it does not fit."""
+    """Check that a call is refused if the 128 rows of a scale tile do not fit into the group's memory."""
     memory = Memory()
     memory.slot_bytes = 127 * WIDTH * 2
     monkeypatch.setattr(groups, "shared_memory", lambda group, device: memory)
@@ -117,7 +117,7 @@ def test_rows_too_wide_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernel_by_ranks() -> None:
-    """Check which kernel serves a number of ranks, and that the number is a property for ``precompile``."""
+    """Check which kernel serves which number of ranks, and that ``precompile`` accepts the number as a property."""
     given = {"hidden": 8192, "dtype": torch.bfloat16}
     (alone,) = kernels_of("all_reduce_add_rmsnorm_fp4quant", "sm_90a", **given)
     (plain,) = kernels_of("add_rmsnorm_fp4quant", "sm_90a", **given)

@@ -230,7 +230,7 @@ def test_launchers_are_kept_up_to_a_number(monkeypatch):
 
 
 def has_work(op, sample, want) -> bool:
-    """Return True if a call launches a kernel. It does not if its outputs or its input are empty."""
+    """Return True if a call launches a kernel. A call whose outputs or whose input are empty launches none."""
     if op.name in ("moe_route", "moe_route_ids"):  # offsets and counts are never empty
         return True
     reads_others = op.name == "moe_finalize"  # a token without rows may have a residual
@@ -268,8 +268,8 @@ def samples_by_key(op):
 
 @each_error(case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu"))
 def test_error(op, name, on, launches):
-    """Check that errors are the same as on a CPU, and that nothing is launched, on a first call and if a launcher for
-    the call exists, because an accepted call with the same static key came before."""
+    """Check that errors are the same as on a CPU, and that nothing is launched, on a first call and after an accepted
+    call with the same static key, whose launcher the wrong call finds."""
     error = get_error(op, name, on)
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
     outputs = outputs if error.out is None else error.out
@@ -297,7 +297,7 @@ IN_PLACE = ("row-strided", "row-strided-float32", "every-other-row", "offset-in-
 COPIED = ("row-stride-not-16-bytes", "column-offset", "column-step", "columns-first")
 
 
-# Ops that may copy strided tensors: weights are decoded once, and ids are small.
+# Ops that may copy strided tensors, because weights are decoded only once, and ids are small.
 COPYING = ("fp4_dequantize", "moe_route_ids")
 QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0].name not in COPYING]
 
@@ -349,8 +349,8 @@ def test_residual_overlapping_the_input(op, rows, columns, launches):
 @pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
 def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):
-    """Check residuals that are other columns of the input's rows, in tensors of more dimensions. Rows are adjacent, or
-    have other rows between them. Overlaps are refused."""
+    """Check residuals that are other columns of the input's rows, in tensors of more dimensions. The rows are adjacent,
+    or other rows lie between them. Overlaps are refused."""
     given = make_call(op, 5, 64, device="cpu")
     for spare in (0, 2):
         rows = (*shape[:-1], shape[-1] + spare)
@@ -374,8 +374,8 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):
     compiled = {"silu_mul_mm_fp4_weight_only": 2, "fp4quant_mm_fp4": 2, "silu_mul_fp4quant_mm_fp4": 2}
     assert len(launches.compiled) == compiled.get(op.name, 1)
     # Expected launches. A GEMM of two FP4 operands takes one more launch for decoding, unless K is a multiple of 32, as
-    # after a gate. A quantisation takes one more launch, except for few rows with wgmma. The routing ops write offsets,
-    # and so launch a kernel, even without rows.
+    # it always is after a gate. A quantisation takes one more launch, except for few rows with wgmma. The routing ops
+    # launch a kernel even without rows, because they write offsets.
     made = {"mm_fp4": 10, "fp4quant_mm_fp4": 15, "moe_route": 6, "moe_route_ids": 6}
     assert len(launches.calls) == made.get(op.name, 5)
 

@@ -37,8 +37,8 @@ def check(given: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("source", ["bfloat16", "float16", "float32 edges"])
 def test_every_element(source, device):
-    """Check that each value becomes its e2m1 code if the block scale cancels the global scale. Both are 448, because
-    each block has an amax of at least 6."""
+    """Check that each value becomes its e2m1 code if the block scale cancels the global scale. The global scale is 448,
+    and so is each block scale, because each block's amax is at least 6."""
     values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
     rows = in_blocks(values, 6.0).to(device)
     y, scale = check(given_for(rows, global_scale=torch.full((1,), 448.0, device=device)))

@@ -1,4 +1,4 @@
-"""FP8 block scales have one shape, (M, ⌈K/128⌉), and the strides show the layout: tests of quantisers and GEMMs.
+"""Quantisers and GEMMs with FP8 block scales (M, ⌈K/128⌉) in each layout, which only the strides show.
 
 If M = K/128 the scales are square, so that only their strides distinguish the two layouts.
 """
@@ -120,8 +120,8 @@ def test_three_compilations_serve_every_number_of_rows(layout, fresh_compiler, d
 
 @pytest.mark.parametrize("op", ["grouped_mm_fp8", "grouped_mm_fp8_fp4"])
 def test_masked_scales(op, device):
-    """Compare with float64 each layout of scales in the masked layout of rows, in which a column may belong to one
-    expert or to all."""
+    """Compare GEMMs with float64, for the masked layout of rows and each layout of scales. A column of scales may
+    belong to one expert or to all experts."""
     where = torch.device(device)
     for m, k in ((4, 512), (1, 512), (4, 128)):
         one = with_usable_backend(OPS[op], call_of(op, m, k, where, is_masked=True), where)

@@ -1,4 +1,4 @@
-"""Arguments of unusual kinds: wrong kinds, for which the error says what to write instead, and kinds that are
+"""Arguments of unusual types. For a wrong type, the error says what to write instead; other unusual types are
 accepted."""
 
 import numpy as np

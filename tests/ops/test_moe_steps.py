@@ -1,5 +1,5 @@
-"""Ops before and after the GEMMs of an expert layer, called one after another: each op gets the results of the op
-before."""
+"""Ops before and after the GEMMs of an expert layer, called one after another: each op gets the results of the previous
+op."""
 
 import pytest
 import torch

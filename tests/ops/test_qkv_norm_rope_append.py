@@ -46,7 +46,7 @@ def test_numbers_of_scales_are_checked_on_later_calls(launches):  # noqa: F811
 
 @pytest.mark.gpu
 def test_offsets_of_more_than_32_bits():
-    """Write to a block that begins 2^32 bytes after the first, in caches that alternate in memory."""
+    """Write to a block that begins 2^32 bytes after the first block, in two caches that alternate in memory."""
     device, shape, strides = torch.device("cuda"), (2, 16, 2, 64), (2**32, 128, 64, 1)
     memory = torch.zeros(2**32 + 2**20, dtype=torch.uint8, device=device).view(FP8)
     caches = [memory.as_strided(shape, strides, 2**12 * i) for i in range(2)]
@@ -156,8 +156,8 @@ def test_debug_mode_refuses_scales_that_are_not_finite(name, wrong):
 @pytest.mark.parametrize("kind", [torch.bfloat16, FP8, FP4], ids=["bf16", "fp8", "nvfp4"])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_indices_out_of_range_on_a_gpu(kind, integers):
-    """Check that rows with a slot out of range are not written, also not to the memory around a cache, and that the
-    rotated elements of rows with a position out of range are NaN."""
+    """Check that rows whose slot is out of range are written neither to a cache nor to the memory around it, and that
+    the rotated elements of rows with a position out of range are NaN."""
     device, count = torch.device("cuda"), 12
     given = made.arguments(count, device, key=kind, value=kind, pages=(40, 16), rotary=32, integers=integers)
     whole = {name: given[name] for name in CACHES if name in given}
@@ -179,7 +179,7 @@ def test_indices_out_of_range_on_a_gpu(kind, integers):
 
 @pytest.mark.parametrize("name", CACHES)
 def test_debug_mode_finds_a_wrong_slot(name, device):
-    """Check that debug mode refuses a call after which a slot of a cache has a wrong value, and copies no cache."""
+    """Check that debug mode finds a wrong value in a slot of a cache after a call, and copies no cache."""
     given = arguments(OP, get_sample(OP, "everything", device))
     given["slots"] = torch.arange(len(given["qkv"]), device=device)
     call, verifier = OP.bind(**given), Verifier(OP)
@@ -231,7 +231,7 @@ def test_scales_next_to_codes(device):
 
 @st.composite
 def placed_pairs(draw):
-    """Draw two small tensors in one storage, each with strides by which it does not overlap itself."""
+    """Draw two small tensors in one storage, each with strides for which no two of its elements share an address."""
     storage = torch.zeros(200, dtype=torch.uint8)
     pair = []
     for _ in range(2):

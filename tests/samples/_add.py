@@ -1,4 +1,4 @@
-"""Samples and error inputs of the ops that add rows to a residual: the inputs of ``_norm``, with residuals."""
+"""Samples and error inputs of the ops that add rows to a residual: the inputs in ``_norm``, plus residuals."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -88,7 +88,7 @@ def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Ten
         special = special_rows(dtype, device)
         plain = random_rows(*special.shape, dtype=dtype, device=device)
         yield f"special-{short(dtype)}", plain, special.clone()
-        # Add every special number to every other: infinities that cancel, sums that overflow, sums of subnormals.
+        # Add every pair of special numbers: infinities that cancel, sums that overflow, sums of subnormals.
         pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
         yield f"special-sums-{short(dtype)}", special[pairs[:, 0]], special[pairs[:, 1]]
         yield f"cancels-{short(dtype)}", plain, -plain

@@ -1,5 +1,5 @@
-"""Samples and error inputs of the ops that sum rows over ranks: some inputs of the ops without the sum, with a group of
-one rank."""
+"""Samples and error inputs of the ops that sum rows over ranks: a part of the inputs of the ops without the sum, with a
+group of one rank."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,18 +12,18 @@ from samples._rows import Family, random_rows
 
 ALONE = ""
 EVERY = 3
-"""One of this many samples is taken, because a group of one rank runs the code of the op without the sum."""
+"""Every third sample is used, because a group of one rank runs the code of the op without the sum."""
 
 
 def all_reduce_samples(family: Family, device: torch.device) -> Iterator[Sample]:
-    """Yield a part of the samples of the op without the sum, always with the positional one."""
+    """Yield every third sample of the op without the sum, and the sample with positional arguments."""
     for i, sample in enumerate(add_norm_samples(family, device, only_rms=True)):
         if i % EVERY == 0 or sample.name == "positional":
             yield replace(sample, args=(*sample.args[:3], ALONE, *sample.args[3:]))
 
 
 def all_reduce_error_inputs(family: Family, device: torch.device) -> Iterator[ErrorInput]:
-    """Yield a part of the error inputs of the op without the sum, and wrong groups."""
+    """Yield some error inputs of the op without the sum, and wrong groups."""
     yield from _with_group(add_norm_error_inputs(family, device, only_rms=True))
     rows, weight = random_rows(4, 128, device=device), torch.ones(128, device=device)
     for name in ("nobody", "-1", "0 of 2"):

@@ -45,7 +45,7 @@ _VIEWED = {
 
 
 def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
-    """Yield rows for each format, layout and dtype. Their numbers of rows and blocks leave padding in both directions
+    """Yield rows for each format, layout and dtype. The numbers of rows and of blocks leave padding in both dimensions
     of tiles."""
     tile_rows = {"linear": 5, "128x4": 130, "8x4": 19}
     for fmt in FORMATS:

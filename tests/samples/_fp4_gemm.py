@@ -42,7 +42,7 @@ def random_matrix(
     linear = torch.randint(0, (high - low - 1) // step + 1, (rows, k // fmt.block_size), device=device) * step + low
     placed = from_linear(linear.to(torch.uint8) + 1, SCALE_LAYOUTS[layout])
     codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
-    # Replace the zeros with which ``from_linear`` fills padding by NaN, which shows if the op reads padding.
+    # Replace the zeros that ``from_linear`` writes to padding by NaN, which shows if the op reads padding.
     nan = 0x7F if fmt == NVFP4 else 0xFF
     return codes, torch.where(placed == 0, nan, placed - 1).to(torch.uint8).view(fmt.scale_dtype)
 
@@ -59,7 +59,7 @@ class FP4Samples:
     sizes: ClassVar[tuple[int, int, int]]
     """M, N and K of samples that test values."""
     gpu_backend: ClassVar[str] = "routed"
-    """A backend that does not support a CPU."""
+    """Name of a backend that does not support CPUs."""
     weight: ClassVar[str] = "w"
     """Name of the weight argument."""
 
@@ -78,8 +78,8 @@ class FP4Samples:
         scales: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Sample:
-        """Return a call. ``dtype`` is the dtype of a 16-bit ``a``. If the op has experts, each owns 64 columns of the
-        weight unless ``experts`` is given."""
+        """Return a call. ``dtype`` is the dtype of a 16-bit ``a``. If the op has experts, each expert owns 64 columns
+        of the weight, unless ``experts`` gives their number."""
         experts = experts or n // 64
         b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
         kwargs = {**self.defaults(m, k, experts, fmt, device), "block_size": fmt.block_size, **kwargs}

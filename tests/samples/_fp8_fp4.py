@@ -29,7 +29,7 @@ def with_fp4_weight(
     scale_rows: Callable[[torch.Tensor], None] | None = None,
 ) -> Sample:
     """Return a call of ``mm_fp8_block`` or ``grouped_mm_fp8`` whose FP8 weight is replaced by an FP4 weight. If all
-    scales of an expert are NaN, so are its new scales.
+    scales of an expert are NaN, its new scales are NaN, too.
 
     Args:
         sample: call whose weight is replaced.
@@ -55,7 +55,7 @@ def with_fp4_weight(
     if layout == "linear":
         placed = scale.view(*lead, k // fmt.block_size)
     else:
-        # Replace the zeros with which ``from_linear`` fills padding by NaN, which shows if the op reads padding.
+        # Replace the zeros that ``from_linear`` writes to padding by NaN, which shows if the op reads padding.
         is_real = from_linear(torch.ones_like(bytes_), SCALE_LAYOUTS[layout]) == 1
         tiled = from_linear(bytes_, SCALE_LAYOUTS[layout])
         placed = torch.where(is_real, tiled, SCALE_NAN[fmt]).to(torch.uint8).view(fmt.scale_dtype)
@@ -100,8 +100,8 @@ def _nans(fmt: FP4Format) -> Callable[[torch.Tensor], None]:
 
 
 def weight_errors(good: Sample, bad: Callable[..., ErrorInput], names: tuple[str, ...]) -> Iterator[ErrorInput]:
-    """Yield wrong dtypes, shapes and formats of the weight and its scales. ``_fp8_gemm.tensor_errors`` describes
-    ``bad``."""
+    """Yield wrong dtypes, shapes and formats of the weight and its scales. ``bad`` is as in
+    ``_fp8_gemm.tensor_errors``."""
     by_name: dict[str, Any] = dict(zip(names, good.args, strict=False))
     b, scale = by_name["b"], by_name["b_scale"]
     for wrong in (torch.int8, torch.float8_e4m3fn):

@@ -87,8 +87,8 @@ def token_samples(make: Callable[..., Sample], device: torch.device, experts: in
 
 
 def token_errors(good: Sample, bad: Callable[..., ErrorInput]) -> Iterator[ErrorInput]:
-    """Yield wrong scales and wrong interleaved activations. ``good`` is a call with block scales and NVFP4 scales as
-    tiles, K = 384 and N = 136. ``_fp8_gemm.tensor_errors`` describes ``bad``."""
+    """Yield wrong scales and wrong interleaved activations. ``good`` is a call with block scales of ``a``, tiled NVFP4
+    scales of the weight, K = 384 and N = 136. ``bad`` is as in ``_fp8_gemm.tensor_errors``."""
     a, _, _, b_scale, *_ = good.args
     one = with_tokens(good, prepared=True)
     tokens, prepared = one.args[2:4]

@@ -60,8 +60,8 @@ def option_errors(
     experts: int | None = None,
 ) -> Iterator[ErrorInput]:
     """Yield wrong dtypes for a result with ``n`` columns, wrong values of ``alpha`` and ``bias`` (per expert if
-    ``experts`` is given), and wrong backends: an unknown name and, on a CPU, ``gpu_backend``. ``tensor_errors``
-    describes ``bad``; its fourth argument takes additional arguments of the call."""
+    ``experts`` is given), and wrong backends: an unknown name and, on a CPU, ``gpu_backend``. ``bad`` is as in
+    ``tensor_errors``; its fourth argument contains additional arguments of the call."""
     for dtype in (torch.float64, torch.uint8, FP8):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
     for error in epilogue_errors(n, device, experts):

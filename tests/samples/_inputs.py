@@ -26,12 +26,12 @@ class ErrorInput:
     """A call that an op refuses, and the expected error.
 
     Attributes:
-        name: name of what is wrong; unique among the op's error inputs.
+        name: name of the mistake; unique among the op's error inputs.
         args: positional arguments.
         kwargs: keyword arguments.
         error: type of the exception.
         match: regular expression that must match somewhere in the exception's message.
-        out: output tensors, if these are wrong. Only forms of the op that take outputs then refuse the call.
+        out: wrong output tensors, or None. Forms of the op that take no outputs then accept the call.
         is_address: True if only an address is wrong. Fake tensors have no addresses.
     """
 

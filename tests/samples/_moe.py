@@ -14,7 +14,7 @@ from torch_cute_ops.reference.moe_route import places_of
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing of M tokens to ``topk`` experts each, as ``moe_route`` returns it.
+    """Routing of M tokens to ``topk`` experts each, in the form that ``moe_route`` returns.
 
     Attributes:
         expanded_to_permuted: (M, topk), the row of each pair, or -1.

@@ -35,7 +35,7 @@ def norm_samples(family: Family, device: torch.device, only_rms: bool = False) -
             yield sample(f"{short(dtype)}-weight-{short(weight_dtype)}", random_weight(96, weight_dtype, device), rows)
     yield sample("weight-strided", random_weight(192, torch.bfloat16, device)[::2])
     yield sample("weight-offset", random_weight(97, torch.float32, device)[1:])
-    # float32, because with equal weights ratios of numbers with few bits often lie halfway between two codes
+    # Use float32, because with equal weights the ratios of 16-bit numbers often lie halfway between two codes.
     rows = random_rows(5, 96, dtype=torch.float32, device=device)
     yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96), rows)
     weight = random_weight(96, torch.float32, device)
@@ -83,7 +83,7 @@ def other_norms(family: Family, device: torch.device) -> Iterator[Sample]:
         yield Sample(f"layer-special-{kind}", (special, weight), {**family.plain, **layer})
         yield Sample(f"bias-{kind}", (rows, weight), {**family.plain, "bias": bias, "weight_plus_one": i % 2 == 0})
         empty = weight.new_empty(0)
-        if dtype == torch.float32:  # for the reason given in ``norm_samples``
+        if dtype == torch.float32:  # only float32, for the reason in ``norm_samples``
             yield Sample(f"without-weight-{kind}", (rows, empty), dict(family.plain))
             yield Sample(f"layer-without-weight-{kind}", (shifted, empty), {**family.plain, "subtract_mean": True})
     constant = torch.tensor([[200.0], [-171.0]], dtype=torch.bfloat16, device=device).repeat(1, 7168)

@@ -10,9 +10,9 @@ from samples._inputs import ErrorInput, Sample
 from samples._rows import DTYPES, short
 
 DEEPSEEK: dict[str, Any] = {"topk": 8, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
-"""DeepSeek-V3's way to choose experts. DeepSeek-V3 has 256 experts and a bias."""
+"""Arguments with which DeepSeek-V3 chooses experts. DeepSeek-V3 uses 256 experts and a bias."""
 GROUPS = ((1, 20, 1), (2, 20, 1), (3, 36, 2), (5, 20, 2), (8, 160, 3), (32, 32, 9), (32, 512, 4), (17, 510, 3))
-"""(number of groups, number of experts, groups from which a token's experts come)"""
+"""(number of groups, number of experts, number of groups from which a token's experts come)"""
 
 
 def choice_call(*shape: int, device: torch.device) -> Sample:
@@ -38,7 +38,7 @@ def choice_sample(
 
 
 def choice_samples(device: torch.device) -> Iterator[Sample]:
-    """Yield logits with the arguments that choose experts from them."""
+    """Yield calls with logits and the arguments that say how experts are chosen."""
 
     def sample(name: str, m: int, experts: int, topk: int, *dtype: torch.dtype, **kwargs: Any) -> Sample:
         return choice_sample(name, m, experts, topk, device, *dtype, **kwargs)
@@ -127,7 +127,7 @@ def choice_samples(device: torch.device) -> Iterator[Sample]:
 
 
 def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
-    """Yield wrong logits, and wrong arguments that choose experts."""
+    """Yield wrong logits, and wrong values of the arguments that say how experts are chosen."""
     logits, bias = torch.randn(4, 16, device=device), torch.zeros(16, device=device)
 
     def bad(name: str, match: str, *args: Any, error: type[Exception] = ValueError, **kwargs: Any) -> ErrorInput:
@@ -174,8 +174,8 @@ def choice_errors(device: torch.device) -> Iterator[ErrorInput]:
 
 
 def order_errors(device: torch.device, *args: Any) -> Iterator[ErrorInput]:
-    """Yield wrong values of the arguments that order rows, for four tokens with two of 16 experts each. ``args`` are
-    the arguments before them."""
+    """Yield wrong values of the arguments that say how rows are ordered, for four tokens with two of 16 experts each.
+    ``args`` are the preceding arguments of the call."""
 
     def bad(name: str, match: str, **kwargs: Any) -> ErrorInput:
         return ErrorInput(name, args, kwargs, ValueError, match)

@@ -11,8 +11,8 @@ from samples._rows import Family, random_rows, short
 
 
 def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., ErrorInput]:
-    """Return a function that makes error inputs from a valid call. It takes a name, an error, a message, keyword
-    arguments that extend or replace ``kwargs``, and by name the tensors that replace entries of ``tensors``."""
+    """Return a function that makes error inputs from a valid call. This function takes a name, an error, a message,
+    keyword arguments that extend or replace ``kwargs``, and, by name, tensors that replace entries of ``tensors``."""
 
     def bad(
         name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any

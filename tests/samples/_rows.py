@@ -92,8 +92,8 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
     rows[10] = 2.0**15
     rows[11, 7] = info.max
-    # One block is much smaller than the rest of its row: its products with a weight have bits that rounding the
-    # normalised rows to 16 bits would lose.
+    # One block is much smaller than the rest of its row, so that rounding the normalised rows to 16 bits would lose
+    # bits of the block's products with a weight.
     rows[12, block : 2 * block] *= info.smallest_normal
     rows[13] *= info.smallest_normal**0.25
     rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5
@@ -123,11 +123,11 @@ def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]
 
 
 ODD_WIDTHS = (1, 2, 7, 17, 100, 1152, 2880, 4616)
-"""Widths that are not multiples of 16, and not multiples of what a thread or a warp processes."""
+"""Widths that are not multiples of 16, or not multiples of the elements that a thread or a warp processes."""
 
 
 def odd_views(parts: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, rows): rows of ``parts`` times 100 elements inside longer rows, which a kernel must copy and pad."""
+    """Yield (name, rows): rows of ``parts`` times 100 elements inside longer rows. The op must copy and pad them."""
     for name, start in (("row-strided", 0), ("column-offset", 1)):
         yield f"width-100-{name}", random_rows(5, 128 * parts, device=device)[:, start : start + 100 * parts]
 

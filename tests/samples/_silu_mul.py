@@ -1,4 +1,4 @@
-"""Samples and error inputs of the ops with SwiGLU. They extend the samples of a family of formats."""
+"""Samples and error inputs of the ops that compute a gate. They extend the samples of a family of formats."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -20,8 +20,8 @@ ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
 
 def call(*shape: int, device: torch.device) -> Sample:
     """Return a call with this number of rows and columns. It has five experts, three of them without rows, and K = 512,
-    which is four blocks. No test uses one of these sizes as its number of rows, because PyTorch treats equal sizes as
-    one symbol."""
+    which is four blocks. No test uses these sizes as its number of rows, because PyTorch treats equal sizes as one
+    symbol."""
     *lead, width = shape
     rows = math.prod(lead)
     return contiguous("", [rows // 2, 0, rows - rows // 2, 0, 0], width, 512, device, alignment=1)

@@ -29,14 +29,14 @@ def call(*shape: int, device: torch.device) -> Sample:
 
 
 def contiguous(name: str, fmt: FP4Format, layout: str, *sizes: Any, exact: bool = False, **kwargs: Any) -> Sample:
-    """Return a call in the contiguous layout. ``sizes`` are as in ``contiguous`` of ``grouped_mm_fp8``."""
+    """Return a call in the contiguous layout. ``sizes`` are arguments of ``grouped_mm_fp8.contiguous``."""
     weight = {key: kwargs.pop(key) for key in ("scales", "scale_rows") if key in kwargs}
     one = grouped_mm_fp8.contiguous(name, *sizes, exact=exact, **kwargs)
     return with_fp4_weight(one, fmt, layout, exact=exact, **weight)
 
 
 def masked(name: str, fmt: FP4Format, layout: str, *sizes: Any, exact: bool = False, **kwargs: Any) -> Sample:
-    """Return a call in the masked layout. ``sizes`` are as in ``masked`` of ``grouped_mm_fp8``."""
+    """Return a call in the masked layout. ``sizes`` are arguments of ``grouped_mm_fp8.masked``."""
     return with_fp4_weight(grouped_mm_fp8.masked(name, *sizes, exact=exact, **kwargs), fmt, layout, exact=exact)
 
 

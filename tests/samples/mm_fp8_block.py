@@ -41,8 +41,8 @@ ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with this number of rows and columns, and K = 512, which is four blocks. No test uses one of these
-    sizes as its number of rows, because PyTorch treats equal sizes as one symbol."""
+    """Return a call with this number of rows and columns, and K = 512, which is four blocks. No test uses these sizes
+    as its number of rows, because PyTorch treats equal sizes as one symbol."""
     *lead, width = shape
     return sample("", math.prod(lead), width, 512, device)
 

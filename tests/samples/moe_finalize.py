@@ -24,8 +24,8 @@ def call(*shape: int, device: torch.device) -> Sample:
     """Return a call with M tokens (the product of all dimensions except the last) and rows as long as the last
     dimension, rounded up to a valid width. Every third pair is dropped.
 
-    The buffer also contains M rows, so that calls differ only in M. topk is 11, so no test uses eleven tokens: PyTorch
-    would treat the two equal sizes as one symbol.
+    The buffer also contains M rows, so that calls differ only in M. topk is 11, and no test uses eleven tokens, because
+    PyTorch treats equal sizes as one symbol.
     """
     m, width = math.prod(shape[:-1]), shape[-1]
     index = torch.randint(0, max(m, 1), (m, 11), dtype=torch.int32, device=device)

@@ -14,8 +14,7 @@ from samples._rows import random_rows, short, special_rows
 
 FP8 = torch.float8_e4m3fn
 ROWS_OF_TABLE = 83
-"""Number of positions. It differs from every number of rows in the tests, because PyTorch treats equal sizes as one
-symbol."""
+"""Number of positions. No test uses it as its number of rows, because PyTorch treats equal sizes as one symbol."""
 ROW_DIMENSIONS = {"qkv": 0, "positions": 0, "slots": 0}
 """Dimension of each argument that is the number of rows."""
 
@@ -105,8 +104,8 @@ def everything(m: int, device: torch.device, pages: tuple[int, int] = (13, 5), *
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with M rows (the product of all dimensions except the last). The sizes of the caches are fixed, so
-    that calls differ only in M, and suffice for 300 rows."""
+    """Return a call with M rows (the product of all dimensions except the last). The caches always provide slots for
+    300 rows, so that calls differ only in M."""
     return sample_of("call", everything(math.prod(shape[:-1]), device, pages=(67, 5)))
 
 

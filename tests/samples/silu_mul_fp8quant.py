@@ -13,7 +13,7 @@ from samples._silu_mul import silu_mul_errors, silu_mul_samples
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Yield calls that the op accepts, each named after what it tests."""
     yield from silu_mul_samples(FP8, device)
-    # A gated zero is -0 if the offset is negative, but codes beyond I are +0.
+    # With a negative ``swiglu_beta`` the gate turns zeros into -0, but codes beyond I must be +0.
     gate = {"swiglu_beta": -0.75, "interleaved": True}
     yield Sample("interleaved-swiglu-beta", (random_rows(3, 200, device=device),), gate)
 

@@ -14,10 +14,10 @@ def cancelling_matrix(
     first half.
 
     In three quarters of the blocks the scale is 2^``power``, and the second half repeats the elements, negated if
-    ``takes_away``. In the other blocks the scale is 2^-``power``, and elements are random in both halves. Multiply a
-    matrix with ``takes_away`` by a matrix without: the large products cancel. What remains are the products of the
-    small blocks, and the rounding errors of sums that were 2^(4 · ``power``) times as large. A ``power`` of 5 makes
-    rounding in float32 visible, and a ``power`` of 13 makes rounding in float64 visible.
+    ``takes_away``. In the other blocks the scale is 2^-``power``, and elements are random in both halves. In the
+    product of a matrix with ``takes_away`` and a matrix without, the large terms cancel. The result consists of the
+    products of the small blocks, and of the rounding errors of sums that were 2^(4 · ``power``) times as large. A
+    ``power`` of 5 makes rounding in float32 visible, and a ``power`` of 13 makes rounding in float64 visible.
     """
     assert k % (8 * fmt.block_size) == 0 and power <= (6 if fmt == NVFP4 else 63)
     codes = torch.randint(0, 256, (rows, 2, k // 4), dtype=torch.uint8, device=device)

@@ -105,8 +105,8 @@ def form_of(op: OpSpec, sample: Sample) -> set[Any]:
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Describe a tensor's memory layout: whether each stride is below, at or above the contiguous stride, and whether
-    rows are aligned."""
+    """Describe a tensor's memory layout: whether each stride is less than, equal to or greater than the contiguous
+    stride, and whether rows are aligned."""
     strides, contiguous = [], 1
     for stride, extent in reversed(list(zip(tensor.stride(), tensor.shape, strict=True))):
         strides.append(extent > 1 and ("0" if stride == 0 else (stride > contiguous) - (stride < contiguous)))
@@ -128,8 +128,8 @@ def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
 
 
 CHUNK = 32
-"""Number of consecutive samples of an op that one pytest item checks. It is so small that an item takes seconds, and
-workers get equal loads."""
+"""Number of consecutive samples of an op that one pytest item checks. The number is small, so that an item takes only
+seconds and workers get equal loads."""
 
 
 def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
@@ -168,7 +168,7 @@ def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
 
 
 PLAIN = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
-"""Names of samples with bfloat16 rows and the scale layout that GEMMs read. Each op has one of these samples."""
+"""Names of samples with bfloat16 rows and the scale layout that GEMMs read. One of these samples exists for each op."""
 
 
 def plain_sample(op: OpSpec, device: str) -> Sample:
@@ -235,8 +235,8 @@ def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str
 
 
 def with_usable_backend(op: OpSpec, entry: Input, device: torch.device) -> Input:
-    """Return the call. If on a GPU only the reference can compute it, set ``backend`` to the reference, which ``auto``
-    never chooses there."""
+    """Return the call. Set ``backend`` to the reference if no other backend can compute the call on a GPU, because
+    ``auto`` never chooses the reference there."""
     if not op.has_backends or device.type != "cuda":
         return entry
     given = arguments(op, entry)
@@ -288,7 +288,7 @@ def expected_of(op: OpSpec) -> ModuleType:
 
 
 def properties_for(op: OpSpec) -> dict[str, Any]:
-    """Return static properties of a call that passes every optional tensor, as ``warmup`` takes them."""
+    """Return the static properties, for ``warmup``, of a call that passes every optional tensor."""
     name, dtype = op.name, torch.bfloat16
     if name == "moe_route_ids":
         return {"experts": 16}
@@ -390,7 +390,7 @@ def copy_updated(op: OpSpec, sample: Input) -> Input:
 
 
 def require_grad(sample: Sample) -> None:
-    """Make all tensors of the sample that can require grad do so, except one-byte scales."""
+    """Set ``requires_grad`` of all tensors of the sample that support it, except one-byte scales."""
     for tensor in tensors_in(sample):
         if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.requires_grad_()
@@ -516,8 +516,8 @@ def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
 
 
 def choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Return ``all_choices_of`` without choices whose outputs differ from another choice's only in tile size or in the
-    number of scales."""
+    """Return ``all_choices_of`` without the choices whose outputs differ from the outputs of another choice only in
+    tile size or in the number of scales."""
     alike: tuple[Any, ...] = ({"scale_layout": "8x4"}, {"granularity": "block128", "scale_layout": "row"})
     return [choices for choices in all_choices_of(op) if choices not in alike]
 
@@ -525,9 +525,9 @@ def choices_of(op: OpSpec) -> list[dict[str, Any]]:
 def make_call(
     op: OpSpec, *shape: int, device: str, dtype: torch.dtype = torch.bfloat16, **choices: Any
 ) -> dict[str, Any]:
-    """Return arguments, by name, of a call with random data whose result is, or is computed from, a tensor of
-    ``shape``. The default is NVFP4 in 128x4, or FP8 by row. If the op's module of samples defines ``call``, that
-    function makes the call.
+    """Return the arguments, by name, of a call with random data. Its result is a tensor of ``shape``, or is computed
+    from one. The default is NVFP4 with 128x4 scales, or FP8 with one scale per row. If the op's module of samples
+    defines ``call``, that function makes the call.
     """
     samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "call"):
@@ -577,7 +577,7 @@ def dynamic_shapes(op: OpSpec, tensors: dict[str, torch.Tensor], rows: Any) -> d
 
 
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
-    """Return arguments, by name, of an NVFP4 GEMM with random data. ``a`` is (M, K), the flattened ``shape``. The
+    """Return the arguments, by name, of an NVFP4 GEMM with random data. ``a`` is (M, K), the flattened ``shape``. The
     result has 136 columns, or, if the GEMM has a gate, 64 columns for each of five experts."""
     samples = importlib.import_module(f"samples.{op.name}").SAMPLES
     *lead, width = shape
@@ -600,8 +600,8 @@ def is_for_experts(op: OpSpec) -> bool:
 
 
 def input_width(op: OpSpec, width: int) -> int:
-    """Return the length of input rows from which the op computes rows of ``width``. For experts it is at least 5 · 64,
-    and differs from every M in the tests, because PyTorch treats equal sizes as one symbol."""
+    """Return the length of input rows from which the op computes rows of ``width``. For experts the length is at least
+    5 · 64, and no test uses it as M, because PyTorch treats equal sizes as one symbol."""
     samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "input_width"):
         return int(samples.input_width(width))
@@ -623,7 +623,7 @@ def forget(op: OpSpec) -> None:
 
 
 def out_for(op: OpSpec, results: Tensors) -> Tensors:
-    """Return poisoned output tensors for the op, given results of ``run``, which contain the outputs."""
+    """Return poisoned output tensors for the op, made like the outputs among the results of ``run``."""
     return poisoned(results[: len(op.outputs)])
 
 

@@ -13,8 +13,8 @@ import torch._dynamo.guards
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Reset Dynamo before and after a test.
 
-    Also skip a step that takes 20 ms per compilation: Dynamo flushes the processor's caches and times the guards, only
-    to log their latency.
+    Also skip a step that takes 20 ms per compilation, in which Dynamo flushes the processor's caches and times the
+    guards, only to log the times.
     """
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *args: 0.0)
     torch._dynamo.reset()

@@ -1,5 +1,5 @@
-"""Helpers for tests that run kernels in the emulator: poison, bitwise comparison, orders of threads, and edits of
-PTX."""
+"""Helpers for tests that run kernels in the emulator: poisoned tensors, bitwise comparison, orders of threads, and
+edits of PTX."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ PASSED = r"setp.eq.u32 \1, 0, 0;"
 KERNEL_WAIT = r"griddepcontrol\.wait"
 WEIGHT = ("b", "b_scale")
 INPUTS = ("a", "a_scale", "alpha", "bias")
-"""Arguments of a GEMM other than the weight. ``static_weight`` does not promise that they are complete early."""
+"""Arguments of a GEMM that the previous launch may write even if ``static_weight`` is set."""
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -34,8 +34,8 @@ def is_static(run: Any) -> Any:
 
 
 def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch.Tensor]]:
-    """Replace the named arguments by poison. Return the arguments, and the values that the previous kernel is to write
-    over the poison.
+    """Replace the named arguments by poison. Return all arguments, and the values that the previous kernel writes over
+    the poison.
 
     The values are keyed by argument index, for ``run_kernel``.
     """
@@ -58,8 +58,8 @@ def check_static_weight(execute: Callable[..., Any], run: Any) -> None:
 
 
 def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
-    """Check that a kernel reads the weight before its wait for the previous kernel if the weight is static, and not
-    otherwise."""
+    """Check that a kernel reads the weight before it waits for the previous kernel if the weight is static, and only
+    after this wait if it is not static."""
     got, want = execute(run, late=(*WEIGHT, *INPUTS))
     assert torch.equal(got, want)
     got, want = execute(is_static(run), late=("b",))
@@ -115,7 +115,7 @@ def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
     def edit(ptx: str) -> str:
         matches = list(re.finditer(rf"{pattern}[^;]*;", ptx))
         if not matches:
-            raise LookupError(pattern)  # tests of edits expect other exceptions, so this one fails them
+            raise LookupError(pattern)  # tests of edits expect other exceptions, so that this exception makes them fail
         for match in reversed(matches if number is None else [matches[number]]):
             ptx = ptx[: match.start()] + match.expand(to) + ptx[match.end() :]
         return ptx
@@ -129,6 +129,6 @@ RELEASE = r"@p fence\.release\.sync_restrict"
 
 
 def told_twice(ptx: str) -> str:
-    """Edit PTX so that a warp arrives twice at its own CTA's barrier instead of once at its own and once at the other
-    CTA's."""
+    """Edit PTX so that a warp arrives twice at its own CTA's barrier, instead of once at this barrier and once at the
+    barrier of the other CTA."""
     return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)

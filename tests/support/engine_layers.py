@@ -58,7 +58,7 @@ def stored_layer(scheme: LayerScheme, n: int, k: int) -> tuple[dict[str, torch.T
 
 @contextlib.contextmanager
 def installed(stub: ModuleType, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Put the stubs in the place of the engine. Yield the integration, as ``root``, and its modules by name."""
+    """Replace the engine by stubs. Yield the integration, as ``root``, and its modules by name."""
     for name, module in stub.modules():
         monkeypatch.setitem(sys.modules, name, module)
     stub.forget()

@@ -19,7 +19,7 @@ def printed(out: str) -> dict[str, str]:
 
 
 def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, status: int = 0) -> tuple[str, str]:
-    """Run the script, check its exit status, and return its output and the last line."""
+    """Run the script, check its exit status, and return its output and the output's last line."""
     assert script.main([*arguments]) == status
     out = capsys.readouterr().out
     return out, out.strip().splitlines()[-1]
@@ -38,7 +38,7 @@ def rows_of_layers(
 
 
 def nearest(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return, for each value, the nearest of the ascending ``numbers``; ties may go either way."""
+    """Return, for each value, the nearest of the ascending ``numbers``. In a tie, either number may be returned."""
     return numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, value)]
 
 

@@ -6,7 +6,7 @@ import torch
 
 
 class ExpertRows(NamedTuple):
-    """Rows of a buffer, which belong to experts or to none.
+    """Rows of a buffer, each of which belongs to one expert or to none.
 
     Attributes:
         layout: row layout: ``"plain"``, ``"offsets"``, ``"counted"`` or ``"masked"``.

@@ -135,8 +135,8 @@ def computed(
     granularity: str = "block128",
 ) -> np.ndarray:
     """Return the expected weighted sum of each token's experts, (M, H), with FP8 activations of this granularity, or
-    with 16-bit activations. Results are rounded where the ops round: with FP8 after both GEMMs, with 16 bits before the
-    second GEMM."""
+    with 16-bit activations. Results are rounded as by the ops: after both GEMMs with FP8, and before the second GEMM
+    with 16 bits."""
     alpha, beta, limit = swiglu
     rows = x.double().cpu().numpy() if in_16_bits else in_fp8(x.float().cpu().numpy(), granularity)
     total = np.zeros((len(rows), down.shape[1]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class FakeDevice:
-    """Device with a simulated clock. A call takes ``costs`` µs; variants get their costs in the order of capture."""
+    """Device with a simulated clock. ``costs`` lists each variant's time per call, in µs, in the order of capture."""
 
     costs: list[float]
     now: float = 0.0

@@ -12,8 +12,8 @@ from support.kernel_grid import ExpertsCase, WgmmaCase
 def exact_activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return random activations for which all sums are exact, and their scales or None.
 
-    If the kernel rounds the activations to bfloat16, their significands are one bit too long for bfloat16, so that half
-    of them are ties.
+    If the kernel rounds the activations to bfloat16, their significands are one bit longer than bfloat16's, so that
+    half of the activations are ties.
     """
     if case.a_layout is not None:
         codes, scale = random_matrix(m, k, case.format, case.a_layout, CPU, POWERS[case.format.scale_format])

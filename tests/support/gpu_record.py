@@ -1,4 +1,4 @@
-"""Record of a run of the whole test suite on a GPU. A run may consist of several sessions."""
+"""Record of a run of the whole test suite on a GPU. A run may consist of several sessions of pytest."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Journal:
         return cls(record.with_name(f"{record.name}l"))
 
     def resume(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Continue the journal of an earlier run if its facts are equal (None matches any value), or else start a new
-        journal. Return the facts of the run; a seed of None becomes a random number."""
+        """Continue the journal of an earlier run if its facts equal ``facts``, in which None matches any value.
+        Otherwise start a new journal. Return the facts of the run; a seed of None becomes a random number."""
         try:
             first, *lines = self.path.read_text(encoding="utf-8").splitlines()
             found = json.loads(first)
@@ -57,7 +57,7 @@ class Journal:
         if found.keys() == facts.keys() and all(value in (None, found[key]) for key, value in facts.items()):
             facts = found
             for line in lines:
-                with contextlib.suppress(ValueError):  # an incomplete line, because the run was killed while writing it
+                with contextlib.suppress(ValueError):  # a line is incomplete if the run was killed while writing
                     name, *outcome = json.loads(line)
                     self.outcomes[name] = Outcome(*outcome)
         elif facts["seed"] is None:
@@ -102,7 +102,7 @@ class GpuRecord:
         self.ended: dict[str, Outcome] = {}
         self.refused: list[str] = []
         self.collected: int | None = None  # number of tests; None until all tests are collected
-        # Raise an exception on SIGTERM, by which ``timeout`` and job schedulers stop a run, so that the results are
+        # Raise an exception on SIGTERM, with which ``timeout`` and job schedulers stop a run, so that the results are
         # still written.
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -111,7 +111,7 @@ class GpuRecord:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Store the number of tests. It is the same for every worker, because each worker collects all tests."""
+        """Store the number of tests. Every worker reports the same number, because each worker collects all tests."""
         self.collected = len(ids)
 
     @pytest.hookimpl(trylast=True)

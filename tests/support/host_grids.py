@@ -34,8 +34,8 @@ class Placed(NamedTuple):
 
 
 def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
-    """Return the tensor at ``address`` that ``spec`` describes. ``dims`` contains its run-time extents and strides by
-    name."""
+    """Return the tensor at ``address`` that ``spec`` describes. ``dims`` contains the tensor's run-time extents and
+    strides by name."""
     import cutlass
 
     def known(dim: int | Dim) -> int:

@@ -1,5 +1,5 @@
-"""Helpers for tests of the Inductor pass: run a graph after Inductor's passes without code generation, and RMSNorms as
-models write them."""
+"""Helpers for tests of the Inductor pass: run a graph after Inductor's passes without code generation, and compute
+RMSNorms with the operations of known models."""
 
 import collections
 
@@ -71,7 +71,7 @@ def assert_equal(got, want):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
-        # Clone to contiguous strides, because strides of dimensions of size 1 may differ.
+        # Copy to contiguous strides, because strides of dimensions of size 1 may differ.
         assert torch.equal(*(each.clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (a, b)))
 
 

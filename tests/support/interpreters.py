@@ -16,8 +16,8 @@ PACKAGE = Path(torch_cute_ops.__file__).parent
 
 
 def variables_of(**environment: str) -> dict[str, str]:
-    """Return environment variables for an interpreter that can import this package. Of the package's settings, they
-    contain only the given settings."""
+    """Return environment variables for an interpreter that can import this package. Of the package's settings, the
+    variables contain only the given settings."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
     return {**kept, "PYTHONPATH": path, **environment}
@@ -80,7 +80,7 @@ for line in sys.stdin:
             done.append((status, *texts))
     print(json.dumps(done), flush=True)
 """
-"""Program that runs code in forks of itself: it has imported torch, which takes most of the time of a start."""
+"""Program that runs code in forks of itself, after it imported torch, which takes most of the time of a start."""
 
 
 @functools.cache
@@ -95,8 +95,8 @@ def _server() -> subprocess.Popen[str]:
 
 
 def forked(code: str, *, arguments: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code as ``python`` does, but in a fork of an interpreter that has imported torch and nothing else. The
-    environment takes effect after this import."""
+    """Run code as ``python`` does, but in a fork of an interpreter that imported only torch. The environment takes
+    effect after this import."""
     (done,) = _in_groups(code, [[environment]], arguments)
     return done
 
@@ -108,7 +108,7 @@ def forked_module(name: str, *arguments: str, **environment: str) -> subprocess.
 
 
 def python_in_each(code: str, *environments: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
-    """Run the code once per environment, each time in a fork of an interpreter that has imported torch. An environment
+    """Run the code once per environment, each time in a fork of an interpreter that imported only torch. An environment
     contains the variables to add."""
     return _in_groups(code, [[each] for each in environments])
 

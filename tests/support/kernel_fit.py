@@ -31,7 +31,7 @@ ALLOWED_SPILLS: dict[str, str] = {
     "wgmma-bfloat16-mxfp4-128x4-bfloat16-64by0-bfloat16-alpha_one-bias_bfloat16-sm_90a": "with CUDA 13's ptxas, 36 "
     "bytes of 96 registers a thread, once a tile",
 }
-"""Reasons that registers may be spilled, keyed by case id."""
+"""Reason that the kernel of a case may spill registers, keyed by case id."""
 
 REGISTERS_PER_SM = 65_536
 
@@ -56,7 +56,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
     count = 3 if either else 2 if apart else 1
     if isinstance(case, Tcgen05ExpertsCase):
-        # With routing, a kernel finds the experts that have tokens; with partial sums, a kernel adds them up.
+        # With routing, another kernel finds the experts with tokens; with partial sums, another kernel adds these up.
         count += config.routed + config.has_partial_sums
     few_rows = getattr(config, "few_rows_config", None)
     count += few_rows is not None
@@ -70,8 +70,8 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
         assert resources.smem_bytes == 0
         assert resources.registers * launched <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):
-        # Producers and decoders give up registers, which consumers take: their sum must not exceed what the kernel has
-        # at launch.
+        # Producers and decoders give up registers, which consumers take. The sum must not exceed the registers at
+        # launch.
         own, given = kernels[0].registers, config.registers[1:]
         helpers = 32 * config.decoder_warps * config.decoder_teams if isinstance(case, FP8FP4GemmCase) else 0
         producers = 32 * config.producer_warps if isinstance(case, GatedExpertsCase) else WARPGROUP

@@ -157,7 +157,7 @@ def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None
 def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[Dim, int]) -> None:
     if value.device.type == "meta":
         raise RuntimeError("Cannot pack tensors on meta")  # raised by DLPack, before TVM-FFI sees the tensor
-    # TVM-FFI does not tell signed from unsigned integers.
+    # TVM-FFI does not distinguish signed from unsigned integers.
     if value.dtype is torch.int8 and argument.dtype == "Uint8":
         value = value.view(torch.uint8)
     if value.dtype is torch.uint32 and argument.dtype == "Int32":
@@ -244,7 +244,7 @@ def refuse_gaps(args: tuple[Any, ...]) -> None:
 
 
 def refuse_stacks_apart(kernel: Any, args: tuple[Any, ...]) -> None:
-    """Fail if the experts' weights or linear scales are not adjacent in memory, as a real launch would."""
+    """Fail, as a real launch would, if the experts' weights or linear scales are not adjacent in memory."""
     if type(kernel).__name__ == "FP4GatedExpertsKernel":
         call = fp4_gated_experts.Arguments(*args)
         for stack in (call.b, call.b_scale):
@@ -398,7 +398,7 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
     call = fp8_fp4_recode.WeightArguments(*args)
     if config.overlaps_gemm:
         assert call.max_ctas > 0
-        return  # nothing to do: the launch before the GEMM has already written the whole weight
+        return  # nothing to do, because the launch before the GEMM has already written the whole weight
     weight, factors = fp8_weight(call.b.mT, call.b_scale, config.fmt, config.layout)
     write(call.weight, weight.view(call.weight.shape))
     held = held_exponents(call.notes, *call.weight.shape)
@@ -590,8 +590,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # Add in the reference's order, because even float64 sums depend on the order if large terms cancel.
     monkeypatch.setattr(cublas, "_accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
-    # Forget all launchers before and after the test: real launchers must not be used with the model, nor the model's
-    # launchers without it.
+    # Forget all launchers before and after the test, because neither real launchers may be used with the model nor the
+    # model's launchers without it.
     forget_all()
     yield recorded
     forget_all()

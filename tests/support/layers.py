@@ -32,7 +32,7 @@ def has_row_scales(layer: QuantLinear) -> bool:
 
 
 def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
-    """Return the rows (M, K) that the layer's GEMM multiplies for the input ``x``, in float64."""
+    """Return, in float64, the rows (M, K) that the layer's GEMM multiplies for the input ``x``."""
     rows = x.flatten(0, -2).float().cpu().numpy()
     if layer.activations == "16bit":
         rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows

@@ -47,7 +47,7 @@ def is_alive(process: int) -> bool:
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    """Wait until a condition is true; return False if it is not after ``seconds``."""
+    """Wait until a condition is true. Return False if it is still false after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

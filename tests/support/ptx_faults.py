@@ -201,7 +201,7 @@ class Unfound(NamedTuple):
 
     Attributes:
         count: number of faults of the kind that stay undetected.
-        reason: reason that these faults change nothing, or that the emulator does not detect them.
+        reason: explanation why these faults change nothing, or why the emulator does not detect them.
         dead: True if the faults change nothing on any machine.
     """
 

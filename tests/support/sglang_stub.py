@@ -1,7 +1,7 @@
 """Stubs of the classes and functions of SGLang that ``integrations.sglang`` uses, with SGLang's signatures.
 
-``tests/engines/test_sglang_interface.py`` compares the signatures with SGLang's, where SGLang is installed. SGLang's
-classes of layers and parameters were derived from vLLM's. So these stubs are derived from the stubs of vLLM.
+``tests/engines/test_sglang_interface.py`` compares the stubs' signatures with SGLang, if SGLang is installed. The stubs
+of layers and parameters derive from the stubs of vLLM, as SGLang's classes derive from vLLM's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ QUANTIZATION_METHODS: dict[str, Any] = {}
 QUANTIZATION_CHOICES: list[str] = ["modelopt_fp4"]
 WEIGHT_LOADER_V2_SUPPORTED: list[str] = []
 SERVER: list[Any] = [None]
-"""List with one element: the settings of the server, keyed by the name of the function that returns them, or None
-outside a server."""
+"""List with one element: the settings of the server, keyed by the name of the SGLang function that returns them, or
+None outside a server."""
 
 
 def _settings(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Second implementation of numerics and layouts, in NumPy and exact rational numbers, written from the text of the
+"""Second implementation of numerics and layouts, in NumPy and exact rational numbers, based only on the text of the
 specification.
 
 This module does not import the package, so that expected results do not depend on the code under test. Functions whose
@@ -156,7 +156,7 @@ def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, ...]:
 
 
 def layout_named(name: str | None, scale: Any) -> str:
-    """Return the layout that a call names. If it names none, derive the layout from the shape of a GEMM operand's
+    """Return the layout that a call names. If the call names no layout, derive it from the shape of a GEMM operand's
     scales."""
     if name is not None:
         return name
@@ -329,8 +329,8 @@ def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
-    """Add numbers of ``dtype`` in float64, and round the sum once to ``dtype``. Rounding to fp32 in between would give
-    the same result."""
+    """Add numbers of ``dtype`` in float64, and round the sum once to ``dtype``. An intermediate rounding to fp32 would
+    give the same result."""
     with np.errstate(all="ignore"):
         return round_to(a.astype(np.float64) + b.astype(np.float64), dtype)
 
@@ -344,7 +344,7 @@ def silu_mul(value: np.ndarray) -> np.ndarray:
 
 
 def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) -> np.ndarray:
-    """Return ``g · sigmoid(alpha · g) · (u + beta)`` for the halves g and u of rows (M, 2I). Both are clamped to
+    """Return ``g · sigmoid(alpha · g) · (u + beta)`` for the halves g and u of rows (M, 2I). Both halves are clamped to
     ``limit``, g only from above.
 
     Each of ``alpha · g``, ``g · sigmoid``, the sum and the last product is rounded to fp32; the sigmoid is as in
@@ -395,8 +395,8 @@ def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
 def rms_norm(
     value: np.ndarray, weight: np.ndarray, eps: float, bias: np.ndarray | None = None, subtracts_mean: bool = False
 ) -> np.ndarray:
-    """Return ``v / sqrt(mean(v²) + eps) · w + bias`` for rows v (M, H), in float64, but infinite if an fp32 step would
-    overflow. With ``subtracts_mean``, v is first replaced by the difference to the row's mean."""
+    """Return ``v / sqrt(mean(v²) + eps) · w + bias`` for rows v (M, H), in float64. Results are infinite if an fp32
+    step would overflow. With ``subtracts_mean``, the row's mean is first subtracted from v."""
     with np.errstate(all="ignore"):
         if subtracts_mean:
             total = value.astype(np.float64).sum(-1, keepdims=True)

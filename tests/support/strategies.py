@@ -16,8 +16,8 @@ SIZES = st.lists(st.integers(0, 5), max_size=3)
 
 @functools.cache
 def one_of(choices: tuple[Any, ...]) -> st.SearchStrategy[Any]:
-    """Return the strategy that draws one of these values. It is made once, because hypothesis takes longer to check a
-    new strategy than to draw from it."""
+    """Return the strategy that draws one of these values. The strategy is made only once, because hypothesis takes
+    longer to check a new strategy than to draw from it."""
     return st.sampled_from(choices)
 
 

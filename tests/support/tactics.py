@@ -18,8 +18,8 @@ from torch_cute_ops.ops._define import OpSpec
 
 
 def operands_of(problem: GemmProblem, call: Any) -> Operands:
-    """Return the operands of a GEMM call as backends expect them: per-token scales, or a single scale of all rows, as
-    one column."""
+    """Return the operands of a GEMM call in the form that backends expect: per-token scales, or a single scale of all
+    rows, become one column."""
     operands = Operands(**{name: getattr(call, name) for name in Operands._fields})
     if operands.a_scale is None or problem.a.has_fp8_blocks:
         return operands
@@ -31,10 +31,10 @@ def results(
     op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target
 ) -> Iterator[tuple[Tactic, torch.Tensor]]:
     """Run each tactic of the named backend; yield the tactic and its result. The result tensor is filled with NaN
-    before.
+    before the run.
 
     Args:
-        given: keyword arguments that are added to the sample's.
+        given: keyword arguments that are added to the arguments of the sample.
     """
     call = op.bind(*one.args, **one.kwargs, **given)
     problem = op.path.problem(call)

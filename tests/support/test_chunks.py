@@ -1,4 +1,4 @@
-"""Tests of ``chunks``: all cases of an item run, each with its own data, and failures name their cases."""
+"""Tests of ``chunks``: all cases of an item run, each case draws its own data, and failures name their cases."""
 
 import os
 import re
@@ -103,8 +103,8 @@ def test_a_chunk_is_skipped_if_all_its_cases_are(run):
 
 
 def test_an_error_that_is_missed_fails(run):
-    """Check that failures of pytest itself, such as a missing exception, are reported: they are not subclasses of
-    Exception."""
+    """Check that failures raised by pytest itself, such as a missing exception, are reported, although their classes
+    are not subclasses of Exception."""
     result = run("-k", "misses")
     result.assert_outcomes(failed=2, deselected=result.parseoutcomes()["deselected"])
     result.stdout.fnmatch_lines(["E * op-0: Failed: DID NOT RAISE *", "E * op-2: Failed: DID NOT RAISE *"])

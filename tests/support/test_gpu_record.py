@@ -262,7 +262,7 @@ def test_a_lost_worker(project):
 
 
 def test_seeds(project):
-    """Check that each run draws fresh data, and that ``--seed`` with the printed seed draws the same data whatever
+    """Check that each run draws fresh data, and that ``--seed`` with the printed seed draws the same data, whichever
     tests run before."""
     project.makepyfile(**{"tests/test_it": DRAWS})
 

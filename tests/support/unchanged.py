@@ -9,9 +9,9 @@ toolchain. ``tests/kernel_checks.json`` lists a digest for each test that passed
 - the code of the test's file, of the test support that it imports, and of ``ptx_emulator``;
 - the versions of the compiler's packages, and which of its builds is loaded.
 
-Comments and docstrings do not count, except for tests that read docstrings. References are not covered: the
-conformance tests compare them with independent formulas in every run. ``--record-unchanged``, with all of
-``tests/kernels``, runs the tests that have changed and then writes the file anew.
+Comments and docstrings do not count, except for tests that read docstrings. References are not covered: the conformance
+tests compare them with independent formulas in every run. ``--record-unchanged``, with all of ``tests/kernels``, runs
+the tests whose digests changed and then rewrites the file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RUN = ("tests", "ptx_emulator", "torch_cute_ops/testing/resources.py")
 
 
 def is_covered(item: pytest.Item) -> bool:
-    """Return True if a test may be skipped when nothing that it depends on has changed."""
+    """Return True if a test may be skipped as long as the code that it depends on does not change."""
     return item.path.parent.name == "kernels" and item.path.name.endswith(COVERED)
 
 
@@ -178,7 +178,7 @@ class Recorder:
         self.digests: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the digest of a test that passed, now or with the same code before."""
+        """Store the digest of a test that passed, or that was skipped because its code is unchanged."""
         digests = {value for name, value in report.user_properties if name == "digest"}
         if report.skipped:
             self.digests |= digests & passed()

@@ -1,6 +1,6 @@
 """Stubs of the classes and functions of vLLM that ``integrations.vllm`` uses, with vLLM's signatures.
 
-``tests/engines/test_vllm_interface.py`` compares the signatures with vLLM's, where vLLM is installed.
+``tests/engines/test_vllm_interface.py`` compares the stubs' signatures with vLLM, if vLLM is installed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ParallelLMHead(nn.Module):
 
 @dataclass
 class FusedMoEConfig:
-    """Settings of a layer of experts that the integration reads: attributes of vLLM's class."""
+    """Settings of a layer of experts: the attributes of vLLM's class that the integration reads."""
 
     num_experts: int
     num_local_experts: int
@@ -180,8 +180,8 @@ class FusedMoEMethodBase(QuantizeMethodBase):
 
 
 class RoutedExperts(nn.Module):
-    """The experts of a layer on one rank. The loader copies a tensor of one expert, or this rank's part of it, as
-    vLLM's loader does."""
+    """The experts of a layer on one rank. Like vLLM's loader, the loader copies a tensor of one expert, or this rank's
+    part of the tensor."""
 
     ckpt_gate_proj_name, ckpt_up_proj_name, ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
     apply_router_weight_on_input = False
