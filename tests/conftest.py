@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
-    # A worker of pytest-xdist gets the seed from its controller, and leaves the record to the controller.
+    # A worker of pytest-xdist gets the seed from its controller. Only the controller writes the record.
     controller = getattr(config, "workerinput", None)
     seed = config.getoption("seed") if controller is None else controller["seed"]
     if controller is None and config.getoption("gpu_record") is not None:
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
         every = ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["TEST_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", every)  # for workers, in devices.py
     if controller is not None:
-        # One worker runs per processor; in each worker, Inductor would start another process per processor.
+        # Each processor already runs one worker, and each worker's Inductor would start a process per processor.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
@@ -163,7 +163,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
     items[:] = [item for item in items if item.nodeid not in done]
     # Tests on the GPU come first, so that an interrupted run contains their results. Long tests come next, so that no
-    # worker ends with one. Tests that measure time come last, when the machine is idle.
+    # worker is still busy with a long test when the others are done. Tests that measure time come last, when the
+    # machine is idle.
     items.sort(key=lambda item: (bool(item.get_closest_marker("timing")), not runs_on_gpu(item), not takes_long(item)))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
@@ -194,8 +195,8 @@ TESTS_PER_FREEZE = 300
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Exclude the objects of later imports and caches, too: they grow to millions, and some tests and libraries collect
-    garbage after each call. Kernels that the tests of a file share stay collectable."""
+    """Exclude the objects of later imports and caches, too: the objects grow to millions, and some tests and libraries
+    collect garbage after each call. Kernels that the tests of a file share stay collectable."""
     item.config.stash[TESTS_RUN] = tests = item.config.stash.get(TESTS_RUN, 0) + 1
     if tests % TESTS_PER_FREEZE == 0 and not (nextitem is not None and KEEPS_KERNELS.search(nextitem.path.as_posix())):
         gc.collect()
@@ -210,7 +211,7 @@ def keep_cases(config: pytest.Config, items: list[pytest.Item], pattern: str) ->
     items[:] = [item for item, keeps in zip(items, kept, strict=True) if keeps]
 
 
-# The device
+# Devices of tests
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -271,7 +271,7 @@ def test_the_source_distribution_is_complete(tmp_path):
     (version,) = re.findall(r'requires = \["setuptools>=([\d.]+)"\]', (root / "pyproject.toml").read_text())
     pytest.importorskip("setuptools", minversion=version)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
-    # An unpacked source distribution has no git repository; use the files that are present.
+    # In an unpacked source distribution without a git repository, use all files that are present.
     names = listed.stdout.split("\0")[:-1] if listed.returncode == 0 else tuple(walked(root))
     tree = tmp_path / "tree"
     for name in names:

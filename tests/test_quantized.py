@@ -158,7 +158,7 @@ def test_scales_of_a_checkpoint(name):
             assert np.array_equal(weights.raw(q.scale), weights.raw(want.scale)) and torch.equal(q.codes, codes)
 
 
-# The object
+# Properties of QuantizedWeight
 
 
 @by_format

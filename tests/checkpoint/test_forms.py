@@ -205,7 +205,7 @@ def test_nvfp4_for_fp8_activations(block, tmp_path):
     assert torch.equal(scale, tensors["input_scale"].reshape(1).float())
     step = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(codes.float(), interleave_k(step).float())
-    # The scale of FP4 activations does not fit FP8 activations.
+    # FP8 activations must not use the input scale of FP4 activations.
     tensors, _ = checkpoints.random_layer(KINDS["modelopt W4A4"], N, K)
     assert not loaded_layer(tmp_path, tensors, modelopt("NVFP4"), activations="fp8_token").has_input_scale
     tensors["input_scale"].zero_()

@@ -160,7 +160,7 @@ def test_fp8_activations(dynamic, tmp_path):
 
 
 def test_mixed_precision_with_fp8(tmp_path):
-    """Load ModelOpt's mix of NVFP4 and FP8 layers, as its search for the best format of each layer writes it."""
+    """Load a checkpoint with NVFP4 and FP8 layers, as ModelOpt's search for each layer's best format writes it."""
     content, fp8 = Content(KINDS["modelopt W4A4"]), KINDS["modelopt FP8 tensor"]
     tensors, want = checkpoints.random_layer(fp8, H, H)
     o_proj = {name for name in content.tensors if name.startswith("layers.0.o_proj.")}
@@ -323,7 +323,7 @@ def test_each_tensor_is_needed(kind, tmp_path):
     assert len(suffixes) > 1
     for suffix in suffixes:
         if kind.scheme == "nvfp4" and suffix.startswith("input"):
-            continue  # skipped here: only FP4 activations need this tensor, see test_values
+            continue  # only FP4 activations need this tensor, see test_values
         rest = {name: tensor for name, tensor in content.tensors.items() if name != f"layers.0.o_proj.{suffix}"}
         refused(tmp_path, rest, rf"contains no layers\.0\.o_proj\.{suffix}, which", kind)
 
@@ -474,7 +474,7 @@ def test_tensors_that_stay_on_meta(tmp_path):
         checkpoint.load_(model, tmp_path)
 
 
-# Files
+# Files of checkpoints
 
 
 def test_files(tmp_path):

@@ -167,7 +167,7 @@ def test_experts_that_are_not_quantised(tmp_path):
         assert torch.equal(experts.gate_up_proj[e], torch.cat((gate, up))) and torch.equal(experts.down_proj[e], down)
 
 
-# Invalid input
+# Invalid checkpoints
 
 
 def changed(folder, change):

@@ -1,4 +1,4 @@
-"""Save checkpoints: they are read back bit for bit, and decode by the formulas of the formats."""
+"""Save checkpoints: saved checkpoints are read back bit for bit, and decode by the formulas of the formats."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_kinds(kind, tmp_path):
 
 
 def test_modelopt_file(tmp_path):
-    """Read ModelOpt's own file, which contains wildcards. ``config.json`` takes precedence over it."""
+    """Read ModelOpt's own file, which contains wildcards. ``config.json`` takes precedence over this file."""
     given = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.layers.0.self_attn*"]}
     spec = spec_of(tmp_path, given, "hf_quant_config.json", "quantization")
     assert spec.scheme("model.layers.1.self_attn.q_proj") == LayerScheme("nvfp4", "modelopt", "fp4")

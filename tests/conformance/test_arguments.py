@@ -119,7 +119,7 @@ def place(request, monkeypatch):
     return Place(request.param)
 
 
-# None
+# None instead of a required tensor
 
 
 def missing_in(op):
@@ -194,7 +194,7 @@ def test_wrong_python_types(op, parameter, place):
         place.call(as_function, op, given)
 
 
-# Overlap
+# Overlapping tensors
 
 
 def span(tensor):

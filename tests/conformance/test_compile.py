@@ -113,14 +113,14 @@ def test_inductor(begin, device):
     assert not failures, "\n".join(failures)
 
 
-# Compilations
+# Number of compilations
 
 ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
 
 
 def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     """Compile a program that calls the op, call it for this sequence of M, and return the number of graphs after each
-    call. Check that results equal the op's.
+    call. Check that results equal the results of the op.
 
     Count the graphs that PyTorch stores, not the calls of the backend: with ``dynamic=True``, PyTorch first makes a
     float argument symbolic, and compiles again when the op asks for the value of this argument.
@@ -168,7 +168,7 @@ not change the number."""
 @by_op_and_choices
 def test_compiles_twice_at_most(op, choices, device):
     """Check that the first M compiles one graph, and all other M a second graph in which M is symbolic. M = 0, which
-    PyTorch specialises, may compile one more graph, and works after other M."""
+    PyTorch specialises, may compile one more graph. It must also work after other M."""
     most = most_graphs(op, choices)
     *_, before, after, end = compilations(op, device, (*ROWS, 0, 7), choices)
     assert before <= most and after == end <= most + 1

@@ -70,7 +70,7 @@ def test_samples_are_many_and_distinct(op, device):
     assert len(errors) == len(set(errors)) > 20
 
 
-# Results
+# Results of samples
 
 
 @by_sample
@@ -224,7 +224,7 @@ def test_without_gradients(op, name, device):
                 assert not any(output.requires_grad for output in got[: len(op.outputs)])
 
 
-# Fakes
+# Fake tensors
 
 
 def _facts(tensors):

@@ -224,7 +224,7 @@ def test_cuda_graph_trees(op):
     torch._dynamo.reset()
 
 
-# Sizes
+# Large sizes
 
 
 SIZES = [(20_000, 1024), (8192, 4096), (3000, 2880), (3000, 7168), (300, 16_384), (140, 65_536)]

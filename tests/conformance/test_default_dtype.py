@@ -1,5 +1,5 @@
-"""Results under another default dtype. Model loaders set PyTorch's default dtype to the model's; no result may depend
-on it."""
+"""Results under another default dtype. Model loaders set PyTorch's default dtype to the model's dtype; no result may
+depend on this setting."""
 
 import contextlib
 

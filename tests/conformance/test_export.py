@@ -211,7 +211,7 @@ def test_cpp_wrapper(tmp_path):
     assert_eager(samples, tensors, outputs)
 
 
-# Arguments that are numbers of rows
+# Integer arguments that are numbers of rows
 
 SYMBOLIC = [
     pytest.param(op, each.name, id=f"{op.name}-{each.name}")
@@ -247,7 +247,7 @@ def rows_of_all(op, name, device):
 def assert_module_is_eager(compiled, module, make, tokens):
     x = make(tokens)
     want = module(x)
-    assert want[-1].sum() > 0  # some pairs have a row
+    assert want[-1].sum() > 0  # some pairs are routed
     assert_same(compiled(x), want)
     given = {**module.numbers, module.name: tokens}
     first = module.op.signature.names[0]
@@ -264,8 +264,8 @@ def test_a_number_of_rows_that_is_a_symbol(op, name, dynamic, most, device):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for tokens in (5, 9, 17, 64, 3, 300):
         assert_module_is_eager(compiled, module, make, tokens)
-    # Count the graphs that PyTorch stores, not its compilations: it compiles again if the op needs the value of a float
-    # argument that PyTorch has made symbolic.
+    # Count the graphs that PyTorch stores, not its compilations: PyTorch compiles again if the op needs the value of a
+    # float argument that was made symbolic.
     graphs = len(_debug_get_cache_entry_list(RowsOfAll.forward.__code__))
     torch._dynamo.reset()
     assert 1 <= graphs <= most

@@ -67,7 +67,7 @@ EACH_VALUE = {kind: st.sampled_from(values) for kind, values in VALUES.items()}
 """Strategies that draw one of a kind's values, by kind."""
 
 
-# Tensors
+# Random changes of tensors
 
 
 def like(tensor, shape, dtype=None, device=None):
@@ -165,7 +165,7 @@ def overlapping(draw, output, tensors):
     return empty.set_(storage, draw(st.integers(0, room)), output.shape, output.stride())
 
 
-# Calls
+# Random calls
 
 
 @st.composite

@@ -59,8 +59,8 @@ def scalar_of(tensor: torch.Tensor | None) -> float | None:
 
 
 def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
-    """Quantise fp32 rows to FP4 as the call asks; return ``(y, scale)``. ``lead`` are the leading dimensions of the
-    input."""
+    """Quantise fp32 rows to FP4 with the call's options; return ``(y, scale)``. ``lead`` are the leading dimensions of
+    the input."""
     blocks = spec.quantise(value, given["block_size"], scalar_of(given["global_scale"]))
     scale = torch.from_numpy(spec.arrange(blocks.scales, given["scale_layout"]))
     if given["scale_layout"] == "linear":
@@ -84,8 +84,8 @@ def quantised_per_token(value: np.ndarray, lead: torch.Size, given: dict[str, An
 
 
 def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
-    """Quantise fp32 rows to FP8 as the call asks; return ``(y, scale)``. ``lead`` are the leading dimensions of the
-    input."""
+    """Quantise fp32 rows to FP8 with the call's options; return ``(y, scale)``. ``lead`` are the leading dimensions of
+    the input."""
     codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, given["granularity"], scalar_of(given["scale"])))
     y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
     if given.get("interleaved"):

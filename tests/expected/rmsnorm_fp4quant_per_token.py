@@ -42,7 +42,7 @@ def on_boundary(given) -> tuple[torch.Tensor, torch.Tensor]:
     and e2m1 that a few fp32 ulps decide.
 
     Dividing by the row's largest element cancels the norm's factor. The quotient is then a ratio of two products of an
-    input and a weight. If inputs and weights use few bits, it may lie exactly halfway between two numbers.
+    input and a weight. If inputs and weights use few bits, this ratio may lie exactly halfway between two numbers.
     """
     norm = rmsnorm_fp4quant.exact_norm(given)
     with np.errstate(all="ignore"):

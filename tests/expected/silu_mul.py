@@ -30,8 +30,8 @@ def assert_results(actual, expected, given) -> None:
     overflow = gate * (up + abs(given["swiglu_beta"])) * 2.0**-127
     bound = want.abs() * (info.eps / 2 + GATE_ERROR) + 3 * info.smallest_normal * info.eps + overflow.to(want.device)
     if given.get("gate") == "gelu":
-        # The product of the gate and Φ is rounded before it is multiplied by up. For the smallest gates it is
-        # subnormal, and the last bit of Φ decides to which side it is rounded.
+        # The product of the gate and Φ is rounded before it is multiplied by up. For the smallest gates this product is
+        # subnormal, and the last bit of Φ decides in which direction it is rounded.
         bound = bound + 2.0**-149 * up.to(want.device)
     excess = ((got.double() - want).abs() - bound)[far]
     assert (excess <= 0).all(), f"{int((excess > 0).sum())} elements are off, by up to {float(excess.max())}"

@@ -123,7 +123,7 @@ def test_a_weight_as_it_is_trained(op, device):
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-# Kernels
+# Kernels and example calls
 
 
 @by_op

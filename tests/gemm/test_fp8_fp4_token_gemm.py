@@ -139,7 +139,7 @@ def test_every_tactic(first: int, m: int, k: int, given: dict) -> None:
     """Use inputs whose sums are exact, and check that every tactic overwrites the poisoned output with exactly these
     sums.
 
-    Each test runs every fourth call, from number ``first`` on: a test of all calls would compile 200 kernels.
+    Each test runs every fourth call, from number ``first`` on, because a test of all calls would compile 200 kernels.
     """
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if not target.arch.has_wgmma:

@@ -84,8 +84,8 @@ def test_tactics(name, fmt, m):
 def test_choice_of_a_fused_prologue():
     """Check that a prologue is fused where measurements in a layer showed fusing to be faster.
 
-    For one row the gate is fused on H100 and H200. For 8 rows of 14,336 it is fused on an H100 only, whose memory is
-    slower. For 8 rows of 4,096 the quantisation is fused on both.
+    For one row the gate is fused on H100 and H200. For 8 rows of 14,336 elements the gate is fused only on an H100,
+    whose memory is slower. For 8 rows of 4,096 elements the quantisation is fused on both.
     """
 
     def is_apart(name, k, m, target):

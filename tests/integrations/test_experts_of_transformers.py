@@ -169,7 +169,7 @@ def configuration(module: object, kind: str, **settings: object):
                 setattr(config, name, [value] * 2 if isinstance(getattr(config, name, None), list) else value)
         try:
             getattr(module, kind)(config, **MORE.get(kind, {}))
-        except AttributeError:  # the configuration describes several models
+        except AttributeError:  # this configuration describes several models, so try another class
             continue
         return config
     raise AssertionError(f"no configuration for {kind} in {[each.__name__ for each in configs]}")

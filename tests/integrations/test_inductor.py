@@ -53,7 +53,7 @@ def test_compiled_by_inductor(device):
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
     """Check ops that update a residual in place, if another node reads the residual before the first update. One
-    dimension of the residual is 1, and Inductor has already chosen its stride."""
+    dimension of the residual is of size 1, and Inductor has already chosen this dimension's stride."""
     weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):

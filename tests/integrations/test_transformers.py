@@ -522,7 +522,7 @@ def test_register_errors(tmp_path, registered, caplog):
     assert "use torch_cute_ops.checkpoint.save" in caplog.text
     checkpoint.save(model, tmp_path / "z", "modelopt")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "z")), logits(model))
-    # transformers' quantizer loads checkpoints that we do not support, if it exists for the method.
+    # transformers' own quantizer, if one exists for the method, loads checkpoints that we do not support.
     theirs = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
     assert type(AutoQuantizationConfig.from_dict(dict(theirs))).__name__ == "FineGrainedFP8Config"
     assert "transformers' own FineGrainedFP8Config is used" in caplog.text
@@ -708,7 +708,7 @@ def test_random_weights(name, scheme, device):
     assert cosine(got, logits(other)) < 0.5
 
 
-# Memory
+# Memory of a model
 
 
 @pytest.mark.parametrize(

@@ -593,7 +593,7 @@ def test_tied_output_head(vllm):
     assert [*dict(head.named_parameters())] == ["weight"]
 
 
-# Preparation
+# Kernels that are prepared before calls
 
 
 @pytest.mark.parametrize(
@@ -728,7 +728,7 @@ def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vl
 
 
 def test_norms(vllm, device):
-    """Check that registered norms equal vLLM's ops up to a rounding, and update the residual in place."""
+    """Check that registered norms match vLLM's ops up to a rounding, and update the residual in place."""
     norms = importlib.import_module(f"{vllm_stub.OURS}._norms")
     ops = vllm_stub.IR_OPS
     for op in (ops.rms_norm, ops.fused_add_rms_norm):
@@ -777,7 +777,7 @@ def test_nothing_is_compiled_after_loading(vllm, monkeypatch, tmp_path):
         assert torch.equal(y, method.apply(layer, x))
 
 
-# The package
+# Entry point
 
 
 def test_entry_point(vllm):

@@ -37,7 +37,8 @@ def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, tor
 
 def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
     """Check the relative error of the whole result. Some elements may be off by more, because their activations were
-    rounded to another code. These are few on a CPU and up to one hundredth on a GPU, whose sums are less precise."""
+    rounded to another code. Such elements are rare on a CPU, and up to one hundredth on a GPU, whose sums are less
+    precise."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
     assert error < 0.015, error
 
@@ -307,8 +308,8 @@ def test_few_tokens_are_routed(scheme, form, device):
 
 @torch.no_grad()
 def test_derived_buffers_follow_the_weights():
-    """Check that derived buffers follow a loaded state dict in place, and follow copies, and that casts do not change
-    them."""
+    """Check that loading a state dict updates derived buffers in place, that copies contain them, and that casts do not
+    change them."""
     experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
     torch.manual_seed(1)
     other = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
@@ -385,7 +386,7 @@ def test_wide_experts_copy_nothing():
 
 
 def test_largest_number_of_few_tokens():
-    """Check the largest number of few tokens: one token block of the kernel that lists tokens. The limit also bounds
+    """Check that at most one token block of the kernel that lists tokens counts as few tokens. The limit also bounds
     the size of the temporary tensor (M, E · I)."""
     from torch_cute_ops.kernels.fp4_gated_experts import TOKEN_BLOCKS
 
@@ -629,7 +630,7 @@ def test_global_scales_of_an_expert(scale, form, activations):
     assert want[2].any() == (form is GptOssExperts or scale != 0)
 
 
-# Scales of tokens
+# Per-token scales
 
 
 @pytest.mark.parametrize("form", [Experts, GptOssExperts])

@@ -199,7 +199,7 @@ def test_layers_whose_weight_is_read(make):
 
 
 def test_shared_weights():
-    """Check that layers that share a weight stay tied, and that a layer that occurs twice is replaced in both
+    """Check that layers with a common weight stay tied, and that a layer that occurs twice is replaced in both
     places."""
     model = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K), "c": nn.Linear(K, K)})
     model["b"].weight, model["again"] = model["a"].weight, model["c"]
@@ -342,7 +342,7 @@ class MixtureOfExperts(nn.Module):
     Args:
         router: name of the router.
         experts: name of the list of experts.
-        layers: the router.
+        layers: module of the router.
         count: number of experts.
     """
 
@@ -372,7 +372,8 @@ def two_layers() -> nn.Sequential:
 )
 @torch.no_grad()
 def test_a_router_with_any_name(router, experts, make):
-    """Check that a layer with one output per expert next to it stays, so that the routing weights are exact."""
+    """Check that a layer stays if it returns one output per expert of a list next to it, so that routing weights stay
+    exact."""
     model = nn.ModuleDict({"moe": MixtureOfExperts(router, experts, make()), "head": nn.Linear(K, 16)})
     x = torch.randn(5, K)
     want = model["moe"].get_submodule(router)(x)
@@ -384,8 +385,8 @@ def test_a_router_with_any_name(router, experts, make):
 
 
 def test_a_router_next_to_stacked_experts():
-    """Check a router next to experts in two parameters, which may have any name, even if several such blocks follow
-    each other."""
+    """Check that a router with any name stays if it is next to experts in two parameters, even in several successive
+    blocks."""
     blocks = []
     for _ in range(2):
         stacked = Experts()
@@ -806,11 +807,11 @@ def test_a_trial_changes_nothing():
     assert all(torch.equal(experts.state_dict()[key], each) for key, each in before.items())
 
 
-# Loading
+# Loading checkpoints
 
 
 def test_load_refuses_what_it_would_drop(tmp_path):
-    """Check that a quantised checkpoint is not loaded into a module that would lose something, such as a hook."""
+    """Check that a quantised checkpoint is not loaded into a module that would lose a hook or a similar addition."""
 
     def blank() -> nn.Module:
         with torch.device("meta"):

@@ -252,7 +252,7 @@ def test_layer_of_experts(activations):
         assert close(layer(x), y.detach().numpy(), 0.2)
 
 
-# Training
+# Training of adapters
 
 
 class Adapted(nn.Module):

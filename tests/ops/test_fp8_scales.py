@@ -199,7 +199,7 @@ def test_transposed_weight_scales_raise(op, launches):
     )
 
 
-# Outputs
+# Layouts of output scales
 
 
 def quantising(device: torch.device) -> dict[str, tuple[Sample, torch.Size]]:

@@ -141,8 +141,8 @@ def test_call_is_its_parts(op, device, data):
 
 
 def on_device(drawn, device):
-    """Copy the arguments to a device, with the same strides. If the residual is the same tensor as the input, both stay
-    one tensor."""
+    """Copy the arguments to a device, with the same strides. If residual and input are the same tensor, they stay the
+    same tensor."""
     moved = {}
     for name, value in drawn.items():
         if name == "residual" and value is drawn["input"]:
@@ -173,7 +173,7 @@ def test_more_outputs_are_only_more(op, name, device):
         assert_same([{"128x4": tiled, "linear": linear}[layout]], [scale])
 
 
-# In place
+# Updates in place
 
 
 @by_op
@@ -202,7 +202,7 @@ def test_version_of_the_residual_moves(op, rows_of, device):
 
 
 def test_autograd_notices_a_residual_that_was_saved(device):
-    """Check that a backward that needs the old residual, which a product saved, refuses to run after the op overwrote
+    """Check that a backward pass that needs the old residual, which a product saved, fails after the op overwrote
     it."""
     made = make_call(OPS["add_rmsnorm_fp4quant"], 4, 64, device=device)
     factor = torch.ones(4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)

@@ -20,8 +20,8 @@ def product(a=X, **given):
 
 @pytest.mark.parametrize("alpha", [0.5, 2, np.float32(0.5), np.int64(2)])
 def test_a_number_for_a_tensor(alpha):
-    """Check that the error for a number contains the tensor to write instead, and that this call then computes the
-    result."""
+    """Check that the error for a number contains the tensor to pass instead, and that the call with this tensor
+    succeeds."""
     with pytest.raises(TypeError) as raised:
         product(alpha=alpha)
     text = f"torch.tensor([{float(alpha)}], device=…)"
@@ -96,7 +96,7 @@ def test_a_timeout_out_of_range(timeout):
         torch_cute_ops.autotune(timeout_s=timeout).__enter__()
 
 
-# Layers
+# Arguments of layers and of warmup
 
 
 @pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear, FP8TensorLinear])

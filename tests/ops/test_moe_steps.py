@@ -110,7 +110,8 @@ def test_inverse(m, device):
 
 
 def test_result_must_not_overlap_rows(device):
-    """Check that the result must not overlap rows that are still to be read, and that it may replace the residual."""
+    """Check that the result must not overlap rows that are still to be read, and that the result may replace the
+    residual."""
     rows, residual = torch.randn(12, 64, device=device), torch.randn(4, 64, device=device)
     index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
     given = rows, index, torch.rand(4, 2, device=device), residual
@@ -197,7 +198,7 @@ def calls_of_experts(device="cpu"):
 
 @pytest.mark.parametrize("op", calls_of_experts())
 def test_rows_of_experts_out_of_range_on_a_cpu(op):
-    """Check that offsets and counts that include other experts' rows are refused, and that the largest valid ones are
+    """Check that offsets and counts that include other experts' rows are refused, and that the largest valid values are
     accepted."""
     call = calls_of_experts()[op]
 

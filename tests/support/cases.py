@@ -497,7 +497,7 @@ def named(op: OpSpec, given: dict[str, Any]) -> Sample:
     return Sample(op.name, (), given)
 
 
-# Calls with a chosen size
+# Calls with a given size
 
 
 def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:

@@ -85,8 +85,8 @@ class Journal:
 
 
 class GpuRecord:
-    """Pytest plugin that writes each test's result to the journal, and the record at the end. With pytest-xdist it
-    collects the results of all workers.
+    """Pytest plugin that writes each test's result to the journal, and the record at the end. With pytest-xdist the
+    plugin collects the results of all workers.
 
     Attributes:
         facts: facts of the run: GPU, versions, digest of the package's sources, seed.

@@ -191,7 +191,7 @@ def collect(scale: np.ndarray, layout: str, rows: int, blocks: int) -> np.ndarra
     return scale.reshape(-1)[_offsets(layout, rows, blocks)]
 
 
-# Blocks
+# FP4 blocks
 
 
 @dataclass(frozen=True)
@@ -347,8 +347,8 @@ def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) ->
     """Return ``g · sigmoid(alpha · g) · (u + beta)`` for the halves g and u of rows (M, 2I). Both halves are clamped to
     ``limit``, g only from above.
 
-    Each of ``alpha · g``, ``g · sigmoid``, the sum and the last product is rounded to fp32; the sigmoid is as in
-    ``silu_mul``.
+    Each of ``alpha · g``, ``g · sigmoid``, the sum and the last product is rounded to fp32; the sigmoid is computed as
+    in ``silu_mul``.
     """
     gate, up = np.split(value.astype(np.float32), 2, axis=-1)
     with np.errstate(over="ignore"):
@@ -389,7 +389,7 @@ def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
     return (value.astype(np.float64) / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
 
 
-# The norm
+# Norms
 
 
 def rms_norm(

@@ -189,7 +189,7 @@ def test_a_run_that_is_stopped_goes_on(stopped):
     assert (project.path / "record.json").read_text() == record
     module.write_text(whole)
     result = run_pytest(project, *arguments)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED  # because a test failed in the first run
+    assert result.ret == pytest.ExitCode.TESTS_FAILED  # a test failed in the first run
     after = json.loads((project.path / "record.json").read_text())
     assert {key: after[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
     assert "not_run" not in after and after["seed"] == before["seed"]

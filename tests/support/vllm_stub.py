@@ -208,7 +208,7 @@ class RoutedExperts(nn.Module):
         if local < 0:
             return False
         data, kind = param.data[local], getattr(param, "quant_method", None)
-        if shard_id.startswith("gpt_oss_"):  # divides by the parameter's size, and flattens a weight's blocks
+        if shard_id.startswith("gpt_oss_"):  # divide by the parameter's size, and flatten the blocks of a weight
             loaded_weight = loaded_weight.reshape(len(loaded_weight), -1)
             dim = 0 if shard_id == "gpt_oss_w13" else 1
             begin = self.moe_config.tp_rank * data.shape[dim]
