@@ -122,8 +122,8 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     """Compile a program that calls the op, call it for this sequence of M, and return the number of graphs after each
     call. Check that results equal the results of the op.
 
-    Count the graphs that PyTorch stores, not the calls of the backend: with ``dynamic=True``, PyTorch first makes a
-    float argument symbolic, and compiles again when the op asks for the value of this argument.
+    Count the graphs that PyTorch stores, not the calls of the backend. With ``dynamic=True``, PyTorch first makes a
+    float argument symbolic, and compiles again when the op asks for the argument's value.
     """
 
     def program(tensors):

@@ -1,7 +1,7 @@
 """Expected results of the ops, computed with ``spec.py``. Each op is checked by the module of the same name.
 
 A module defines ``SCHEMA`` and ``OUT_SCHEMA``, the schemas promised to users; ``results(given)``, which returns the
-expected outputs on the CPU for arguments by name; and ``assert_results(actual, expected, given)``. It may define
+expected outputs on the CPU for arguments by name; and ``assert_results(actual, expected, given)``. A module may define
 ``rows_alone(given, outputs)``, which yields calls with a few of the rows, and the expected results of these calls.
 """
 
@@ -31,7 +31,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.itemsize == 1:
         # View as bytes first, because some modes cannot copy some one-byte dtypes.
         tensor = tensor.view(torch.uint8)
-    # Clone to contiguous strides, also in dimensions of size 1.
+    # Copy to contiguous strides, also in dimensions of size 1.
     packed = tensor.clone(memory_format=torch.contiguous_format).cpu()
     return packed.reshape(*tensor.shape, 1).view(torch.uint8)
 

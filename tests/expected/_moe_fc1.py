@@ -80,7 +80,7 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    """Check blocks as for any op that gates and quantises. 16-bit results may be off by the error of fp32 sums, the
+    """Check FP4 blocks as for any op that gates and quantises. 16-bit results may be off by the error of fp32 sums, the
     gate and one rounding."""
     if len(expected) == 2:
         fmt = resolve_fp4_format(given["block_size"], given["scale_format"])

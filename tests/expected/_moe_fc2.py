@@ -20,8 +20,8 @@ def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_expert(given):
-    """Yield for each expert: the indices of the rows whose factor is not 0, their factors (rows, 1), the expert's
-    columns of ``a`` and ``w``, and its bias in float32, or 0."""
+    """Yield for each expert: the indices of the rows whose factor is not 0, the factors (rows, 1), the expert's columns
+    of ``a`` and ``w``, and the expert's bias in float32 (0 without a bias)."""
     a, w, alpha = operands(given)
     biases = np.zeros((alpha.shape[1], 1), np.float32)
     if given["bias"] is not None:

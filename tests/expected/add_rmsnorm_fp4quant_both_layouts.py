@@ -14,7 +14,7 @@ OUT_SCHEMA = f"cute::add_rmsnorm_fp4quant_both_layouts.out({_ARGUMENTS}, *, {_OU
 
 
 def results(given) -> Tensors:
-    """Return the expected outputs, and the expected residual."""
+    """Return the expected outputs and the expected residual."""
     y, tiled, total = add_rmsnorm_fp4quant.results({**given, "scale_layout": "128x4"})
     _, linear, _ = add_rmsnorm_fp4quant.results({**given, "scale_layout": "linear"})
     return y, tiled, linear, total

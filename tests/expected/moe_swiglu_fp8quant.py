@@ -1,5 +1,5 @@
 """``moe_swiglu_fp8quant``: codes and scales may differ from the specification only as far as the error bound of an fp32
-exponential allows. They must be zero in rows of padding."""
+exponential allows. Codes and scales must be zero in rows of padding."""
 
 import numpy as np
 import torch

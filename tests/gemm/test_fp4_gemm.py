@@ -1,4 +1,4 @@
-"""``mm_fp4`` and ``mm_fp4_weight_only``: exact sums, comparison with float64, independence of M, and calls."""
+"""``mm_fp4`` and ``mm_fp4_weight_only``: exact sums, comparison with float64, independence of M, and the call path."""
 
 import inspect
 
@@ -213,7 +213,7 @@ def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
         (a[:, ::1].t().t(), b, b_scale),
     ):
         op.cuda(*args, **kwargs)
-    assert len(checked) == 3  # not for rows of the same bucket, nor for the same layout in memory
+    assert len(checked) == 3  # no check for rows of the same bucket, nor for the same layout in memory
     padded = torch.zeros(*b_scale.shape[:-1], 8, dtype=b_scale.dtype)[..., :4].copy_(b_scale)
     for strided in ((a.t().contiguous().t(), b, b_scale), (a, b, padded)):
         op.cuda(*strided, **kwargs)  # copied

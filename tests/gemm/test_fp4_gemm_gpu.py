@@ -336,7 +336,7 @@ def test_nan_scales_make_their_row_or_column_nan():
 
 
 def test_sums_are_as_exact_as_fp32():
-    """Check that sums have at most one fp32 rounding per 16 products, whatever the order in which tensor cores add."""
+    """Check that sums have at most one fp32 rounding per 16 products, in whichever order tensor cores add."""
     given = block_scaled_call()
     (want,) = results(given)
     positive = {**given, "a": given["a"] & 0x77, "b": (given["b"].t() & 0x77).t()}

@@ -87,7 +87,7 @@ def test_estimates_are_near_the_limits():
 )
 def test_a_call(fmt, layout, tactic, monkeypatch):
     """Call the backend's launcher, with the kernel executed in the emulator, and compare the result with the
-    reference's."""
+    reference."""
     m, n, k = 11, 136, 640
     problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, alpha="column", bias_dtype=FP32)
     target = dataclasses.replace(BLACKWELL, sms=2)

@@ -104,7 +104,7 @@ def test_estimates_are_near_the_limits() -> None:
 
 def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call the backend's launcher, with the kernel executed in the emulator, and compare the result with the
-    reference's."""
+    reference."""
     fmt, layout, tactic = MXFP4, "linear", backend.Tcgen05ExpertsTactic(32, 2, "routed")
     m, n, experts, width = 5, 40, 10, 64
     k = experts * width

@@ -96,9 +96,9 @@ def test_recoding_during_the_gemm(is_hard, fmt, layout, captured, target):
     """Check that results are equal whether most of the weight is re-encoded while the GEMM runs, or the whole weight is
     re-encoded before the GEMM.
 
-    Each checked call follows a call with another weight, so that a GEMM that does not wait for a row reads old numbers.
-    Another call, whose kernels may start early, follows each checked call. If ``is_hard``, the weight contains rows in
-    which each k tile needs another exponent.
+    Each checked call follows a call with another weight, so that a GEMM that does not wait for a row would read old
+    numbers. Another call, whose kernels may start early, follows each checked call. If ``is_hard``, the weight contains
+    rows in which each k tile needs another exponent.
     """
     n, k, op = 24_584, 2112, OPS["mm_fp8_fp4"]
     weight = {"scales": (0, 0x7F)} if is_hard else None

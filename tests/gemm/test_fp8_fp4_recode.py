@@ -1,5 +1,5 @@
-"""The backend ``recode``: for which problems it writes the FP8 weight while the GEMM runs, and the number of SMs that
-write."""
+"""The backend ``recode``: the problems for which the FP8 weight is written while the GEMM runs, and the number of SMs
+that write."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ MEASURED = {
     ("H100", 2048, 57344, 8192): (2190, 2147, 1781),
 }
 """Measured times in µs with MXFP4, keyed by GPU, M, N and K. The first time is for writing the whole weight before the
-GEMM; the others are for writing it during the GEMM with each number of SMs in ``RECODE_SMS``
+GEMM. The other times are for writing the weight during the GEMM, with each number of SMs in ``RECODE_SMS``
 (docs/notes/fp8_fp4_wgmma_ss.md)."""
 
 
@@ -42,8 +42,8 @@ def recode_sms(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
 
 
 def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
-    """Check that writing during the GEMM is offered only without experts, if launches can overlap, if the GEMM's first
-    tiles need a small part of the weight, and if few SMs write."""
+    """Check the conditions for writing during the GEMM: no experts, launches that can overlap, first tiles of the GEMM
+    that need a small part of the weight, and few SMs that write."""
     large = problem(28672, 4096)
     assert recode_sms(large, 2048) == recode_sms(large, 4096) == [0, *RECODE_SMS]
     assert recode_sms(large, 64) == recode_sms(problem(4096, 14336), 4096) == [0]
@@ -57,8 +57,8 @@ def test_only_large_weights_are_written_during_the_gemm(monkeypatch):
 
 @pytest.mark.parametrize("m", [1, 1024, 2048, 16384])
 def test_first_tiles(m):
-    """Check the number of weight tiles that are written before the GEMM starts. They must suffice for two waves of 128
-    × 128 output tiles, with up to 16 tiles along M side by side."""
+    """Check the number of weight tiles that are written before the GEMM starts. These weight tiles must suffice for two
+    waves of 128 × 128 output tiles, with up to 16 tiles along M side by side."""
     large, small = problem(28672, 4096), problem(256, 4096)
     assert first_tiles(large, m, HOPPER) == {1: 224, 1024: 34, 2048: 18, 16384: 18}[m]
     assert first_tiles(small, m, HOPPER) == weight_tiles(small) == 2

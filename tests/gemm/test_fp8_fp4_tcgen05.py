@@ -140,7 +140,7 @@ def samples() -> Iterator[tuple[str, Sample]]:
     ("op", "sample"), [pytest.param(*one, id=f"{one[1].name}-{i}") for i, one in enumerate(samples())]
 )
 def test_a_call(op, sample, monkeypatch) -> None:
-    """Check a launcher's call of the backend's kernel in the emulator, with the operands arranged as by the op."""
+    """Call the backend's launcher with operands arranged as by the op, and check its kernel in the emulator."""
     spec = OPS[op]
     kwargs = {**sample.kwargs, "out_dtype": FP32}
     want = spec.reference(*sample.args, **kwargs)

@@ -141,8 +141,8 @@ def test_mxfp4_is_exact_near_the_largest_scale():
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4])
 def test_forms_give_the_same_bits(fmt):
-    """Check that prepared and interleaved calls equal the ordinary call bit for bit, and that for K up to 128 per-token
-    scales equal block scales."""
+    """Check that prepared and interleaved calls equal the ordinary call bit for bit, and that for K up to 128 calls
+    with per-token scales equal calls with block scales."""
     for k in (64, 128, 832):
         blocks = mm_fp8_fp4.sample("", 19, 72, k, fmt, "128x4", ON_CPU, out_dtype=torch.float32)
         one = with_tokens(blocks)

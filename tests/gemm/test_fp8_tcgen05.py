@@ -138,8 +138,8 @@ CALLS = [pytest.param(*one, id=f"{one[0]}-{i}") for i, one in enumerate(samples(
 
 @pytest.mark.parametrize(("op", "sample", "tactic", "problem"), CALLS)
 def test_a_call(op, sample, tactic, problem, monkeypatch):
-    """Check a launcher's call of the backend's kernel in the emulator. The operands are arranged in the same way as in
-    the op."""
+    """Call the backend's launcher with operands arranged as by the op, execute its kernel in the emulator, and check
+    the result."""
     spec = OPS[op]
     want = spec.reference(*sample.args, **sample.kwargs, out_dtype=FP32)
     bound = spec.bind(*sample.args, **sample.kwargs)._asdict()

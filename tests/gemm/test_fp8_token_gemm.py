@@ -264,8 +264,8 @@ def test_one_expert_is_the_plain_gemm(device):
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("one_scale", [False, True])
 def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
-    """Check the operands that ``mm_fp8`` by ``mma_sync`` passes to the kernel for block scales, which the reference
-    replaces here."""
+    """Check the operands that ``mm_fp8`` with ``mma_sync`` passes to the kernel for block scales. The reference
+    replaces this kernel."""
     where = torch.device("cpu")
     if layout == "masked":
         one = masked("", [5, 0, 8], 8, 40, 320, where, exact=True)
@@ -283,7 +283,7 @@ def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
 @pytest.mark.usefixtures("launches")
 def test_repeated_calls():
     """Check that a repeated call, which passes its tensors to the compiled function without checks, gives the same
-    result as the first: scales are expanded, flattened or refused as the compiled function requires."""
+    result as the first. Scales must be expanded, flattened or refused as the compiled function requires."""
     where, made = torch.device("cpu"), 0
     plain = [sample("", 9, 136, 192, where, one_a_scale=one, one_b_scale=not one) for one in (False, True)]
     for op, given in (

@@ -156,7 +156,7 @@ def test_exact_results_of_skewed_routings(op, m, half, device):
 
 @by_op
 def test_exact_results_of_512_experts_with_tokens(op, device):
-    """Check the largest number of experts, 512, when all of them get tokens. A token is routed to 16 experts."""
+    """Check the largest number of experts, 512, when all of them get tokens. Each token is routed to 16 experts."""
     given, value = linear_call(op, "up", NVFP4, "128x4", device, (41, 512, 64, 32), every_alpha)
     routed = given["routing"] != 0
     assert routed.any(0).all() and (routed.sum(1) == 16).any()
@@ -222,7 +222,7 @@ def test_unrouted_results_are_not_written(op, fmt, layout, device):
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
     """Check that the reference ignores NaN of pairs that are not routed even if it computes every row, as on a GPU.
 
-    On a GPU the reference does not select the routed rows: the host would have to wait for the routing.
+    On a GPU the reference does not select the routed rows, because the host would need to wait for the routing.
     """
     given, terms = call_with_terms(op, "half", CPU)
     given |= {name: changed_at(term, 0, torch.nan) for name, term in terms.items() if name != "global_scale"}
@@ -310,7 +310,7 @@ def test_a_nan_of_the_routing_is_routed(op, device):
 @by_op
 @by_format
 def test_rows_do_not_see_each_other(op, fmt, device):
-    """Check that a row gives the same bits alone and among rows that share its experts, with several k tiles.
+    """Check, with several k tiles, that a row gives the same bits alone and among rows that share its experts.
 
     Every expert gets at least 9 tokens, and one expert gets all of them.
     """

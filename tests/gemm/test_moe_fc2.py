@@ -62,7 +62,7 @@ def integer_call(op, m, n, experts, width, fmt, layout, device, **kwargs):
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @by_format
 def test_exact_sums(op, fmt, layout, device):
-    """Check that every backend gives the exact result if every step is exact, in any order of summation."""
+    """Check that every backend gives the exact result for inputs whose sums are exact in any order."""
     if layout not in SAMPLES[op.name].layouts:
         return
     alpha = 2.0 ** torch.randint(-1, 2, (37, 3), device=device) * torch.randint(-1, 2, (37, 3), device=device)

@@ -74,7 +74,7 @@ def test_refused_problems() -> None:
     assert "gate" in str(reason(gate=None))
     assert "multiple of 64" in str(reason(n=256 * 96))
     assert "at most 1024" in str(reason(n=1025 * 64, grouping=Grouping("n", 1025)))
-    # Blocks of 32 elements exclude slices of 16 columns; wider slices remain.
+    # MXFP4 blocks of 32 columns exclude tiles that result in 16 gated columns. Wider tiles remain.
     both = Operand(MXFP4, TILED)
     mxfp4 = replace(LAYER, a=both, b=both, quantised=both, global_scale=None)
     assert BACKEND.reason_unsupported(mxfp4, TARGET) is None

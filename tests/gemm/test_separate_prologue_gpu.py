@@ -138,7 +138,7 @@ def layer_of(name, dtype, static):
 @pytest.mark.parametrize("m", [1, 8])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_chain_gives_the_same_every_time(name, m, static, dtype):
-    """Check chains of layers in a captured graph, in which each op reads rows that the launch before it has just
+    """Check chains of layers in a captured graph, in which each op reads rows that the previous launch has just
     written.
 
     The data stays in L2, so that launches overlap as much as possible. Each replay uses other rows.

@@ -1,5 +1,5 @@
-"""Overlapping launches on a GPU: a GEMM may start early, but must read a weight that the previous launch writes, or a
-static weight, at the right time."""
+"""Overlapping launches on a GPU: a GEMM may start before the previous launch ends, but must not read its weight before
+the weight is complete."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 N, K = 1024, 2048
 COUNT, ROUNDS, FEW = 500, 200, 20
-"""Number of chains per graph or eager round, number of graph replays (for M = 1 also of eager rounds), and number of
-eager rounds for larger M.
+"""Chains per graph or eager round; graph replays, which is also the number of eager rounds for M = 1; and eager rounds
+for larger M.
 
 In total 100,000 captured chains run. Eagerly, 100,000 chains run for M = 1 and 10,000 chains for larger M. The host
 takes 50 s for 100,000 eager chains if 30 processes share a GPU.

@@ -120,7 +120,7 @@ EXPERTS = {
 
 
 def classes_of_experts() -> list[str]:
-    """Return the names of all classes in transformers that are called experts and own parameters."""
+    """Return all classes in transformers that own parameters and whose names contain "Experts"."""
     found = []
     for path in sorted((Path(transformers.__path__[0]) / "models").glob("*/modeling_*.py")):
         for each in re.finditer(
@@ -195,7 +195,7 @@ def quantise_without_warnings(model: nn.ModuleDict, scheme: str) -> nn.ModuleDic
 
 @torch.no_grad()
 def assert_equal_results(experts: nn.Module, swiglu: SwiGLU) -> None:
-    """Check that quantised experts with exact weights and 16-bit activations compute the same as the module."""
+    """Check that quantised experts with exact weights and 16-bit activations give the same results as the module."""
     x, ids, weights = routed()
     want = experts(x.double(), ids, weights.double())
     new = quantised(experts.bfloat16()).experts

@@ -234,7 +234,8 @@ def test_gemma():
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "activations"), [("nvfp4", "16bit"), ("fp8_block", "auto")])
 def test_llama_decodes_by_inductor(scheme, activations, device):
-    """Decode one token for each of several sequences through the whole compiler. One dimension of the residual is 1."""
+    """Decode one token for each of several sequences with a model compiled by Inductor. One dimension of the residual
+    is of size 1."""
     model = small_llama(torch.bfloat16)
     tco.nn.merge_(tco.nn.quantize_(model, scheme, activations=activations))
     model, ids = model.to(device), torch.randint(1, 96, (3, 1), device=device)

@@ -107,8 +107,8 @@ def test_gate_before_a_gemm(lead, dtype, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "float32", "strided", "swapped", "Blackwell"])
 def test_gates_that_stay_before_a_gemm(left, monkeypatch):
-    """Check that a gate is not fused into a GEMM if the rows are many or their number is symbolic, on another GPU, if
-    another node reads the gate's result, in another dtype, or if up comes first."""
+    """Check that these are not fused into a GEMM: gates of many rows or of a symbolic number of rows, on another GPU,
+    with another reader of the result, in another dtype, of strided rows, or with up before gate."""
     both, codes, scale = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     both = both.repeat_interleave(2, 1)[:, ::2] if left == "strided" else both
     both = both.float() if left == "float32" else both
@@ -160,8 +160,8 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
 def test_quantisations_that_stay_before_a_gemm(left):
-    """Check that a quantisation is not fused into a GEMM if the rows are many or their number is symbolic, if another
-    node reads the codes, in another dtype or format, or after a gate other than SiLU."""
+    """Check that these are not fused into a GEMM: quantisations of many rows or of a symbolic number of rows, with
+    another reader of the codes, in another dtype or format, or after a gate other than SiLU."""
     both, *_ = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
     block_size = 32 if left == "MXFP4" else 16
     codes, scale = tco.fp4_quantize(numbers(24, H), block_size=block_size)
@@ -266,8 +266,8 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
 def test_cases_without_prefetch(left, monkeypatch):
-    """Check that GEMMs prefetch nothing if the rows are many or their number is symbolic, or on other GPUs, and never a
-    weight that the graph computes. A prefetch that the program itself requests is not replaced."""
+    """Check that GEMMs of many rows, of a symbolic number of rows and on other GPUs do not prefetch, and that no GEMM
+    prefetches a weight that the graph computes. A prefetch that the program itself requests is not replaced."""
     x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
     if left == "symbolic":
         torch._dynamo.mark_dynamic(x, 0)

@@ -118,8 +118,8 @@ def test_warnings_are_shown_once(sglang, caplog):
 
 
 def test_prepared_rows(sglang):
-    """Check the row counts for which kernels are compiled: up to the largest prefill (a chunk, a batch, or the longest
-    prompt) or decode step, which may share a batch with a prefill chunk; and captured batch sizes."""
+    """Check the largest number of rows for which kernels are compiled: a prefill (a chunk, a batch, or the longest
+    prompt), plus decode steps that share its batch, or a larger decode step."""
     assert sglang._prepare.serving() is None
     sglang_stub.SERVER[0] = sglang_stub.server(2048, [1, 8], 4)
     assert sglang._prepare.serving() == Serving(2048, (1, 8), 4)

@@ -352,7 +352,7 @@ def test_bad_checkpoints(tmp_path):
 
 # Experts
 
-# Route each token to all experts, in a separate order, so that rounding cannot change the choice.
+# Route each token to all experts, so that rounding cannot change the choice of experts.
 ROUTED = {**SIZES, "num_experts_per_tok": 4}
 MOE = {
     "mixtral": MixtralConfig(**{**ROUTED, "intermediate_size": 128}, num_local_experts=4),

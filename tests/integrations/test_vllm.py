@@ -153,7 +153,7 @@ def test_quantised_output_heads(vllm):
 
 def test_layers_of_mla(vllm):
     """Check that FP4 activations are not used for kv_b_proj, whose weight vLLM decodes by multiplying an identity
-    matrix. vLLM's own method must store DeepSeek-V4's wo_a, because vLLM reads it."""
+    matrix. vLLM's own method must load DeepSeek-V4's wo_a, because vLLM reads this weight directly."""
     made = vllm._config.CONFIGS[1].from_config(NVFP4)
     for name in ("model.layers.0.self_attn.kv_b_proj", "o_proj"):
         method = made.get_quant_method(vllm_stub.LinearBase(), name)

@@ -509,7 +509,7 @@ def test_forms_are_prepared_once_settings_are_known(monkeypatch):
     settings[0] = prepare.Serving(8, (), 1)
     preparation.run(device)
     preparation.run(device)
-    assert prepared == [[form], [form]]  # for all numbers of rows and for captured ones, by the second run
+    assert prepared == [[form], [form]]  # by the second run: once for all numbers of rows, once for captured numbers
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_shapes_of_input(cls, activations):
 
 @pytest.mark.parametrize(("cls", "activations"), [kind for kind in KINDS if kind[0] in CLASSES[:3]])
 def test_the_weight_is_static(cls, activations, monkeypatch):
-    """Check that the GEMM gets static_weight, and that every method that writes the weight launches one more kernel
-    before the next forward."""
+    """Check that the GEMM gets ``static_weight``, and that every method that writes the weight then launches another
+    kernel, so that the weight is static in the next forward."""
     given, written = [], []
     for name in ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4", "mm_fp8_block", "mm_fp8_fp4"):
         module = fp8_linear if name == "mm_fp8_block" else fp4_linear
@@ -225,8 +225,8 @@ def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
 
 
 def test_loading_reaches_captured_graphs():
-    """Check that loading overwrites derived buffers in place, like the loaded tensors, so that captured graphs read
-    them."""
+    """Check that loading overwrites derived buffers in place, like the loaded tensors, so that captured graphs read the
+    new values."""
     layer, other = (merge([quantised(NVFP4Linear, "fp4", factor=f) for f in (1, f)]) for f in (3, 5))
     addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     layer.load_state_dict(other.state_dict())
@@ -410,8 +410,8 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
 
 @torch.no_grad()
 def test_copies_and_files_exclude_the_prefetch_chain():
-    """Check that copying or saving a layer does not include the later layers, and that the links do not keep removed
-    layers alive."""
+    """Check that copying or saving a layer does not include the later layers, and that links between layers do not keep
+    removed layers alive."""
     layers = nn.ModuleList([quantised(NVFP4Linear, "16bit", n=K) for _ in range(300)])
     alone = io.BytesIO()
     torch.save(layers[0], alone)

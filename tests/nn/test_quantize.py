@@ -247,7 +247,7 @@ class Calls(TorchDispatchMode):
 
     @property
     def fused(self) -> list[tuple]:
-        """Return the recorded calls that are neither GEMMs nor quantisations alone."""
+        """Return the recorded calls that are neither GEMMs nor plain quantisations."""
         return [call for call in self.every if "mm_" not in call[0] and "_quantize" not in call[0]]
 
 
@@ -362,8 +362,8 @@ def test_warmup_calls_gates_with_gemms():
 
 @pytest.mark.parametrize("activations", ["16bit", "fp4"])
 def test_warmup_prefetches_with_few_rows(activations):
-    """Check that `warmup` calls layers with and without a prefetch, as compiled models do, and does not change their
-    links."""
+    """Check that `warmup` calls layers with and without a prefetch, as compiled models do, and does not change which
+    layer they prefetch."""
     block = quantize_(FusedBlock().bfloat16(), "nvfp4" if activations == "16bit" else "mxfp4", activations=activations)
     for fused in (True, False):
         with Calls() as calls:

@@ -490,7 +490,7 @@ class Swapped(Experts):
 
 
 class OneMore(Experts):
-    """Experts in which expert i computes what expert i + 1 should."""
+    """Experts in which expert i returns the result of expert i + 1."""
 
     def expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         return super().expert(x, (expert + 1) % E)

@@ -268,8 +268,8 @@ def samples_by_key(op):
 
 @each_error(case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu"))
 def test_error(op, name, on, launches):
-    """Check that errors are the same as on a CPU, and that nothing is launched, on a first call and after an accepted
-    call with the same static key, whose launcher the wrong call finds."""
+    """Check that errors are the same as on a CPU, and that nothing is launched, both on a first call and after an
+    accepted call with the same static key has created a launcher."""
     error = get_error(op, name, on)
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
     outputs = outputs if error.out is None else error.out

@@ -1,7 +1,7 @@
 """Valid inputs (samples) and error inputs of the ops, one module per op, in the manner of PyTorch's ``OpInfo``.
 
-Each module defines ``sample_inputs(device)`` and ``error_inputs(device)``. Their data comes from torch's default
-generators.
+Each module defines ``sample_inputs(device)`` and ``error_inputs(device)``. The data of samples comes from torch's
+default generators.
 """
 
 import importlib

@@ -66,7 +66,7 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
     yield sample("4d-tiled", NVFP4, "128x4", 2, 2, 67, 64)
     yield sample("4d", NVFP4, "linear", 2, 2, 8, 64)
     yield sample("5d-tiled", NVFP4, "8x4", 2, 1, 3, 4, 64)
-    # Name the layout where the shape of the scales fits two layouts.
+    # Pass the layout by name if the shape of the scales fits two layouts.
     yield sample("linear-like-8x4", NVFP4, "linear", 3, 1, 8, 64, scale_layout="linear")
     yield sample("8x4-like-linear", NVFP4, "8x4", 3, 1, 8, 64, scale_layout="8x4")
     yield sample("linear-like-128x4", MXFP4, "linear", 2, 1, 32, 4, 128, scale_layout="linear")

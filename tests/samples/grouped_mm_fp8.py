@@ -19,9 +19,9 @@ ROW_DIMENSIONS = {"a": 0, "a_scale": 0}
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """Return a call with this number of rows and columns. It has five experts, three of them without rows, and K = 512,
-    which is four blocks. No test uses these sizes as its number of rows, because PyTorch treats equal sizes as one
-    symbol."""
+    """Return a call with this number of rows and columns. The call uses five experts, three of them without rows, and K
+    = 512, which is four blocks. No test uses these sizes as its number of rows, because PyTorch treats equal sizes as
+    one symbol."""
     *lead, width = shape
     rows = math.prod(lead)
     return contiguous("", [rows // 2, 0, rows - rows // 2, 0, 0], width, 512, device, alignment=1)
@@ -169,7 +169,8 @@ def with_token_scales(
     Args:
         one: call with block scales.
         exact: True for scales that are powers of two.
-        one_a_scale: True for one scale for all rows. one_b_scale: True for one scale per expert.
+        one_a_scale: True for one scale for all rows.
+        one_b_scale: True for one scale per expert.
     """
     a, b, a_scale, b_scale, *rest = one.args
     factors = powers if exact else scales

@@ -226,7 +226,7 @@ def _errors(op: str, device: str) -> dict[str, ErrorInput]:
 
 
 def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str) -> dict[str, Input]:
-    # Make samples once per process, because this takes longer than most tests. A separate seed makes their data
+    # Make samples once per process, because this takes longer than most tests. A separate seed makes the samples' data
     # independent of the order of tests.
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -35,7 +35,7 @@ class Chunk:
 def each_case(names: tuple[str, ...], cases: Iterable[Any], chunk_of: Callable[..., str]) -> Callable[[Check], Check]:
     """Return a decorator like ``pytest.mark.parametrize`` that makes one pytest item per chunk of cases.
 
-    Every case is checked, even if earlier cases fail. Its random data depends only on the seed and the case's id.
+    Every case is checked, even if earlier cases fail. A case's random data depends only on the seed and the case's id.
     Fixtures are made once per chunk. If a fixture's value defines a method ``anew``, the method is called before each
     case to restore the value's state.
 

@@ -51,7 +51,7 @@ def check_static_weight(execute: Callable[..., Any], run: Any) -> None:
     """Check that a kernel reads a static weight, but no other argument, before it waits for the previous kernel.
 
     ``execute`` runs the kernel after a simulated previous kernel, which writes the arguments in ``late`` at the last
-    moment. It returns the result and the expected result.
+    moment. ``execute`` returns the result and the expected result.
     """
     got, want = execute(is_static(run), late=("b_scale", *INPUTS))
     assert torch.equal(got, want)

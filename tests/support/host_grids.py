@@ -106,7 +106,7 @@ def gemm_call(kernel: Any, **changes: int) -> Any:
 
 def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:
     """Check that a kernel launches nothing if the result overlaps another tensor by one byte at either end, or if the
-    workspace starts at another tensor's address; and that adjacent tensors do not count as overlapping."""
+    workspace starts at another tensor's address. Adjacent tensors must not count as overlapping."""
     call = gemm_call(kernel, **changes)
     usual = grids(kernel, arch, *call)
     assert all(0 not in grid for grid in usual)
