@@ -163,8 +163,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
     items[:] = [item for item in items if item.nodeid not in done]
     # Tests on the GPU come first, so that an interrupted run contains their results. Long tests come next, so that no
-    # worker is still busy with a long test when the others are done. Tests that measure time come last, when the
-    # machine is idle.
+    # worker runs a long test after the others are done. Tests that measure time come last, when the machine is idle.
     items.sort(key=lambda item: (bool(item.get_closest_marker("timing")), not runs_on_gpu(item), not takes_long(item)))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):

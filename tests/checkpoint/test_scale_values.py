@@ -110,8 +110,7 @@ def test_input_scales_of_a_part(tmp_path):
 @pytest.mark.parametrize("kind", ["modelopt W4A4", "modelopt FP8 tensor"])
 @pytest.mark.parametrize("value", [None, 0.0])
 def test_input_scales_of_experts(kind, value, tmp_path):
-    """Check that experts load without input scales, because experts compute the scales of their activations at run
-    time."""
+    """Check that experts load without input scales, because they compute their activations' scales at run time."""
     experts, hidden, width = 3, 128, 128
     tensors, decoded = {"o_proj.weight": torch.zeros(256, 256).bfloat16()}, []
     for e in range(experts):

@@ -120,8 +120,7 @@ def test_operands_that_torch_rearranges_cost_time() -> None:
 
 def samples() -> Iterator[tuple[str, Sample]]:
     """Yield exact calls of both ops, in every layout of rows: with block scales, and with per-token scales. Of the
-    calls with per-token scales, every second call uses interleaved activations, and two of three calls use prepared
-    scales."""
+    calls with per-token scales, every second call is interleaved, and two of three calls use prepared scales."""
     calls, counts, spare = [], [3, 0, 20], {"exact": True, "spare": 5}
     for fmt, layout, k in ((NVFP4, "128x4", 448), (MXFP4, "linear", 448), (MXFP4, "128x4", 384)):
         calls += [

@@ -301,8 +301,7 @@ def test_checks(problem, made_up, monkeypatch):
         scale = operands.a_scale
         assert scale is None if problem.prologue_quant == "plain" else scale.tolist() == [3.0]
     if problem.grouping.over == "k":
-        # Each token uses 8 of 12 experts, so a result needs 64 additions per expert, one multiplication per expert, and
-        # 8 more additions.
+        # Each token uses 8 of 12 experts, so a term is rounded in up to 64 sums, one product and 8 sums over experts.
         alpha = operands.alpha
         assert torch.equal((alpha > 0).sum(1), torch.full((24,), 8))
         assert len({tuple(row) for row in (alpha > 0).tolist()}) > 12

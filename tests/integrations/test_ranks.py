@@ -48,8 +48,8 @@ def test_generate_on_two_ranks():
 
 @torch.no_grad()
 def compiled(rank: int) -> None:
-    """Check that the Inductor pass fuses both sums of each layer, except the last sum, because no GEMM of ours follows
-    it."""
+    """Check that the Inductor pass fuses both sums of each layer, except the last sum, which precedes no GEMM of
+    ours."""
     for made, scheme, op in (
         (LlamaConfig, "fp8_block", "all_reduce_add_rmsnorm_fp8quant"),
         (Qwen3Config, "nvfp4", "all_reduce_add_rmsnorm"),

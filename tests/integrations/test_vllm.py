@@ -682,8 +682,7 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
     [(8, 2, 1, 2, 1), (8, 4, 2, 8, 3), (2, 64, 1, 2, 1), (8, 1, 0, 1, 0)],
 )
 def test_each_rank_prepares_its_kernels(gpus, ranks, engines, sharing, first, vllm, monkeypatch):
-    """Check that each rank, even on a second node, compiles the kernels for its GPU with its share of the
-    processors."""
+    """Check that each rank, even on a second node, compiles kernels for its GPU, with a share of the processors."""
     compiled, warm, known = [], [], registry.kernels_of
     device, seen = torch.device("cuda", first), set()
 

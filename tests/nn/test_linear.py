@@ -50,8 +50,7 @@ def test_values(cls, activations, dtype, device):
 
 @by_kind
 def test_rows_quantised_before(cls, activations, device):
-    """Check that rows quantised in advance give the same result as the input itself, in the dtype stored with the
-    rows."""
+    """Check that rows quantised in advance give the same result as the input itself, in the rows' stored dtype."""
     layer = quantised(cls, activations).to(device)
     layer.bias = None
     x = torch.randn(2, 3, K, dtype=torch.bfloat16, device=device)
@@ -455,8 +454,8 @@ def test_compiled_programs_exclude_the_prefetch_chain():
 
 @torch.no_grad()
 def test_static_scale_of_fp8_activations(monkeypatch):
-    """Check layers that quantise all rows with one calibrated scale, and merged layers, which use the largest of their
-    scales. Also check that layers pass ``fast_accum``."""
+    """Check layers that quantise all rows with one calibrated scale (the largest scale in merged layers), and check
+    that layers pass ``fast_accum``."""
     given, multiply = [], fp4_linear.mm_fp8_fp4
     spy = lambda *args, **named: given.append(named) or multiply(*args, **named)  # noqa: E731
     monkeypatch.setattr(fp4_linear, "mm_fp8_fp4", spy)

@@ -37,8 +37,7 @@ def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, tor
 
 def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
     """Check the relative error of the whole result. Some elements may be off by more, because their activations were
-    rounded to another code. Such elements are rare on a CPU, and up to one hundredth on a GPU, whose sums are less
-    precise."""
+    rounded to another code: few on a CPU, up to one hundredth on a GPU, whose sums are less precise."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
     assert error < 0.015, error
 
@@ -344,7 +343,7 @@ def test_few_tokens_of_fp8_weights():
 
 
 def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
-    """Check that only Hopper supports the path for few tokens, at the sizes of gpt-oss-120b and DeepSeek-V3."""
+    """Check that sm_90a, but not sm_100a, supports the path for few tokens at the sizes of known models."""
     assert reason_unrouted("mxfp4", 128, 2880, 2880, "sm_90a") is None
     assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a") is None
     assert "needs Hopper's warpgroup MMA" in reason_unrouted("mxfp4", 128, 2880, 2880, "sm_100a")

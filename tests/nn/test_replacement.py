@@ -372,8 +372,7 @@ def two_layers() -> nn.Sequential:
 )
 @torch.no_grad()
 def test_a_router_with_any_name(router, experts, make):
-    """Check that a layer stays if it returns one output per expert of a list next to it, so that routing weights stay
-    exact."""
+    """Check that a layer stays if it returns one output per expert of a list next to it: it is a router."""
     model = nn.ModuleDict({"moe": MixtureOfExperts(router, experts, make()), "head": nn.Linear(K, 16)})
     x = torch.randn(5, K)
     want = model["moe"].get_submodule(router)(x)

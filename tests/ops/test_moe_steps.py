@@ -110,8 +110,7 @@ def test_inverse(m, device):
 
 
 def test_result_must_not_overlap_rows(device):
-    """Check that the result must not overlap rows that are still to be read, and that the result may replace the
-    residual."""
+    """Check that the result must not overlap rows that are still to be read, but may replace the residual."""
     rows, residual = torch.randn(12, 64, device=device), torch.randn(4, 64, device=device)
     index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
     given = rows, index, torch.rand(4, 2, device=device), residual

@@ -18,8 +18,7 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def fp4(codes: torch.Tensor, scale: torch.Tensor, factor: np.ndarray | float = 1.0) -> np.ndarray:
-    """Decode packed codes (N, K/2) with linear scales: ``e2m1 · scale · factor``, with one factor, or one factor per
-    row."""
+    """Decode packed codes (N, K/2) with linear scales: ``e2m1 · scale · factor``, with one factor or one per row."""
     numbers = spec.e2m1_value(spec.unpack(raw(codes))).astype(np.float64)
     kind = "e4m3" if scale.dtype == torch.float8_e4m3fn else "ue8m0"
     scales = spec.scale_value(raw(scale), kind).astype(np.float64)
