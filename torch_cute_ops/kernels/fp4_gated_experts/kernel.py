@@ -15,6 +15,7 @@ from torch_cute_ops.kernels.common.core.epilogue import factor_counts, factors_a
 from torch_cute_ops.kernels.common.core.launch import ctas_if_adjacent, ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, next_stage
+from torch_cute_ops.kernels.common.experts.gated import Outputs
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.fp4.codes import scale_matrix
@@ -29,7 +30,7 @@ from torch_cute_ops.kernels.fp4_gated_experts.config import (
     Arguments,
     Config,
 )
-from torch_cute_ops.kernels.fp4_gated_experts.epilogue import GatedEpilogueOps, Outputs
+from torch_cute_ops.kernels.fp4_gated_experts.epilogue import WorkTileEpilogue
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 WARP = 32
@@ -132,7 +133,7 @@ class FP4GatedExpertsKernel:
         self.lister = TokenLister(config.lists, self.activations)
         self.m_tiles = ExpertMTiles(config.max_experts, config.token_block, config.tile_m)
         self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.k, config.token_pitch)
-        self.epilogue = GatedEpilogueOps(config)
+        self.epilogue = WorkTileEpilogue(config)
 
     def arguments(self) -> Arguments:
         m, experts, rows = Dim("m"), Dim("experts"), Dim("rows", divisibility=128)

@@ -179,7 +179,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         b_scale_tiles = cutlass.max(cutlass.min(cute.ceil_div(work.n, MMA_M) - n_tile, Int32(1)), Int32(0))
         b_tiles = ScaleTiles(work.b_scale, n_tile, b_scale_tiles, ptx.EVICT_FIRST)
         a_tiles = ScaleTiles(work.a_scale, a_scale_tile, a_scale_tiles, None)
-        self._copy_scale_tiles(b_tiles, a_tiles, first, size, base, barrier)
+        self._copy_scale_tiles(b_tiles, (a_tiles,), first, size, base, barrier)
 
     @cute.jit
     def _load_scales(self, thread, work, smem):
@@ -196,7 +196,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
                 first = k_tile * (K_TILE // c.fmt.block_size)
                 turn, stage, parity = self._load_linear_scales_of_k_tile(
-                    turn, lane, b_rows, a_rows, first, work.blocks, stage, parity, smem
+                    turn, lane, b_rows, (a_rows,), first, work.blocks, stage, parity, smem
                 )
             tile += work.pitch
 
@@ -244,7 +244,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                     tmem,
                     acc,
                     cutlass.min(work.num_mmas - k_tile * MMAS_PER_K_TILE, Int32(MMAS_PER_K_TILE)),
-                    m_tile * c.tile_m,
+                    (m_tile * c.tile_m,),
                     k_tile > work.begin,
                     None,
                     smem,

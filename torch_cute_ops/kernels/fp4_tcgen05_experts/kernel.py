@@ -299,7 +299,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         size = (cute.ceil_div(end, stage.scale_tile_k) - first) * SCALE_TILE_BYTES
         b_tiles = ScaleTiles(work.b_scale, work_tile.n_tile * c.tile_n // MMA_M, 1, ptx.EVICT_FIRST)
         a_tiles = ScaleTiles(work.a_scale, work_tile.m_tile, 1, None)
-        self._copy_scale_tiles(a_tiles, b_tiles, first, size, base, barrier)
+        self._copy_scale_tiles(a_tiles, (b_tiles,), first, size, base, barrier)
 
     @cute.jit
     def _load_scales(self, thread, work, smem):
@@ -320,7 +320,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                     for k_tile in cutlass.range(c.k_tiles, unroll=1):
                         first = self._first_scale_tile(expert, k_tile) * (self.stage.scale_tile_k // c.fmt.block_size)
                         turn, stage, parity = self._load_linear_scales_of_k_tile(
-                            turn, lane, a_rows, b_rows, first, blocks, stage, parity, smem
+                            turn, lane, a_rows, (b_rows,), first, blocks, stage, parity, smem
                         )
                     bits = bits & (bits - 1)
             number += work.pitch
@@ -351,7 +351,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                     acc = tmem + Uint32(accumulator * c.tile_n)
                     for k_tile in cutlass.range(c.k_tiles, unroll=1):
                         num_mmas = cutlass.min(work.num_mmas - k_tile * MMAS_PER_K_TILE, Int32(MMAS_PER_K_TILE))
-                        place = self._multiply_k_tile(place, tmem, acc, num_mmas, first_n, k_tile > 0, phase, smem)
+                        place = self._multiply_k_tile(place, tmem, acc, num_mmas, (first_n,), k_tile > 0, phase, smem)
                     tcgen05.commit(smem.acc_pipeline.full + accumulator, 1, False)
                     accumulator, empty_parity = smem.acc_pipeline.next(accumulator, empty_parity)
                     bits = bits & (bits - 1)

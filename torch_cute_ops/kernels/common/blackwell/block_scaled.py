@@ -77,23 +77,26 @@ class BlockScaledMma(OperandCopies):
                 )
 
     @cute.jit
-    def store_linear_scales(self, m_side: tuple, n_side: tuple, first, blocks, lane, base, empty, empty_parity, full):
+    def store_linear_scales(self, m_side: tuple, n_sides: tuple, first, blocks, lane, base, empty, empty_parity, full):
         """Copy a k tile's scales from the linear layout to a stage, in the 128x4 layout. One warp calls this method.
 
         The warp waits on ``empty`` before it writes to the stage. In each group of 128 rows, a lane copies four rows
         that are 32 apart, because their scales are adjacent in the 128x4 layout.
 
         Args:
-            m_side, n_side: (scales, first row of this lane, number of existing rows) of an operand.
+            m_side: (scales, first row of this lane, number of existing rows) of the operand on the M side.
+            n_sides: the same of each operand on the N side.
             first: index of the k tile's first block in its row.
             blocks: number of blocks of a whole row.
         """
         stage = self.stage
         # Load the scales before the wait, so that the loads overlap the MMAs that still read the stage.
-        scales, row, rows = n_side
         used = min(stage.mma_n, MMA_M)
-        row_tiles = range(stage.scale_row_tiles)
-        loaded = [self._load_scales(scales, row + i * MMA_M, rows, used, first, blocks) for i in row_tiles]
+        loaded = [
+            self._load_scales(scales, row + i * MMA_M, rows, used, first, blocks)
+            for scales, row, rows in n_sides
+            for i in range(stage.scale_row_tiles)
+        ]
         loaded.append(self._load_scales(*m_side, MMA_M, first, blocks))
         ptx.wait(empty, empty_parity)
         at = base + cute.assume(stage.code_bytes + lane * 16, divby=16)
@@ -123,53 +126,56 @@ class BlockScaledMma(OperandCopies):
     # MMAs
 
     @cute.jit
-    def multiply(self, acc, at, scales, num_mmas, first_n, adds, phase=None):
+    def multiply(self, acc, at, scales, num_mmas, first_rows: tuple, adds, phase=None):
         """Copy a k tile's scales from shared to tensor memory, and issue the k tile's first ``num_mmas`` MMAs.
 
         Args:
-            acc: first tensor-memory column of the accumulator.
+            acc: first tensor-memory column of the accumulators, one after the other for each operand on the N side.
             at: address of the stage in shared memory.
             scales: first tensor-memory column for the scales of the k tile.
             num_mmas: number of MMAs to issue.
-            first_n: first row of the operand on the N side.
-            adds: True if the first MMA adds to the accumulator, False if it overwrites the accumulator.
+            first_rows: first row of each operand on the N side.
+            adds: True if the first MMA adds to its accumulator, False if it overwrites its accumulator.
             phase: number of MMAs whose scales share the first scale tile but belong to the previous expert, or None if
                 always 0.
         """
         c = self.stage
         # An MMA with fewer than 128 rows on the N side may begin inside a scale tile. Find the lane and column of its
         # first row.
-        lane, column = Uint32(0), Uint32(0)
+        places = [(Uint32(0), Uint32(0))] * c.n_operands
         if const_expr(c.mma_n < MMA_M and not c.has_scale_loaders):
-            first = first_n % MMA_M
-            lane, column = Uint32(first % 32), Uint32(first // 32)
+            places = [(Uint32(row % MMA_M % 32), Uint32(row % MMA_M // 32)) for row in first_rows]
         n_scale_address = at + c.code_bytes
-        m_scale_address = n_scale_address + c.n_scale_bytes
+        m_scale_address = n_scale_address + c.n_operands * c.n_scale_bytes
         n_scales = scales + c.scale_tiles * TILE_BLOCKS
         before = 0 if const_expr(phase is None) else phase
         for i in range_constexpr(c.scale_tiles):
             if i * self.mmas_per_scale_tile < num_mmas + before:
                 source = tcgen05.scale_descriptor(m_scale_address + i * SCALE_TILE_BYTES)
                 tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.cta_group)
-                for j in range_constexpr(c.scale_row_tiles):
+                for j in range_constexpr(c.n_operands * c.scale_row_tiles):
+                    lane, _ = places[j // c.scale_row_tiles]
                     source = n_scale_address + (j * c.scale_tiles + i) * SCALE_TILE_BYTES + lane * 16
-                    to = n_scales + (i * c.scale_row_tiles + j) * TILE_BLOCKS
+                    to = n_scales + (i * c.n_operands * c.scale_row_tiles + j) * TILE_BLOCKS
                     tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.cta_group)
         for step in range_constexpr(MMAS_PER_K_TILE):
             if step < num_mmas:
                 place = step + before
                 tile, scale_id = place // self.mmas_per_scale_tile, place % self.mmas_per_scale_tile * 2
-                tcgen05.multiply(
-                    acc,
-                    tcgen05.operand_descriptor(at + step * (MMA_K // 2)),
-                    tcgen05.operand_descriptor(at + MMA_M * K_TILE_BYTES + step * (MMA_K // 2)),
-                    tcgen05.instruction_descriptor(MMA_M * c.cta_group, c.mma_n, c.fmt == MXFP4, scale_id),
-                    scales + tile * TILE_BLOCKS,
-                    n_scales + tile * c.scale_row_tiles * TILE_BLOCKS + column,
-                    adds if step == 0 else True,
-                    c.fmt.block_size,
-                    c.cta_group,
-                )
+                for j in range_constexpr(c.n_operands):
+                    n_rows = at + (MMA_M + j * c.mma_n) * K_TILE_BYTES
+                    _, column = places[j]
+                    tcgen05.multiply(
+                        acc + j * c.mma_n if const_expr(j > 0) else acc,
+                        tcgen05.operand_descriptor(at + step * (MMA_K // 2)),
+                        tcgen05.operand_descriptor(n_rows + step * (MMA_K // 2)),
+                        tcgen05.instruction_descriptor(MMA_M * c.cta_group, c.mma_n, c.fmt == MXFP4, scale_id),
+                        scales + tile * TILE_BLOCKS,
+                        n_scales + (tile * c.n_operands + j) * c.scale_row_tiles * TILE_BLOCKS + column,
+                        adds if step == 0 else True,
+                        c.fmt.block_size,
+                        c.cta_group,
+                    )
 
 
 class ScaleTiles(NamedTuple):
@@ -208,11 +214,12 @@ class BlockScaledKernel(Tcgen05Kernel):
     # K tiles
 
     @cute.jit
-    def _copy_scale_tiles(self, m_side: ScaleTiles, n_side: ScaleTiles, first, size, base, barrier):
+    def _copy_scale_tiles(self, m_side: ScaleTiles, n_sides: tuple, first, size, base, barrier):
         """If a stage's scales are tiled, start their copies. In any case, tell the stage's barrier how many bytes to
         expect.
 
-        The function copies ``size`` bytes of each row of scale tiles, starting at tile ``first``. The barrier then
+        ``n_sides`` contains the ``ScaleTiles`` of each operand on the N side. The function copies ``size`` bytes of each
+        row of scale tiles, starting at tile ``first``. The barrier then
         expects codes and scales. If the scales are linear, other warps write them. The function then copies nothing,
         and the barrier expects only the codes.
         """
@@ -222,10 +229,12 @@ class BlockScaledKernel(Tcgen05Kernel):
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes)
         else:
             with cute.arch.elect_one():
-                expected = stage.code_bytes + size * (n_side.exist + m_side.exist)
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
+                exist = n_sides[0].exist
+                for tiles in (*n_sides[1:], m_side):
+                    exist = exist + tiles.exist
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes + size * exist)
                 at = base + stage.code_bytes
-                for tiles, count in ((n_side, stage.scale_row_tiles), (m_side, 1)):
+                for tiles, count in (*((one, stage.scale_row_tiles) for one in n_sides), (m_side, 1)):
                     self.mma.copy_scale_tiles(
                         tiles.scales, tiles.row_tile, count, tiles.exist, first, size, at, barrier, tiles.policy
                     )
@@ -233,7 +242,7 @@ class BlockScaledKernel(Tcgen05Kernel):
 
     @cute.jit
     def _load_linear_scales_of_k_tile(
-        self, turn, lane, m_side: tuple, n_side: tuple, first, blocks, stage, parity, smem
+        self, turn, lane, m_side: tuple, n_sides: tuple, first, blocks, stage, parity, smem
     ) -> tuple:
         """Write a k tile's linear scales to its stage, in the 128x4 layout, if ``turn`` is 0. Otherwise skip the k
         tile.
@@ -245,7 +254,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         """
         if turn == 0:
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
-            self.mma.store_linear_scales(m_side, n_side, first, blocks, lane, self._stage_at(stage, smem), *barriers)
+            self.mma.store_linear_scales(m_side, n_sides, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
             # Wait even if another warp writes this k tile. A warp that skips a phase of the barrier cannot tell later
             # phases apart by their parity.
@@ -256,7 +265,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         # The parity starts at 1, so that the first waits for empty scale buffers return immediately.
         return MmaState(Int32(0), Int32(0), Int32(0), Int32(1))
 
-    def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_n, adds, phase, smem) -> MmaState:
+    def _multiply_k_tile(self, at: MmaState, tmem, acc, num_mmas, first_rows: tuple, adds, phase, smem) -> MmaState:
         """Wait for a k tile's operands and for an empty buffer for its scales, then issue the k tile's MMAs, in the MMA
         thread.
 
@@ -272,7 +281,7 @@ class BlockScaledKernel(Tcgen05Kernel):
         tcgen05.fence_after()
         scales = tmem + Uint32(c.acc_columns + at.scale_stage * self.stage.scale_columns)
         stage = Uint32(smem.stages.toint()) + Uint32(at.stage * self.stage.size_bytes)
-        self.mma.multiply(acc, stage, scales, num_mmas, first_n, adds, phase)
+        self.mma.multiply(acc, stage, scales, num_mmas, first_rows, adds, phase)
         tcgen05.commit(smem.pipeline.empty + at.stage, self.stage.cta_group, self.stage.cta_group == 2)
         tcgen05.commit(smem.scales_empty + at.scale_stage, self.stage.cta_group, False)
         return MmaState(

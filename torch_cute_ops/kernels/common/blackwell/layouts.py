@@ -101,9 +101,10 @@ class BlockScaledStage(OperandStage):
     N side, scales of the M side.
 
     Attributes:
-        fmt, layout: format and scale layout of both operands.
+        fmt, layout: format and scale layout of all operands.
         mma_n, cta_group: as in ``OperandStage``.
         spread: True if k tiles may begin in the middle of a scale tile.
+        n_operands: number of operands on the N side, each with ``mma_n`` rows, its own MMAs and its own accumulator.
     """
 
     fmt: FP4Format
@@ -111,6 +112,11 @@ class BlockScaledStage(OperandStage):
     mma_n: int
     cta_group: int = 1
     spread: bool = False
+    n_operands: int = 1
+
+    @property
+    def code_bytes(self) -> int:
+        return (MMA_M + self.n_operands * self.cta_mma_n) * K_TILE_BYTES
 
     @property
     def has_scale_loaders(self) -> bool:
@@ -129,25 +135,25 @@ class BlockScaledStage(OperandStage):
 
     @property
     def scale_row_tiles(self) -> int:
-        """Number of scale tiles that the operand on the N side spans along its rows."""
+        """Number of scale tiles that an operand on the N side spans along its rows."""
         return -(-self.mma_n // MMA_M)
 
     @property
     def n_scale_bytes(self) -> int:
-        """Number of bytes of a stage's scales for the operand on the N side."""
+        """Number of bytes of a stage's scales for one operand on the N side."""
         return self.scale_row_tiles * self.scale_tiles * SCALE_TILE_BYTES
 
     @property
     def size_bytes(self) -> int:
         """Size of the stage in bytes."""
-        size = self.code_bytes + self.n_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
+        size = self.code_bytes + self.n_operands * self.n_scale_bytes + self.scale_tiles * SCALE_TILE_BYTES
         return -(-size // ALIGNMENT) * ALIGNMENT
 
     @property
     def scale_columns(self) -> int:
         """Number of columns of tensor memory for a k tile's scales. The scales of the M side come first. A scale tile
         takes four columns."""
-        return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
+        return (1 + self.n_operands * self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
     def reason_unsupported(self) -> str | None:
         if self.layout.tile_rows not in (0, MMA_M):
