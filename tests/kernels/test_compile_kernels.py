@@ -28,6 +28,7 @@ from support.kernel_grid import (
     moe_cases,
     tcgen05_cases,
     tcgen05_experts_cases,
+    tcgen05_gated_cases,
     wgmma_cases,
 )
 from support.kernel_grid.rows import WIDTHS
@@ -37,6 +38,7 @@ from test_fp4_gemm_emulated import MMAS, NATIVE_MMAS, ROW_SCALED_MMAS, ROW_SCALE
 from test_fp4_tcgen05_emulated import COVERING as TCGEN05
 from test_fp4_tcgen05_emulated import ROW_SCALED as ROW_SCALED_TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
+from test_fp4_tcgen05_gated_experts_emulated import COVERING as TCGEN05_GATED
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
 from test_fp8_fp4_tcgen05_emulated import COVERING as FP8_FP4_TCGEN05
 from test_fp8_fp4_token_gemm_emulated import RUNS as FP8_FP4_TOKEN_RUNS
@@ -49,7 +51,7 @@ from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 ROW_SCALED = (*ROW_SCALED_MMAS, *ROW_SCALED_WGMMAS)
 FP4_GEMMS = (one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS, *ROW_SCALED))
-FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *FP4_GEMMS)
+FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *TCGEN05_GATED, *FP4_GEMMS)
 FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_TCGEN05, *FP8_FP4_TCGEN05)
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 """Roles of kernels whose resources the emulator's tests check."""
@@ -58,9 +60,11 @@ EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 def other_cases(every):
     gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
     experts = (*experts_cases(every), *gated_experts_cases(every), *tcgen05_experts_cases(every))
+    gated = tcgen05_gated_cases(every)
     cases = (
         *gemms,
         *experts,
+        *gated,
         *moe_cases(),
         *fp8_gemm_cases(every),
         *fp8_token_gemm_cases(every),

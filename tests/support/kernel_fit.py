@@ -13,6 +13,7 @@ from support.kernel_grid import (
     KernelCase,
     MoeCase,
     Tcgen05ExpertsCase,
+    Tcgen05GatedCase,
     WgmmaCase,
 )
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
@@ -58,6 +59,8 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     if isinstance(case, Tcgen05ExpertsCase):
         # With routing, another kernel finds the experts with tokens; with partial sums, another kernel adds these up.
         count += config.routed + config.has_partial_sums
+    # A kernel lists pairs of an expert and an m tile.
+    count += isinstance(case, Tcgen05GatedCase)
     few_rows = getattr(config, "few_rows_config", None)
     count += few_rows is not None
     assert len(kernels) == count

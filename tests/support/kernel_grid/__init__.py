@@ -37,10 +37,12 @@ from support.kernel_grid.tcgen05 import (
     FP8Tcgen05Case,
     Tcgen05Case,
     Tcgen05ExpertsCase,
+    Tcgen05GatedCase,
     fp8_fp4_tcgen05_cases,
     fp8_tcgen05_cases,
     tcgen05_cases,
     tcgen05_experts_cases,
+    tcgen05_gated_cases,
 )
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 from torch_cute_ops.testing.resources import compile_for
@@ -70,6 +72,7 @@ __all__ = [
     "RecodeCase",
     "Tcgen05Case",
     "Tcgen05ExpertsCase",
+    "Tcgen05GatedCase",
     "WgmmaCase",
     "covering_cases",
     "every_case",
@@ -87,6 +90,7 @@ __all__ = [
     "resources_of",
     "tcgen05_cases",
     "tcgen05_experts_cases",
+    "tcgen05_gated_cases",
     "wgmma_cases",
 ]
 

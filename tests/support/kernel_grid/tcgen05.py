@@ -12,8 +12,16 @@ from support.epilogues import epilogues
 from support.kernel_grid.common import BF16, FP16, FP32, PER_COLUMN, KernelCase, epilogue_id, short
 from support.kernel_grid.fp8_gemms import FP8_LAYOUTS, has_factors
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts, fp8_fp4_tcgen05, fp8_mxfp4_tcgen05, fp8_tcgen05
+from torch_cute_ops.kernels import (
+    fp4_tcgen05,
+    fp4_tcgen05_experts,
+    fp4_tcgen05_gated_experts,
+    fp8_fp4_tcgen05,
+    fp8_mxfp4_tcgen05,
+    fp8_tcgen05,
+)
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
@@ -147,6 +155,80 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
         if bias is None or case.layout != "linear" or case.tile_n == 32
         for arch in (TCGEN05_ARCHS if every else [case.arch])
     ]
+
+
+@dataclass(frozen=True)
+class Tcgen05GatedCase(KernelCase):
+    """First GEMM of experts, with its gate, of two FP4 operands by tcgen05. ``epilogue`` contains arguments of
+    ``GatedEpilogue``."""
+
+    format: FP4Format
+    layout: str
+    tile_n: int
+    epilogue: tuple[Any, ...]
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.epilogue)
+        return "-".join(("tcgen05_gated", self.format.name, self.layout, str(self.tile_n), *named, self.arch))
+
+    @property
+    def role(self) -> Any:
+        return type(self), self.tile_n
+
+    @property
+    def a_layout(self) -> str:
+        """Scale layout of the activations, which is the weight's."""
+        return self.layout
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
+        config = fp4_tcgen05_gated_experts.plan(
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            epilogue=GatedEpilogue(*self.epilogue),
+            tile_n=self.tile_n,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        config = replace(config, stages=self.stages or config.stages)
+        return fp4_tcgen05_gated_experts.FP4Tcgen05GatedExpertsKernel(config)
+
+    def kernel_for(self, k: int) -> Any:
+        """Return the kernel, which does not depend on K."""
+        return self.kernel
+
+
+def tcgen05_gated_cases(every: bool) -> list[Tcgen05GatedCase]:
+    """Return cases with all kinds of operands and tiles for each architecture if ``every``, and otherwise with a third
+    of them.
+
+    Architectures and epilogues alternate from case to case.
+    """
+    archs, finish = itertools.cycle(TCGEN05_ARCHS), itertools.cycle(range(5))
+    cases = []
+    for (i, (fmt, layout)), (j, tile_n) in itertools.product(
+        enumerate(TCGEN05_KINDS), enumerate(fp4_tcgen05_gated_experts.TILES_N)
+    ):
+        scale = "expert" if fmt == NVFP4 else None
+        epilogues = (
+            (fmt, SCALE_LAYOUTS["128x4"], "expert", None, scale and "one", "silu"),
+            (fmt, SCALE_LAYOUTS["linear"], "expert_half", FP32, scale, "swiglu", True),
+            (BF16, None, None, BF16, None, "gelu"),
+            (fmt, SCALE_LAYOUTS["8x4"], "expert", FP32, None, "gelu_tanh", True),
+            (FP16, None, "expert", None, None, "relu2", True),
+        )
+        arch, epilogue = next(archs), epilogues[next(finish)]
+        if every or (i + j) % 3 == 0:
+            cases += [
+                Tcgen05GatedCase(fmt, layout, tile_n, epilogue, arch=one)
+                for one in (TCGEN05_ARCHS if every else (arch,))
+            ]
+    return cases
 
 
 FP8_TCGEN05_TILES = tuple(

@@ -82,7 +82,9 @@ class WorkTileEpilogue(GatedEpilogueOps):
                 row_scale = None
                 if const_expr(self.epilogue.has_row_scale):
                     row_scale = cute.arch.shuffle_sync(own_scale, 8 * group + lane % 4 * 2 + e)
-                value = self.gated(acc[4 * group + e], acc[4 * group + 2 + e], terms.alpha, terms.bias, outputs, row_scale)
+                value = self.gated(
+                    acc[4 * group + e], acc[4 * group + 2 + e], terms.alpha, terms.bias, outputs, row_scale
+                )
                 place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
                 self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
         cute.arch.barrier(barrier_id=1, number_of_threads=c.epilogue_threads)
@@ -107,4 +109,3 @@ class WorkTileEpilogue(GatedEpilogueOps):
     def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:
         at = cute.recast_ptr(values, dtype=Uint32) + cute.assume(place, divby=divby)
         return cute.make_tensor(at, cute.make_layout(count))
-

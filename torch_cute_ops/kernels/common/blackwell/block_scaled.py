@@ -218,10 +218,9 @@ class BlockScaledKernel(Tcgen05Kernel):
         """If a stage's scales are tiled, start their copies. In any case, tell the stage's barrier how many bytes to
         expect.
 
-        ``n_sides`` contains the ``ScaleTiles`` of each operand on the N side. The function copies ``size`` bytes of each
-        row of scale tiles, starting at tile ``first``. The barrier then
-        expects codes and scales. If the scales are linear, other warps write them. The function then copies nothing,
-        and the barrier expects only the codes.
+        ``n_sides`` contains the ``ScaleTiles`` of each operand on the N side. The function copies ``size`` bytes of
+        each row of scale tiles, starting at tile ``first``. The barrier then expects codes and scales. If the scales
+        are linear, other warps write them. The function then copies nothing, and the barrier expects only the codes.
         """
         stage = self.stage
         if const_expr(stage.has_scale_loaders):

@@ -1,0 +1,124 @@
+"""Configuration of the FP4 GEMM over experts with a gate, by tcgen05. No device code."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Final
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    MMA_M,
+    SCALE_STAGES,
+    TMEM_COLUMNS,
+    BlockScaledConfig,
+    BlockScaledStage,
+    with_most_stages,
+)
+from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
+from torch_cute_ops.runtime.arch import Arch
+
+TILES_N: Final = (64, 128, 256)
+"""Supported ``tile_n``, the number of weight rows of an n tile: half gate, half up."""
+BLOCK_M_TILES: Final = 8
+"""Number of m tiles of a token block."""
+TOKEN_BLOCK: Final = BLOCK_M_TILES * MMA_M
+"""Number of tokens of a token block."""
+
+
+class Arguments(
+    namedtuple(
+        "Arguments",
+        "a a_scale b b_scale routing alpha bias global_scale row_scale "
+        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
+    )
+):
+    """Run-time arguments, in order, for M rows of activations, H elements of k in blocks of B, and E experts with I
+    columns each. I and H are multiples of 64, and with linear scales H is a multiple of 4 · B.
+
+    Attributes:
+        a: (M, H/2) uint8 FP4 codes.
+        a_scale: block scales of ``a``: (M, H/B) if linear, the shape ``ScaleLayout.shape`` if tiled.
+        b: (E, H/2, 2 · I) uint8 FP4 codes, the transposed view of a stack of row-major weights. In each expert, the
+            columns of the gate precede the columns of up.
+        b_scale: block scales of ``b``, in the same layout as ``a_scale``: linear (E, 2 · I, H/B), contiguous, or tiled
+            over (E · 2 · I, H).
+        routing: (M, E) float32 with any strides. Pairs with a factor of zero are not written.
+        alpha: (E,) float32 factors, or (E, 2) for gate and up, or None.
+        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``, or None.
+        global_scale: (1,) or (E,) float32 encode scale of the result, or None.
+        row_scale: (M,) float32 factors of the rows, or None.
+        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
+            no limit.
+        y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed pairs.
+        scale: block scales of ``y``, or None for 16 bits. They are written for routed pairs, and their padding is
+            zeroed.
+        workspace: ``Config.workspace_bytes`` uint8, written.
+        num_ctas: int32, number of persistent CTAs: the number of SMs.
+    """
+
+
+@dataclass(frozen=True)
+class Config(BlockScaledConfig):
+    """Static properties of the FP4 GEMM over experts with a gate, by tcgen05. M, H, I and the number of experts are
+    run-time values.
+
+    Attributes:
+        fmt, layout: format and scale layout of both operands.
+        epilogue: epilogue of a work tile.
+        tile_n: number of weight rows of an n tile.
+        stages: number of stages.
+        pdl: True to launch with programmatic dependent launch.
+    """
+
+    fmt: FP4Format
+    layout: ScaleLayout
+    epilogue: GatedEpilogue
+    tile_n: int
+    stages: int
+    pdl: bool
+
+    @property
+    def out_columns(self) -> int:
+        """Number of columns of the result that an n tile computes."""
+        return self.tile_n // 2
+
+    @property
+    def stage(self) -> BlockScaledStage:
+        """Layout of a pipeline stage. Gate and up are the two operands on the N side."""
+        return BlockScaledStage(self.fmt, self.layout, self.out_columns, n_operands=2)
+
+    @property
+    def accumulators(self) -> int:
+        columns = 2 * self.tile_n + SCALE_STAGES * self.stage.scale_columns
+        return 2 if columns <= TMEM_COLUMNS else 1
+
+    @property
+    def acc_empty_barriers(self) -> int:
+        return self.accumulators
+
+    @property
+    def acc_columns(self) -> int:
+        return self.accumulators * self.tile_n
+
+    def workspace_bytes(self, m: int, experts: int) -> int:
+        """Return the size of the workspace in bytes: for each token block, the number of listed pairs and a list with
+        room for all pairs. All numbers precede all lists."""
+        return 4 * -(-m // TOKEN_BLOCK) * (1 + experts * BLOCK_M_TILES)
+
+    def reason_unfit(self) -> str | None:
+        if self.tile_n not in TILES_N:
+            return f"tile_n is {self.tile_n}; it has to be one of {TILES_N}"
+        return self.epilogue.reason_unsupported()
+
+
+def plan(
+    *,
+    fmt: FP4Format,
+    layout: ScaleLayout,
+    epilogue: GatedEpilogue,
+    tile_n: int,
+    arch: Arch,
+    pdl: bool,
+) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
+    fits."""
+    return with_most_stages(lambda stages: Config(fmt, layout, epilogue, tile_n, stages, pdl), arch)
