@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.emulated import KERNEL_WAIT, changed
-from support.gated_gemm import HALF, Gated, check, operands, results
+from support.gated_gemm import HALF, Gated, check, expected, operands, results
+from support.host_grids import call_apart, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05GatedCase
+from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx
@@ -73,6 +75,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "one" in metafunc.fixturenames:
         cases = COVERING + (MORE if metafunc.config.getoption("more_emulated") else [])
         metafunc.parametrize("one", [pytest.param(case, id=case.id) for case in cases])
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", FAULTY if metafunc.config.getoption("more_emulated") else ["tiled"])
 
 
 def test_gated_gemm(one: Gated) -> None:
@@ -113,3 +117,81 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert case.layout == "linear" and (given.routing[7] != 0).any()
     for among, only in zip(got, single, strict=True):
         assert torch.equal(among.view(torch.uint8)[7], only.view(torch.uint8)[0])
+
+
+SIZES = {
+    **{"m": 24, "experts": 2, "rows": 256, "k_bytes": 256, "blocks": 32, "alpha_stride": 2, "alpha_column_stride": 1},
+    **{"b_stride": 256 * 256, "b_scale_stride": 256 * 32, "workspace_bytes": 1 << 12},
+    **{"y_width": 128, "y_scale_rows": 24, "y_blocks": 16},
+}
+"""Extents and strides of a launch with linear scales, keyed by their names in the kernel's arguments."""
+NUMBERS = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 1.0}
+
+
+def launched(m: int = 24, sms: int = 3, apart: bool = False, onto: str = "") -> list[tuple[int, int, int]]:
+    """Return the grids of a launch. If ``apart``, there are gaps between the scales of experts. The result ends with
+    the first byte of the argument ``onto``, if it is given."""
+    kernel = COVERING[2].case.kernel
+    sizes = SIZES | {"m": m} | ({"b_scale_stride": 2 * SIZES["b_scale_stride"]} if apart else {})
+    call = call_apart(kernel, sizes, NUMBERS | {"num_ctas": sms})
+    if onto:
+        call = call._replace(y=call.y._replace(address=getattr(call, onto).address + 1 - call.y.nbytes))
+    return grids(kernel, ARCHS[COVERING[2].case.arch], *call)
+
+
+@pytest.mark.parametrize(("m", "sms", "blocks"), [(1, 148, 1), (1024, 148, 1), (1025, 7, 2)])
+def test_ctas(m: int, sms: int, blocks: int) -> None:
+    """Check the grid of both kernels: one CTA per 1,024 tokens, and one CTA per SM."""
+    assert launched(m, sms) == [(blocks, 1, 1), (sms, 1, 1)]
+
+
+@pytest.mark.parametrize("other", ["a", "a_scale", "b", "b_scale", "routing", "bias", "global_scale", "row_scale"])
+def test_nothing_is_launched_on_overlap(other: str) -> None:
+    """Check that the host function launches nothing if the result overlaps another argument by one byte."""
+    assert launched(onto=other) == [(0, 1, 1)]
+
+
+def test_nothing_is_launched_for_experts_apart() -> None:
+    """Check that the host function launches nothing if there are gaps between the experts' linear scales, because the
+    kernel reads them as one matrix."""
+    assert launched(apart=True) == [(0, 1, 1)]
+
+
+# Faults. In each case a CTA gets more k tiles than stages, three experts and several work tiles.
+
+FAULTY = {
+    "tiled": gated(
+        *(NVFP4, "128x4", 64),
+        epilogue=(NVFP4, TILED, "expert", None, None, "swiglu"),
+        sizes=(40, 1088, 3, 64, "dense", 1),
+    ),
+    "linear": gated(
+        *(NVFP4, "linear", 64), epilogue=(BF16, None, None, FP32, None, "swiglu"), sizes=(40, 1088, 3, 64, "dense", 1)
+    ),
+}
+AT_ONCE = Unfound(1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False)
+UNFOUND: dict[str, dict[str, Unfound]] = {
+    "tiled": {"wait for loads left out": AT_ONCE, "barrier of the warp left out": CONVERGED},
+    "linear": {
+        "wait for loads left out": AT_ONCE,
+        "wait for the other phase": Unfound(1, "a warp that only counts may be a phase late"),
+        "barrier of the warp left out": CONVERGED,
+    },
+}
+
+
+def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
+    """Check that the emulator finds omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
+    one = FAULTY[name]
+    given = operands(one)
+    want = expected(one, given)
+    ptx = compile_ptx(one.case.kernel_for(one.k), ARCHS[one.case.arch]).ptx
+
+    def run(seed: int | None, edit: Edit) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = results(one._replace(seed=seed), given, edit)
+        got, wanted = [codes], [want[0]]
+        if scales is not None:
+            got, wanted = [*got, scales], [*wanted, want[1]]
+        return tuple(torch.cat([part.view(torch.uint8).flatten() for part in parts]) for parts in (got, wanted))
+
+    check_faults(run, ptx, UNFOUND[name], all_tried=request.config.getoption("more_emulated"))

@@ -94,7 +94,7 @@ class Tcgen05Backend(Tcgen05Model, FP4KernelBackend):
             return f"both operands have to be in FP4; a is {problem.a.format}"
         if problem.a.scale_layout != layout:
             return f"a's scales have to be in the weight's layout, {layout.name}"
-        name, width = ("an expert's width is ", problem.expert_k) if problem.experts > 1 else ("k=", problem.k)
+        name, width = "an expert's width is " if problem.grouping.over == "k" else "k=", problem.expert_k
         if width % MMA_K:
             return f"{name}{width}: it has to be a multiple of {MMA_K}"
         return reason_not_words(problem)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._gated import gated_arguments, gated_epilogue
 from torch_cute_ops.gemm.backends._routed import (
     DECODE_CLOCKS,
     FIXED_SECONDS,
@@ -18,7 +18,7 @@ from torch_cute_ops.gemm.backends._routed import (
     mean_m_tiles,
 )
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
-from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_gated_experts
@@ -128,21 +128,12 @@ class RoutedGated(RoutedBackend):
         return MODEL.fixed_seconds + rearranged + handed_over + overlapped(*seconds, order=MODEL.order)
 
     def config(self, problem: GemmProblem, tactic: GatedTactic, arch: Arch) -> fp4_gated_experts.Config | None:
-        epilogue, quantised = problem.epilogue, problem.quantised
-        assert epilogue.alpha in (None, "expert", "expert_half") and problem.gate is not None
+        assert problem.gate is not None
         if problem.expert_n % (tactic.tile_n // 2):
             return None
-        out: torch.dtype | FP4Format = epilogue.out_dtype
-        layout = None
-        if quantised is not None:
-            out, layout = fp4_format(problem), quantised.scale_layout
-        gated_epilogue = fp4_gated_experts.GatedEpilogue(
-            *(out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate),
-            has_row_scale=epilogue.has_row_scale,
-        )
         return fp4_gated_experts.plan(
             operands=fp4_operands(problem),
-            epilogue=gated_epilogue,
+            epilogue=gated_epilogue(problem),
             k=problem.k,
             **tactic._asdict(),
             arch=arch,
@@ -158,22 +149,6 @@ class RoutedGated(RoutedBackend):
 
         def launch(given: GatedOperands, out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
             workspace = new_bytes(device, workspace_bytes(given.a.shape[0], experts, num_ctas))
-            function(
-                given.a,
-                given.a_scale,
-                given.b,
-                given.b_scale,
-                given.routing,
-                given.alpha,
-                given.bias,
-                given.global_scale,
-                given.row_scale,
-                given.swiglu_alpha,
-                given.swiglu_beta,
-                given.swiglu_limit,
-                *out,
-                workspace,
-                num_ctas,
-            )
+            function(*gated_arguments(given, out), workspace, num_ctas)
 
         return launch
