@@ -1,8 +1,8 @@
 """`python -m benchmarks blackwell`: modelled times of FP4 GEMMs that use tcgen05, on a B200. Nothing is measured.
 
 No B200 was available. The compiled kernels give the sizes of shared memory, tensor memory and registers. Clocks and
-times are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05` and
-`fp4_tcgen05_experts`.
+times are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05`,
+`fp4_tcgen05_experts` and `fp4_tcgen05_gated_experts`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.gemm import cost
+from torch_cute_ops.gemm import cost, select
 from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import DENSE, ROUTED, FP4Tcgen05Experts
@@ -44,6 +44,12 @@ PUBLISHED = {(FC2, 32): 52.0, (FC2, 64): 53.0, (FC2, 128): 54.0, (FC2, 256): 69.
 """Times in µs that TensorRT-LLM's authors published for FC2 in NVFP4 on a B200 (pull requests 12686, 13833). The time
 for 512 rows is a lower bound."""
 
+LAYERS = {"32 experts": (32, 2048), "256 experts": (256, 256)}
+"""Number of experts and columns of an expert of DeepSeek-V3's layers on one of eight GPUs: each GPU has 32 experts, or
+an eighth of each expert."""
+LAYER_HIDDEN = 7168
+LAYER_ROWS = (1, 16, 64, 128, 256)
+
 MODES = (None, DENSE, ROUTED)
 """None for a plain GEMM. For GEMMs with experts over K, `DENSE` computes all experts, and `ROUTED` only experts that a
 token is routed to."""
@@ -64,6 +70,13 @@ HEADER = (
     *("N × K", "alpha", "M", "tile", "of k", "stages", "KB in flight", "shared KB", "TMEM columns", "registers"),
     *("MMA clocks", "byte clocks", "µs", "floor", "TensorRT-LLM"),
 )
+
+LAYERS_ABOUT = """\
+Layers of DeepSeek-V3 on one of eight GPUs: the first GEMM with its gate (`moe_fc1_fp4`), the second GEMM
+(`moe_fc2_fp4`) and both, with the backend that "auto" chooses. Each token is routed to 8 experts of the GPU. All
+numbers are of the same model."""
+
+LAYERS_HEADER = ("layer", "M", "first GEMM", "µs", "floor", "second GEMM", "µs", "floor", "both", "floor")
 
 
 class Line(NamedTuple):
@@ -139,6 +152,32 @@ def line(
     )
 
 
+def expert_gemms(fmt: FP4Format, experts: int, width: int) -> tuple[GemmProblem, GemmProblem]:
+    """Return both GEMMs of a layer of experts with `width` columns each."""
+    operand, bf16 = Operand(fmt, SCALE_LAYOUTS["128x4"]), torch.bfloat16
+    global_scale = "one" if fmt.has_global_scale else None
+    first = GemmProblem(
+        *(operand, operand, experts * width, LAYER_HIDDEN, Epilogue(bf16, "expert"), Grouping("n", experts)),
+        gate="silu",
+        quantised=operand,
+        global_scale=global_scale,
+    )
+    second = GemmProblem(operand, operand, LAYER_HIDDEN, experts * width, Epilogue(bf16), Grouping("k", experts))
+    return first, second
+
+
+def layer_cells(fmt: FP4Format, name: str, m: int, target: Target) -> list[str]:
+    """Estimate a layer of `LAYERS`, and format the estimates as cells of a table row."""
+    row, sums = [name, f"{m:,}"], [0.0, 0.0]
+    for problem in expert_gemms(fmt, *LAYERS[name]):
+        choice = select.choose(problem, m, target)
+        us = choice.backend.estimate(problem, m, choice.tactic, target) * 1e6
+        floor = problem.bytes_moved(m) / cost.bytes_per_second(target) * 1e6
+        row += [choice.backend.name, report.number(us), report.number(floor)]
+        sums = [sums[0] + us, sums[1] + floor]
+    return [*row, *map(report.number, sums)]
+
+
 def cells(one: Line) -> list[str]:
     """Format the estimates for one GEMM as cells of a table row."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
@@ -183,4 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(ABOUT.format(arch=arch.name, sms=target.sms, fmt=fmt.name, chunk=K_TILE, experts=FC2_EXPERTS, **rates))
     print()
     print(report.table(HEADER, [cells(one) for one in lines]))
+    print()
+    print(LAYERS_ABOUT)
+    print()
+    print(report.table(LAYERS_HEADER, [layer_cells(fmt, name, m, target) for name in LAYERS for m in LAYER_ROWS]))
     return 0

@@ -53,11 +53,14 @@ def test_table(capsys):
     assert cli.main(["blackwell", "--format", "mxfp4", "--arch", "sm_103a", "--no-registers"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: sm_103a") and "mxfp4" in printed
-    rows = rows_of(printed)
+    table, layers = printed.split("Layers of DeepSeek-V3")
+    rows = rows_of(table)
     plain = [(f"{n:,} × {k:,}", "one", f"{m:,}") for (n, k), every in blackwell.SHAPES.items() for m in every]
     experts = [("7,168 × 65,536", mode, str(m)) for mode in ("dense", "routed") for m in (32, 64, 128, 256, 512)]
     assert [tuple(row[:3]) for row in rows] == plain + experts
     assert [row[-1] for row in rows] == ["–"] * 15 + ["52.0", "53.0", "54.0", "69.0", "101"] * 3
+    names = [(name, str(m)) for name in blackwell.LAYERS for m in blackwell.LAYER_ROWS]
+    assert [tuple(row[:2]) for row in rows_of(layers)] == names
     assert all(row[9] == "–" and float(row[12].replace(",", "")) > float(row[13].replace(",", "")) for row in rows)
 
 
@@ -69,5 +72,16 @@ def test_registers(monkeypatch, capsys):
     monkeypatch.setattr(blackwell, "compile_for", lambda *given: compiled.append(given) or real(*given))
     assert cli.main(["blackwell"]) == 0
     assert len(compiled) == 1
-    (registers,) = {row[9] for row in rows_of(capsys.readouterr().out)}
+    table, _ = capsys.readouterr().out.split("Layers of DeepSeek-V3")
+    (registers,) = {row[9] for row in rows_of(table)}
     assert int(registers) == max(each.registers for each in real(*compiled[0])[1])
+
+
+def test_layers():
+    """Check a layer of 32 experts with 64 tokens, which read the weights of all experts: three matrices of 2,048 ×
+    7,168 each, with half a byte per element and one byte per 16 elements."""
+    name, m, first, _, floor, second, _, other, both, least = blackwell.layer_cells(NVFP4, "32 experts", 64, B200)
+    assert (name, m, first, second) == ("32 experts", "64", "tcgen05", "tcgen05")
+    matrix = 32 * 2048 * 7168 * (1 / 2 + 1 / 16) / BANDWIDTH * 1e6
+    assert float(floor) == pytest.approx(2 * matrix, rel=1e-2) and float(other) == pytest.approx(matrix, rel=2e-2)
+    assert float(least) < float(both) < 1.5 * float(least)
