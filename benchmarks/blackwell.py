@@ -136,7 +136,7 @@ def line(
     (spec,) = backend.kernels(problem, tactic, arch)
     config: Any = spec.config
     if registers is not None and config not in registers:
-        registers[config] = max(each.registers for each in compile_for(spec.make(), arch)[1])
+        registers[config] = max(each.registers for each in compile_for(spec.make(), arch).resources)
     flops = 2 * MMA_M * config.stage.mma_n * K_TILE
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +40,14 @@ class Compiled:
         module: MLIR module that contains the host function.
         resources: Registers, spills and shared memory of each program, as ptxas reports them; empty if
             ``CUTE_DSL_LINEINFO`` is set.
+        instructions: Number of tensor-core instructions in the machine code, keyed by name; also empty then.
     """
 
     programs: dict[str, Program]
     ptx: str
     module: Any
     resources: list[Resources]
+    instructions: Counter[str]
 
 
 _compiled: dict[Any, Compiled] = {}
@@ -59,15 +62,21 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
         with tempfile.TemporaryDirectory() as folder:
 
             def keep_ptx(kernel: Any, arch: Arch, options: str = "") -> Any:
-                return trace_and_compile(kernel, arch, f"{options} --keep-ptx --dump-dir={folder}")
+                kept = trace_and_compile(kernel, arch, f"{options} --keep-ptx")
+                ptx.append(kept.artifacts.PTX)
+                return kept
 
+            ptx: list[str] = []
             if os.environ.get("CUTE_DSL_LINEINFO"):  # compile_for would omit the line information
-                compiled, found = keep_ptx(kernel, arch), []
+                compiled = keep_ptx(kernel, arch, f"--dump-dir={folder}")
+                build = resources.Build(compiled, [], Counter())
             else:
                 with mock.patch.object(resources, "trace_and_compile", keep_ptx):
-                    compiled, found = resources.compile_for(kernel, arch)
-            ptx = compiled.artifacts.PTX
-        _compiled[key] = Compiled(programs_of(ptx), ptx, compiled.ir_module, found)
+                    build = resources.compile_for(kernel, arch)
+        text = ptx[0]
+        _compiled[key] = Compiled(
+            programs_of(text), text, build.compiled.ir_module, build.resources, build.instructions
+        )
     return _compiled[key]
 
 

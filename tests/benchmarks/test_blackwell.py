@@ -74,7 +74,7 @@ def test_registers(monkeypatch, capsys):
     assert len(compiled) == 1
     table, _ = capsys.readouterr().out.split("Layers of DeepSeek-V3")
     (registers,) = {row[9] for row in rows_of(table)}
-    assert int(registers) == max(each.registers for each in real(*compiled[0])[1])
+    assert int(registers) == max(each.registers for each in real(*compiled[0]).resources)
 
 
 def test_layers():

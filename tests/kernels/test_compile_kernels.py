@@ -85,26 +85,27 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """Yield a function that returns the ``Resources`` of a selected case.
+    """Yield a function that returns the ``Resources`` and the tensor-core instructions of a selected case.
 
     Without pytest-xdist, all selected cases are compiled in parallel, in one process per processor. A worker of
     pytest-xdist collects all tests but runs only some, so it compiles each case when its test runs.
     """
     if hasattr(request.config, "workerinput"):
-        yield lambda case: kernel_grid.in_process(kernel_grid.resources_of, case)
+        yield lambda case: kernel_grid.in_process(kernel_grid.build_of, case)
         return
     cases = [item.callspec.params["case"] for item in request.session.items if "compiled" in item.fixturenames]
     workers = min(os.cpu_count() or 1, 16, len(cases))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {case: pool.submit(kernel_grid.in_process, kernel_grid.resources_of, case) for case in cases}
+        futures = {case: pool.submit(kernel_grid.in_process, kernel_grid.build_of, case) for case in cases}
         yield lambda case: futures[case].result(timeout=600)
         pool.shutdown(cancel_futures=True)
 
 
 def test_compiles_without_spills(case: KernelCase, compiled):
-    kernels = compiled(case)
-    assert isinstance(kernels, list), kernels
-    check_fit(case, case.kernel, kernels)
+    """Check registers, spills and shared memory, and that the machine code uses the intended tensor cores."""
+    built = compiled(case)
+    assert isinstance(built, tuple), built
+    check_fit(case, case.kernel, *built)
 
 
 def test_covering_cases_cover():
@@ -154,7 +155,7 @@ def test_a_spill_is_found():
     """Check that a spill is found in a kernel that needs more values at once than a thread has registers."""
     from support.spilling_kernel import SpillingKernel
 
-    _, (resources,) = compile_for(SpillingKernel(), ARCHS["sm_90a"])
+    (resources,) = compile_for(SpillingKernel(), ARCHS["sm_90a"]).resources
     assert resources.spill_bytes >= 4 * (SpillingKernel.config - 255)
     assert resources.stack_bytes > 0
 

@@ -15,7 +15,7 @@ from support.gated_gemm import HALF, Gated, check, expected, operands, results
 from support.host_grids import call_apart, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05GatedCase
-from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
+from support.ptx_faults import CONVERGED, TCGEN05, Edit, Unfound, check_faults
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx
@@ -157,7 +157,8 @@ def test_nothing_is_launched_for_experts_apart() -> None:
     assert launched(apart=True) == [(0, 1, 1)]
 
 
-# Faults. In each case a CTA gets more k tiles than stages, three experts and several work tiles.
+# Faults. In the first two cases a CTA gets more k tiles than stages, three experts and several work tiles. The third
+# case has many experts and several m tiles, for faults in the lists.
 
 FAULTY = {
     "tiled": gated(
@@ -168,15 +169,33 @@ FAULTY = {
     "linear": gated(
         *(NVFP4, "linear", 64), epilogue=(BF16, None, None, FP32, None, "swiglu"), sizes=(40, 1088, 3, 64, "dense", 1)
     ),
+    "lists": gated(
+        *(NVFP4, "128x4", 128),
+        epilogue=(NVFP4, TILED, None, None, None, "swiglu"),
+        sizes=(1027, 64, 40, 64, "two", 3),
+    ),
 }
-AT_ONCE = Unfound(1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False)
+KINDS = {
+    "lists": ("barrier of the CTA left out", "kernel before not waited for", "zero stored"),
+}
+"""Kinds of faults that are tried in a case; by default all."""
+WITHOUT_K = Unfound(1, "code for K = 0, which does not exist")
 UNFOUND: dict[str, dict[str, Unfound]] = {
-    "tiled": {"wait for loads left out": AT_ONCE, "barrier of the warp left out": CONVERGED},
-    "linear": {
-        "wait for loads left out": AT_ONCE,
-        "wait for the other phase": Unfound(1, "a warp that only counts may be a phase late"),
+    "tiled": {
+        "wait for loads left out": Unfound(
+            1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False
+        ),
         "barrier of the warp left out": CONVERGED,
+        "barrier of the CTA left out": Unfound(1, "matters with more than 32 experts, as in the case of the lists"),
+        "zero stored": Unfound(7, "pairs of m tiles that do not exist, but do in the case of the lists"),
+        "wait left out": WITHOUT_K,
+        "wait for the other phase": WITHOUT_K,
+        "commit left out": WITHOUT_K,
     },
+    "lists": {},
+}
+UNFOUND["linear"] = UNFOUND["tiled"] | {
+    "wait for the other phase": Unfound(2, "code for K = 0; a warp that only counts may be a phase late")
 }
 
 
@@ -194,4 +213,6 @@ def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
             got, wanted = [*got, scales], [*wanted, want[1]]
         return tuple(torch.cat([part.view(torch.uint8).flatten() for part in parts]) for parts in (got, wanted))
 
-    check_faults(run, ptx, UNFOUND[name], all_tried=request.config.getoption("more_emulated"))
+    all_tried = request.config.getoption("more_emulated")
+    kinds = {kind: TCGEN05[kind] for kind in KINDS.get(name, TCGEN05)}
+    check_faults(run, ptx, UNFOUND[name], all_tried=all_tried, kinds=kinds, least=min(36, len(kinds)))

@@ -27,7 +27,6 @@ from torch_cute_ops.kernels import fp8_fp4_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.machine_code import tensor_core_instructions
 
 LINEAR = SCALE_LAYOUTS["linear"]
 EXACT = {"nvfp4": (0, 48, 56, 64), "mxfp4": (126, 127, 128)}
@@ -251,7 +250,7 @@ def test_machine_code(covering: int, arch: str) -> None:
     """Check that the machine code multiplies FP8 on the tensor cores of tcgen05 (four MMAs for a k tile), and not by
     warp-level MMAs of 16 bits."""
     one = replace(COVERING[covering].case, arch=arch)
-    assert tensor_core_instructions(one.kernel, ARCHS[arch]) == {"UTCQMMA": 4}
+    assert compile_ptx(one.kernel, ARCHS[arch]).instructions == {"UTCQMMA": 4}
 
 
 @pytest.mark.parametrize("covering", [6, 8, 11, 24])

@@ -49,6 +49,8 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
     weights = torch.randn(m, experts)
     if routing == "one":
         weights = weights * (torch.arange(experts) == 1)
+    if routing == "two":
+        weights = weights * ((torch.arange(experts) == 1) | (torch.arange(experts) == experts - 1))
     if routing in ("few", "hot"):
         keys = torch.rand(m, experts)
         if routing == "hot":

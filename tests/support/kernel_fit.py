@@ -1,8 +1,11 @@
-"""Check that a compiled kernel fits an SM: no registers are spilled, and the warps get the registers they ask for."""
+"""Check that a compiled kernel fits an SM, and that its machine code contains the intended tensor-core instructions.
+
+It fits if no registers are spilled, and if the warps get the registers they ask for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ptx_emulator.adapter import compile_ptx
@@ -37,16 +40,57 @@ ALLOWED_SPILLS: dict[str, str] = {
 REGISTERS_PER_SM = 65_536
 
 
+INSTRUCTIONS: dict[str, str] = {
+    "fp4_mma": "HMMA",
+    "fp4_wgmma": "HGMMA",
+    "fp4_experts": "HGMMA",
+    "fp4_gated_experts": "HGMMA",
+    "fp4_tcgen05": "UTCOMMA",
+    "fp4_tcgen05_experts": "UTCOMMA",
+    "fp4_tcgen05_gated_experts": "UTCOMMA",
+    "fp8_mma": "HMMA",
+    "fp8_wgmma": "QGMMA",
+    "fp8_token_wgmma": "QGMMA",
+    "fp8_tcgen05": "UTCQMMA",
+    "fp8_fp4_wgmma_ss": "QGMMA",
+    "fp8_fp4_wgmma_rs": "QGMMA",
+    "fp8_fp4_wgmma_codes": "QGMMA",
+    "fp8_fp4_recode": "QGMMA",
+    "fp8_fp4_token_wgmma": "QGMMA",
+    "fp8_fp4_tcgen05": "UTCQMMA",
+    "fp8_mxfp4_tcgen05": "UTCQMMA",
+}
+"""Tensor-core instructions in the machine code of each kernel package, except in the cases that ``instructions_of``
+names. All other packages use no tensor cores."""
+
+
+def instructions_of(kernel: Any, arch: str) -> set[str]:
+    """Return the names of the tensor-core instructions that the machine code of a kernel must contain."""
+    package, config = type(kernel).__module__.split(".")[-2], kernel.config
+    if package == "fp4_mma" and config.a_layout is not None:
+        return {"OMMA"}  # multiplies codes by block-scaled MMAs
+    if package == "fp8_mma" and ARCHS[arch].has_block_scaled_mma:
+        return {"QMMA"}  # elsewhere ptxas converts the operands of e4m3 MMAs to 16 bits
+    if getattr(config, "by_codes", False):
+        return {"QGMMA"}  # a single row, whose codes are multiplied as FP8 numbers
+    if getattr(config, "by_warp", False):
+        return {"HMMA"}  # few rows
+    return {INSTRUCTIONS[package]} if package in INSTRUCTIONS else set()
+
+
 def check_emulated(case: KernelCase, kernel: Any) -> None:
-    """Check the resources of a kernel that an emulator test has compiled."""
-    check_fit(case, kernel, compile_ptx(kernel, ARCHS[case.arch]).resources)
+    """Check the resources and the tensor-core instructions of a kernel that an emulator test has compiled."""
+    compiled = compile_ptx(kernel, ARCHS[case.arch])
+    check_fit(case, kernel, compiled.resources, compiled.instructions)
 
 
-def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
-    """Check the kernels that a case launches, given the resources that ptxas reports.
+def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instructions: Collection[str]) -> None:
+    """Check the kernels that a case launches, given the resources that ptxas reports, and the tensor-core instructions
+    of their machine code.
 
     The first of ``kernels`` is the GEMM, or the kernel for many rows.
     """
+    assert set(instructions) == instructions_of(kernel, case.arch)
     arch, config = ARCHS[case.arch], kernel.config
     # A separate kernel rearranges the activations, unless the GEMM's CTAs do so. In expert GEMMs, a separate kernel
     # builds the list of each expert's tokens.

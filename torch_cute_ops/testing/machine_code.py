@@ -5,18 +5,19 @@ modify it. The entries of the table were read from the output of nvdisasm 13 wit
 """
 
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
-
-from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compiler import Kernel, trace_and_compile
+from typing import Final
 
 INSTRUCTION_BYTES: Final = 16
 OPERATION_BITS: Final = 0xFFF
-OPERATIONS: Final = {0x23C: "HMMA", 0x27A: "QMMA", 0x9F3: "QGMMA"}
-"""Names of warp-level MMAs of 16 bits, warp-level MMAs of FP8, and warpgroup MMAs of FP8, keyed by the operation."""
+OPERATIONS: Final = {
+    **{0x23C: "HMMA", 0x27A: "QMMA", 0x47F: "OMMA"},
+    **{0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9F3: "QGMMA", 0xDF3: "QGMMA"},
+}
+"""Names of warp-level MMAs of 16 bits, FP8, and FP4 with block scales, and of warpgroup MMAs of 16 bits and FP8, keyed
+by the operation. A warpgroup MMA has two operations: one for operands in shared memory, and one for an operand in
+registers."""
 UTC_MMAS: Final = (0x5EA, 0xDEA)
 """Operations of MMAs of ``tcgen05``, ``UTC*MMA``. The second is an FP8, FP6 or FP4 MMA with block scales
 (``kind::mxf8f6f4``)."""
@@ -25,20 +26,12 @@ UTC_KINDS: Final = {(0, False): "UTCHMMA", (3, False): "UTCQMMA", (0, True): "UT
 is set if scales are in tensor memory."""
 
 
-def tensor_core_instructions(kernel: Kernel, arch: Arch) -> Counter[str]:
-    """Compile ``kernel`` for ``arch``, and count the tensor-core instructions of its machine code by name.
+def tensor_core_instructions(cubin: bytes) -> Counter[str]:
+    """Count the tensor-core instructions of a cubin by name.
 
     Raises:
         NotImplementedError: if the table lacks the kind of a ``UTC*MMA`` instruction.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        compiled: Any = trace_and_compile(kernel, arch, f"--keep-cubin --dump-dir={folder}")
-        cubin: bytes = compiled.artifacts.CUBIN
-    return instructions_of(cubin)
-
-
-def instructions_of(cubin: bytes) -> Counter[str]:
-    """Count the tensor-core instructions of a cubin by name."""
     names = (_name(*instruction) for code in _code_sections(cubin) for instruction in struct.iter_unpack("<QQ", code))
     return Counter(name for name in names if name is not None)
 

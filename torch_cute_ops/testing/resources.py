@@ -1,14 +1,17 @@
-"""Measure registers, spills, stack and shared memory of compiled kernels without a GPU."""
+"""Measure registers, spills, stack, shared memory and tensor-core instructions of compiled kernels without a GPU."""
 
 import contextlib
 import io
 import re
+import tempfile
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import Kernel, trace_and_compile
+from torch_cute_ops.testing.machine_code import tensor_core_instructions
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,23 @@ class Resources:
     smem_bytes: int
 
 
-def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
-    """Compile ``kernel`` for ``arch`` and parse ptxas's remarks on each kernel that it launches.
+class Build(NamedTuple):
+    """Result of a compilation.
+
+    Attributes:
+        compiled: compiled function.
+        resources: resources of each device kernel that the function launches.
+        instructions: number of tensor-core instructions in the machine code of all these kernels, keyed by name.
+    """
+
+    compiled: Any
+    resources: list[Resources]
+    instructions: Counter[str]
+
+
+def compile_for(kernel: Kernel, arch: Arch) -> Build:
+    """Compile ``kernel`` for ``arch``, parse ptxas's remarks on each kernel that it launches, and count the tensor-core
+    instructions.
 
     The DSL's option ``remarks{ptx}`` runs ``ptxas -v`` and writes its output to ``sys.stderr``. With this option the
     DSL also looks up the source line of each operation, which takes a third of the time. This function disables the
@@ -42,9 +60,10 @@ def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
 
     remarks = io.StringIO()
     no_lines = mock.patch.object(op, "_get_caller_frame_info", lambda: None, create=True)
-    with contextlib.redirect_stderr(remarks), no_lines:
-        compiled = trace_and_compile(kernel, arch, "remarks{ptx}")
-    return compiled, parse(remarks.getvalue())
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(remarks), no_lines:
+        compiled: Any = trace_and_compile(kernel, arch, f"remarks{{ptx}} --keep-cubin --dump-dir={folder}")
+        cubin: bytes = compiled.artifacts.CUBIN
+    return Build(compiled, parse(remarks.getvalue()), tensor_core_instructions(cubin))
 
 
 def parse(remarks: str) -> list[Resources]:

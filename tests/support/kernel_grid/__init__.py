@@ -74,6 +74,7 @@ __all__ = [
     "Tcgen05ExpertsCase",
     "Tcgen05GatedCase",
     "WgmmaCase",
+    "build_of",
     "covering_cases",
     "every_case",
     "experts_cases",
@@ -87,7 +88,6 @@ __all__ = [
     "in_process",
     "mma_cases",
     "moe_cases",
-    "resources_of",
     "tcgen05_cases",
     "tcgen05_experts_cases",
     "tcgen05_gated_cases",
@@ -103,6 +103,7 @@ def in_process(work: Callable[[Any], Any], case: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def resources_of(case: KernelCase) -> Any:
-    """Compile the case's kernel; return the ``Resources`` of each device kernel that it launches."""
-    return compile_for(case.kernel, GPU_ARCHS[case.arch])[1]
+def build_of(case: KernelCase) -> Any:
+    """Compile the case's kernel; return the ``Resources`` of each device kernel that it launches, and the number of
+    tensor-core instructions by name."""
+    return compile_for(case.kernel, GPU_ARCHS[case.arch])[1:]
