@@ -5,13 +5,16 @@ of choices. ``--every-kernel`` compiles all kernels, in half an hour. If a test 
 the same role, that test checks its resources, and this file skips it.
 """
 
+import collections
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from support import kernel_grid
-from support.kernel_fit import ALLOWED_SPILLS, check_fit
+from support.kernel_fit import ALLOWED_SPILLS, check_fit, instructions_of
 from support.kernel_grid import (
     KernelCase,
     covering_cases,
@@ -118,6 +121,28 @@ def test_covering_cases_cover():
     missing = pairs(every_case()) - pairs(covering_cases())
     assert not missing, list(missing)[:5]
     assert {case.id for case in covering_cases()} <= {case.id for case in every_case()}
+
+
+def test_documented_instructions():
+    """Check that the table of docs/architecture.md names exactly the tensor-core instructions that the tests of all
+    cases require."""
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("### Tensor-core instructions")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    documented = {
+        (package, column): set(re.findall(r"`(\w+)`", cell))
+        for first, *cells in lines
+        for package in re.findall(r"`(\w+)`", first)
+        for column, cell in enumerate(cells)
+        if cell.strip()
+    }
+    required = collections.defaultdict(set)
+    for case in (*other_cases(every=True), *(one.case for one in (*FP4, *GATED, *FP8))):
+        column = 0 if ARCHS[case.arch].has_wgmma else 1 if ARCHS[case.arch].has_tcgen05 else 2
+        kernel = case.kernel
+        if found := instructions_of(kernel, case.arch):
+            required[type(kernel).__module__.split(".")[-2], column] |= found
+    assert documented == required
 
 
 def test_allowed_spills_are_cases():
