@@ -9,8 +9,8 @@ from torch_cute_ops.gemm import cost
 from torch_cute_ops.runtime.arch import ARCHS
 
 (B200,) = cost.usual_targets(ARCHS["sm_100a"])
-BANDWIDTH = 0.888 * 8e12
-"""Bandwidth of a copy on a B200: the same fraction of the peak, 8 TB/s, as on an H200."""
+BANDWIDTH = 0.888 * 7.67e12
+"""Bandwidth of a copy on a B200: the same fraction of the peak, 7.67 TB/s, as on an H200."""
 BYTES_PER_CLOCK = BANDWIDTH / (148 * 1.7e9)
 
 

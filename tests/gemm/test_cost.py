@@ -56,7 +56,7 @@ def target(monkeypatch):
         pytest.param(((9, 0), 132, 2619, 5120), 3.02, id="H100, measured"),
         pytest.param(((9, 0), 132, 2619, 6144), 0.888 * 4.0, id="GH200"),
         pytest.param(((9, 0), 78, 2619, 6144), 0.888 * 4.0, id="H20"),
-        pytest.param(((10, 0), 148, 3996, 8192), 0.888 * 8.0, id="B200"),
+        pytest.param(((10, 0), 148, 3996, 8192), 0.888 * 7.67, id="B200"),
         pytest.param(((9, 0), 16, 3201, 768), 0.888 * 4.8 / 8, id="an eighth of an H200's memory"),
         pytest.param(((8, 0), 108, 1215, 5120), 0.888 * 1.555, id="A100, for which there are no kernels"),
         pytest.param(((9, 0), 132, None, None), 4.26, id="unknown, with the SMs of an H200"),
