@@ -9,26 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_cute_ops.checkpoint import torchao
+from torch_cute_ops.checkpoint._expert_reader import ExpertReader
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint._layers import KV_SCALES, lacks_input_scale, read_layer, read_tensors
+from torch_cute_ops.checkpoint._layers import KV_SCALES, read_layer
+from torch_cute_ops.checkpoint._stored import StoredLayers
 from torch_cute_ops.checkpoint._values import check_finite
-from torch_cute_ops.checkpoint.experts import (
-    EXPERT_NAMES,
-    RENAMED,
-    fused_names,
-    gpt_oss_names,
-    mxfp4_experts,
-    read_fused,
-)
-from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
-from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, QuantExperts, QuantLinear, SwiGLU, _names, merge
+from torch_cute_ops.checkpoint.spec import QuantSpec, read_spec
+from torch_cute_ops.nn import QuantExperts, QuantLinear, SwiGLU, _names, merge
 from torch_cute_ops.nn._base import Activations, is_writable, overwrite_
 from torch_cute_ops.nn._names import listed
 from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn._selection import Selection
 from torch_cute_ops.nn._summary import bytes_of, record_loaded
-from torch_cute_ops.nn.experts import FORMATS, stack
 from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES, Scheme, sibling_groups
 
@@ -155,22 +147,16 @@ class Loader:
     def __init__(self, model: nn.Module, files: Files, spec: QuantSpec, options: LoadOptions) -> None:
         self.model, self.files, self.spec, self.options = model, files, spec, options
         self.device = None if options.device is None else torch.device(options.device)
-        self.used: set[str] = set()
+        self.layers = StoredLayers(files, spec, options.merged, model)
+        self.experts = ExpertReader(self.layers, self._device_of)
         self.places: defaultdict[object, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self.places[_names.identity(parameter)].append((module, name))
         self.tied = {module for places in self.places.values() if len(places) > 1 for module, _ in places}
-        modules = [f".{name}." for name, _ in model.named_modules()]
-        self.renamed = [
-            pair
-            for pair in RENAMED
-            if any(pair[1] in f".{name}" for name in files.file_of) and not any(pair[1] in name for name in modules)
-        ]
         self.filled: dict[object, str] = {}
         self.missing: list[tuple[object, str]] = []
-        self.uncalibrated: list[str] = []
         self.siblings: dict[str, list[str]] = {}
         self.amax: dict[str, Tensor] = {}
         self._check_activations()
@@ -228,7 +214,7 @@ class Loader:
         if missing:
             raise ValueError(f"{self.files.path} contains no {listed(missing)}")
         self.warn(stacklevel + 1)
-        self.refuse_unused(
+        self.layers.refuse_unused(
             name
             for name in self.files.file_of
             if not any(_names.fits(each, p) for p in ignore for each in (name, self.files.original(name)))
@@ -249,21 +235,16 @@ class Loader:
     def warn(self, stacklevel: int) -> None:
         """Warn if the checkpoint contains scales of the KV cache, which are not used, or if input scales are missing or
         0."""
-        if self.uncalibrated:
+        uncalibrated = self.layers.uncalibrated
+        if uncalibrated:
             warnings.warn(
-                f"{len(self.uncalibrated)} layers have no input scale, or 0, because calibration did not reach them; "
-                f"their activations do not need it: {listed(self.uncalibrated)}",
+                f"{len(uncalibrated)} layers have no input scale, or 0, because calibration did not reach them; "
+                f"their activations do not need it: {listed(uncalibrated)}",
                 stacklevel=stacklevel,
             )
         kv_scales = sorted(name for name in self.files.file_of if name.rpartition(".")[2] in KV_SCALES)
         if kv_scales:
             warnings.warn(f"scales of the KV cache are not used: {listed(kv_scales)}", stacklevel=stacklevel)
-
-    def refuse_unused(self, names: Iterable[str]) -> None:
-        """Raise ``ValueError`` if any of these checkpoint tensors was not loaded, except scales of the KV cache."""
-        left = [name for name in names if name not in self.used and name.rpartition(".")[2] not in KV_SCALES]
-        if left:
-            raise ValueError(f"the model does not use {listed([self.files.describe(name) for name in left])}")
 
     def absent_modules(self) -> list[str]:
         """Return the names of the linear layers and experts without a weight in the checkpoint. Layers with a tied
@@ -272,9 +253,9 @@ class Loader:
 
         def is_absent(name: str, module: nn.Module) -> bool:
             if type(module) is nn.Linear:
-                found = set[str]().union(*map(self.files.suffixes, self.sources(name)))
+                found = set[str]().union(*map(self.files.suffixes, self.layers.sources(name)))
                 return module not in self.tied and not found - {"bias"} - KV_SCALES
-            return float_experts(module) is not None and self.stored(name) not in modules
+            return float_experts(module) is not None and self.layers.stored(name) not in modules
 
         return [name for name, module in self.model.named_modules() if is_absent(name, module)]
 
@@ -289,13 +270,13 @@ class Loader:
         for name, module in self.model.named_modules():
             experts = float_experts(module)
             if type(module) is nn.Linear:
-                sources = self.sources(name)
-                is_quantised = any(self._is_quantised(source) for source in sources)
+                sources = self.layers.sources(name)
+                is_quantised = any(self.layers.is_quantised(source) for source in sources)
                 if is_quantised:
                     self._refuse_tied(name, module, sources)
                     self._refuse_unlike_linear(name, module)
             elif experts is not None:
-                prefix = f"{self.stored(name)}."
+                prefix = f"{self.layers.stored(name)}."
                 is_quantised = any(
                     tensor.startswith(prefix) and not self.files.is_floating(tensor) for tensor in self.files.file_of
                 )
@@ -344,7 +325,7 @@ class Loader:
         group = self.siblings.get(name)
         if group is not None and name not in self.amax:
             extremes = []
-            for source in (source for each in group for source in self.sources(each)):
+            for source in (source for each in group for source in self.layers.sources(each)):
                 weight = f"{source}.weight"
                 if weight in self.files:
                     extremes += [each.abs() for each in torch.aminmax(self.files.read(weight))]
@@ -355,8 +336,8 @@ class Loader:
     # Linear layers
 
     def _load_linear(self, name: str, module: nn.Linear | QuantLinear) -> None:
-        sources = self.sources(name)
-        quantised = [source for source in sources if self._is_quantised(source)]
+        sources = self.layers.sources(name)
+        quantised = [source for source in sources if self.layers.is_quantised(source)]
         if not quantised:
             if isinstance(module, QuantLinear):
                 kind = type(module).__name__
@@ -372,11 +353,11 @@ class Loader:
         self._refuse_unlike_linear(name, module)
         device = self._device_of(module.weight)
         bias_dtype = None if module.bias is None else module.bias.dtype
-        schemes = [self._scheme_of_quantised(source) for source in sources]
+        schemes = [self.layers.scheme_of_quantised(source) for source in sources]
         activations = [self._activations(scheme.format) for scheme in schemes]
         has_input_scale = True
         if all(scheme.format == "nvfp4" for scheme in schemes) and "fp4" not in activations:
-            lacks = self._note_uncalibrated(sources, schemes)
+            lacks = self.layers.note_uncalibrated(sources, schemes)
             # If the model's layer has no input scale, build the new layer without an input scale, too. Then both layers
             # contain the same tensors, and the old layer can be overwritten in place.
             has_input_scale = not lacks and getattr(module, "has_input_scale", True)
@@ -385,38 +366,23 @@ class Loader:
             layers.append(
                 read_layer(self.files, source, scheme, each, device, bias_dtype, has_input_scale=has_input_scale)
             )
-            self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
+            self.layers.use(source)
         try:
             layer = layers[0] if len(layers) == 1 else merge(layers)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from error
         got, want = ((each.out_features, each.in_features, each.bias is not None) for each in (layer, module))
         if got != want:
-            raise ValueError(f"{self._describe(sources[0])}: (N, K, has bias) is {got}; expected {want}, as in {name}")
+            raise ValueError(
+                f"{self.layers.describe(sources[0])}: (N, K, has bias) is {got}; expected {want}, as in {name}"
+            )
         if not isinstance(module, QuantLinear) or not overwrite_(module, layer):
             _names.replace(self.model, module, layer)
-
-    def _note_uncalibrated(self, sources: Sequence[str], schemes: Sequence[LayerScheme]) -> bool:
-        """Return True if one of the layers ``sources`` lacks an input scale and does not need it. Record this layer for
-        the warning."""
-        lacking = [
-            source
-            for source, scheme in zip(sources, schemes, strict=True)
-            if lacks_input_scale(self.files, source, scheme)
-        ]
-        self.uncalibrated += lacking
-        return bool(lacking)
-
-    def _scheme_of_quantised(self, source: str) -> LayerScheme:
-        scheme = self._scheme(source)
-        if scheme is None:
-            raise ValueError(f"{self._describe(source)} is quantised, but {self.spec.path} does not say how")
-        return scheme
 
     def _refuse_tied(self, name: str, module: nn.Module, sources: Sequence[str]) -> None:
         if module in self.tied:
             raise ValueError(
-                f"{self._describe(sources[0])} is quantised, but {name} shares its weight with another module; "
+                f"{self.layers.describe(sources[0])} is quantised, but {name} shares its weight with another module; "
                 "expected a weight that is not quantised, or a model that does not tie it (tie_word_embeddings=False)"
             )
 
@@ -425,51 +391,7 @@ class Loader:
         if reason is not None:
             raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become a quantised layer: {reason}")
 
-    def stored(self, name: str) -> str:
-        """Return the name that the checkpoint uses for the module ``name``."""
-        for ours, theirs in self.renamed:
-            name = f".{name}.".replace(ours, theirs)[1:-1]
-        return name
-
-    def sources(self, name: str) -> list[str]:
-        """Return the names of the checkpoint's layers that form a layer of the model. A merged layer has several."""
-        name = self.stored(name)
-        parent, _, last = name.rpartition(".")
-        if not self.files.suffixes(name) and last in self.options.merged:
-            layers = [f"{parent}.{layer}".lstrip(".") for layer in self.options.merged[last]]
-            if any(map(self.files.suffixes, layers)):
-                return layers
-        return [name]
-
-    def _is_quantised(self, source: str) -> bool:
-        """Return True if the checkpoint stores the layer ``source`` in a quantised format."""
-        suffixes = self.files.suffixes(source) - {"bias"} - KV_SCALES
-        return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
-
-    def _scheme(self, source: str) -> LayerScheme | None:
-        """Return the scheme of the checkpoint's quantised layer ``source``, or None if the configuration does not give
-        it."""
-        if self.spec.style == "torchao":
-            return torchao.scheme_of(self.files, source)
-        return self.spec.scheme_of_tensors(self.files.original(source))
-
-    def _describe(self, source: str) -> str:
-        suffixes = sorted(self.files.suffixes(source))
-        return self.files.describe(f"{source}.{suffixes[0]}") if suffixes else source
-
     # Experts
-
-    def expert_layers(self, name: str, experts: int) -> list[list[str]] | None:
-        """Return the names of the checkpoint's gate, up and down layers of each expert, or None if the checkpoint does
-        not store experts as layers.
-
-        Args:
-            name: module name of the experts.
-            experts: number of experts.
-        """
-        stored = self.stored(name)
-        names = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
-        return names and [[f"{stored}.{expert}.{layer}" for layer in names] for expert in range(experts)]
 
     def _load_experts(self, name: str, given: FloatExperts, current: QuantExperts | None = None) -> None:
         """Load the experts of one module, and replace the module by ``QuantExperts``.
@@ -480,16 +402,16 @@ class Loader:
             current: quantised experts of the model, if it has any. They are overwritten in place if class, sizes and
                 settings match, and otherwise replaced.
         """
-        stored = self.stored(name)
-        layers = self.expert_layers(name, given.experts)
+        stored = self.layers.stored(name)
+        layers = self.layers.expert_layers(name, given.experts)
         if f"{stored}.gate_up_proj_blocks" in self.files:
-            new = self._gpt_oss_experts(stored, given)
+            new = self.experts.read_gpt_oss(stored, given)
         elif f"{stored}._gate_up_proj_qdata" in self.files:
             self._refuse_order(name, current)
-            new = self._torchao_experts(stored, given)
+            new = self.experts.read_torchao(stored, given)
         elif f"{stored}.gate_up_proj" in self.files and not self.files.is_floating(f"{stored}.gate_up_proj"):
             self._refuse_order(name, current)
-            new = self._fused_experts(stored, given)
+            new = self.experts.read_fused(stored, given)
         elif layers is None and current is not None:
             raise ValueError(f"{self.files.path} does not quantise {name}; the model's experts are quantised")
         elif layers is None:
@@ -497,7 +419,7 @@ class Loader:
             return
         else:
             every = [layer for each in layers for layer in each]
-            quantised = [layer for layer in every if self._is_quantised(layer)]
+            quantised = [layer for layer in every if self.layers.is_quantised(layer)]
             if not quantised and current is None:
                 self._load_float_experts(given, layers)
                 return
@@ -505,8 +427,8 @@ class Loader:
                 others = sorted({*every} - {*quantised})
                 if not quantised:
                     raise ValueError(f"{self.files.path} does not quantise {name}; the model's experts are quantised")
-                raise ValueError(f"{self._describe(quantised[0])} is quantised, but {listed(others)} is not")
-            new = self._read_experts(given, layers)
+                raise ValueError(f"{self.layers.describe(quantised[0])} is quantised, but {listed(others)} is not")
+            new = self.experts.read_layers(given, layers)
         gate_up, down = new
         swiglu = self._verified(name, given) if current is None else current.swiglu
         if current is not None and overwrite_(current.gate_up_proj, gate_up) and overwrite_(current.down_proj, down):
@@ -532,147 +454,11 @@ class Loader:
             raise ValueError(f"{name} is quantised in {self.files.path}, but cannot become QuantExperts: {swiglu}")
         return swiglu
 
-    def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
-        """Read the quantised layers of all experts. Return one layer with all gate and up weights, and one layer with
-        all down weights."""
-        every = [layer for each in layers for layer in each]
-        schemes = {self._scheme(layer) for layer in every}
-        first = layers[0][0]
-        scheme = schemes.pop()
-        if scheme is None or schemes:
-            reason = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
-            raise ValueError(f"{self._describe(first)} is quantised, but {self.spec.path} {reason}")
-        self._note_uncalibrated(every, [scheme] * len(every))
-        is_fp8, cls = scheme.format.startswith("fp8"), FORMATS.get(scheme.format, FP8BlockLinear)
-        device = self._device_of(given.module.down_proj)
-
-        def stacked(sources: Sequence[str], n: int, k: int, has_bias: bool) -> QuantLinear:
-            bias = (
-                torch.empty(n * len(sources), dtype=given.module.down_proj.dtype, device=device) if has_bias else None
-            )
-
-            def tensors_of(i: int) -> dict[str, Tensor]:
-                source = sources[i]
-                tensors = dict(read_tensors(self.files, source, scheme, has_input_scale=False))
-                got = (len(tensors["weight"]), tensors["weight"].shape[1] * (1 if is_fp8 else 2))
-                if got != (n, k):
-                    raise ValueError(f"{self._describe(source)}: (N, K) is {got}; expected {(n, k)}")
-                if scheme.format == "fp8_tensor":  # every block gets the tensor's scale
-                    blocks = -(-n // 128), -(-k // 128)
-                    tensors["weight_scale_inv"] = tensors.pop("weight_scale").expand(blocks)
-                if (f"{source}.bias" in self.files) != has_bias:
-                    raise ValueError(
-                        f"{source} in {self.files.path} {'lacks a' if has_bias else 'contains an unexpected'} bias"
-                    )
-                if bias is not None:
-                    own = self.files.read(f"{source}.bias")
-                    check_finite(self.files.describe(f"{source}.bias"), own)
-                    bias[i * n : (i + 1) * n] = own
-                self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
-                return tensors
-
-            try:
-                return stack(cls, k, [n] * len(sources), tensors_of, device=device, bias=bias)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"experts of {self._describe(first)}: {error}") from error
-
-        sources = [source for gate, up, _ in layers for source in (gate, up)]
-        return (
-            stacked(sources, given.width, given.hidden, given.has_bias),
-            stacked([down for _, _, down in layers], given.hidden, given.width, given.has_bias),
-        )
-
-    def _fused_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
-        """Read experts whose three-dimensional parameters were quantised as a whole: transformers' FP8 blocks, or
-        ModelOpt's NVFP4."""
-        parts = {part: f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")}
-        scheme = self.spec.scheme_of_tensors(self.files.original(stored))
-        if scheme is None:
-            tensor = self.files.describe(parts["gate_up_proj"])
-            raise ValueError(f"{tensor} is quantised, but {self.spec.path} does not say how")
-        device = self._device_of(given.module.down_proj)
-        biases = self._fused_biases(stored, given)
-        read = {}
-        for part, name in parts.items():
-            n, k = (2 * given.width, given.hidden) if part == "gate_up_proj" else (given.hidden, given.width)
-            read[part] = read_fused(self.files, name, scheme, given.experts, n, k, is_transposed=given.is_transposed)
-            self.used.update(f"{stored}.{suffix}" for suffix in fused_names(self.files, stored, part))
-        cls, is_blocks = FORMATS[scheme.format], scheme.format == "fp8_block"
-        if is_blocks and given.is_interleaved:
-            raise ValueError(
-                f"{self.files.describe(parts['gate_up_proj'])}: gate and up rows alternate, so that they share blocks; "
-                "expected gate rows before up rows"
-            )
-
-        def gate_or_up(i: int) -> dict[str, Tensor]:
-            own = {key: each[i // 2] for key, each in read["gate_up_proj"].items()}
-            rows = {"weight", "weight_scale", "weight_scale_inv"} & {*own}
-            if is_blocks:
-                return own | {key: own[key].chunk(2)[i % 2] for key in rows}
-            return own | {key: given.halves(own[key])[i % 2] for key in rows}
-
-        def down(i: int) -> dict[str, Tensor]:
-            return {key: each[i] for key, each in read["down_proj"].items()}
-
-        try:
-            return (
-                stack(
-                    cls, given.hidden, [given.width] * (2 * given.experts), gate_or_up, device=device, bias=biases[0]
-                ),
-                stack(cls, given.width, [given.hidden] * given.experts, down, device=device, bias=biases[1]),
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.files.describe(parts['gate_up_proj'])}: {error}") from error
-
-    def _fused_biases(self, stored: str, given: FloatExperts) -> tuple[Tensor | None, Tensor | None]:
-        """Read the experts' biases into the module. Return them stacked, as ``FloatExperts.biases`` does."""
-        device = self._device_of(given.module.down_proj)
-        for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
-            read = self.files.read(f"{stored}.{key}")
-            check_finite(self.files.describe(f"{stored}.{key}"), read)
-            bias = read.to(device, getattr(given.module, key).dtype, copy=True)
-            given.module._parameters[key] = nn.Parameter(bias, requires_grad=False)
-            self.used.add(f"{stored}.{key}")
-        return given.biases()
-
-    def _gpt_oss_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
-        if self.spec.style != "gpt-oss":
-            tensor = self.files.describe(f"{stored}.gate_up_proj_blocks")
-            raise ValueError(f"{tensor} is in gpt-oss's form, but {self.spec.path} does not say that it is MXFP4")
-        read = mxfp4_experts(self.files, stored, self._device_of(given.module.down_proj))
-        got, want = read.down.shape, (given.experts, given.hidden, given.width // 2)
-        if got != want:
-            tensor = self.files.describe(f"{stored}.down_proj_blocks")
-            raise ValueError(f"{tensor}: (E, N, K) is {(*got[:2], 2 * got[2])}; expected {(*want[:2], given.width)}")
-        self.used.update(gpt_oss_names(stored))
-        dtype = given.module.down_proj.dtype
-        return tuple(
-            MXFP4Linear.from_tensors(
-                codes.flatten(0, 1), scale.flatten(0, 1), bias=bias.flatten().to(dtype), parts=[rows] * count
-            )
-            for codes, scale, bias, rows, count in (
-                (*read[:3], given.width, 2 * given.experts),
-                (*read[3:], given.hidden, given.experts),
-            )
-        )  # type: ignore[return-value]
-
-    def _torchao_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
-        names = [f"{stored}.gate_up_proj", f"{stored}.down_proj"]
-        device = self._device_of(given.module.down_proj)
-        self._fused_biases(stored, given)
-        gate_up, down = (torchao.read_weight(self.files, name) for name in names)
-        for name in names:
-            self.used.update(torchao.tensor_names(self.files, name).values())
-        try:
-            return torchao.expert_stacks(gate_up, down, given, device)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.files.describe(f'{stored}._gate_up_proj_qdata')}: {error}") from error
-
     def _load_float_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> None:
         """Copy the unquantised layers of all experts into the model's two parameters."""
         if given.is_transposed or given.is_interleaved or given.has_bias:
             raise ValueError(
-                f"{self._describe(layers[0][0])} is the layer of one expert; the model's experts are transposed, "
+                f"{self.layers.describe(layers[0][0])} is the layer of one expert; the model's experts are transposed, "
                 "interleaved or have a bias"
             )
         gate_up, down = (
@@ -688,7 +474,7 @@ class Loader:
                     raise ValueError(f"got {described} with shape {tuple(weight.shape)}; expected {tuple(place.shape)}")
                 check_finite(self.files.describe(f"{source}.weight"), weight)
                 place.copy_(weight)
-                self.used.add(f"{source}.weight")
+                self.layers.used.add(f"{source}.weight")
         for key, new in (("gate_up_proj", gate_up), ("down_proj", down)):
             if not self._is_kept(given.module._parameters[key]):
                 given.module._parameters[key] = nn.Parameter(new, requires_grad=False)
@@ -698,13 +484,13 @@ class Loader:
     def _load_own(self, name: str, module: nn.Module, sources: Sequence[str] = ()) -> None:
         """Load the parameters and persistent buffers of a module. Its submodules are not loaded."""
         for key, old in _names.own_tensors(module).items():
-            names = [f"{source}.{key}".lstrip(".") for source in sources or (self.stored(name),)]
+            names = [f"{source}.{key}".lstrip(".") for source in sources or (self.layers.stored(name),)]
             identity = _names.identity(old)
             absent = [each for each in names if each not in self.files]
             if absent:
                 self.missing += [(identity, each) for each in absent]
                 continue
-            self.used.update(names)
+            self.layers.used.update(names)
             self._place(names, old, module, key, identity)
 
     def _place(self, names: list[str], old: Tensor, module: nn.Module, key: str, identity: object) -> None:

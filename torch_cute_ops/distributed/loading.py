@@ -85,7 +85,7 @@ def load_(
                 _divide_experts(loader, files, name, style, mesh)
                 continue
             assert isinstance(style, LinearStyle)
-            sources, module = loader.sources(name), model.get_submodule(name)
+            sources, module = loader.layers.sources(name), model.get_submodule(name)
             whole[name] = [files.size(source)[0] for source in sources]
             files.shards.update(dict.fromkeys(sources, style.weight_shard(mesh)))
             assert isinstance(module, nn.Linear)
@@ -151,10 +151,10 @@ def _resized(module: nn.Linear, files: "ShardedFiles", sources: Sequence[str]) -
 def _divide_experts(loader: Loader, files: "ShardedFiles", name: str, style: DividedExperts, mesh: DeviceMesh) -> None:
     """Restrict ``files`` to this rank's shard of the experts. Replace the model's experts by uninitialised experts of
     the shard's size."""
-    given, stored = float_experts(loader.model.get_submodule(name)), loader.stored(name)
+    given, stored = float_experts(loader.model.get_submodule(name)), loader.layers.stored(name)
     assert given is not None
     begin, end = style.own(given.experts, given.width, mesh, name)
-    layers = loader.expert_layers(name, given.experts)
+    layers = loader.layers.expert_layers(name, given.experts)
     if layers is None and f"{stored}.gate_up_proj_blocks" not in files:
         raise ValueError(f"load_: {files.path} stores {name} in a form that cannot be sharded during the load")
     if style.by == "expert":

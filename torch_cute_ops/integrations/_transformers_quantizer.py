@@ -190,9 +190,9 @@ class CuteQuantizer(HfQuantizer):
             loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
-                stored = loader.stored(name)
+                stored = loader.layers.stored(name)
                 ignored |= {rf"^{re.escape(each)}\." for each in (name, stored, files.original(stored))}
-                ignored |= {rf"^{re.escape(files.original(source))}\." for source in loader.sources(name)}
+                ignored |= {rf"^{re.escape(files.original(source))}\." for source in loader.layers.sources(name)}
             _refuse_absent(model, loader)
             self._refuse_others(loader)
         model._keys_to_ignore_on_load_unexpected = ignored
@@ -207,7 +207,7 @@ class CuteQuantizer(HfQuantizer):
             for name, pending in tqdm([*self.pending.items()], desc="Loading quantised layers", unit="module"):
                 loader.load_module(name, pending.module)
             loader.warn(stacklevel=7)
-            loader.refuse_unused(self._tensors_of_pending(loader))
+            loader.layers.refuse_unused(self._tensors_of_pending(loader))
         self.pending.clear()
         record_loaded("register", model, before, self.bytes_before)
         refuse_dtype(model)
@@ -221,7 +221,9 @@ class CuteQuantizer(HfQuantizer):
 
         Experts are not supported if their gate differs from the gate of :class:`torch_cute_ops.nn.QuantExperts`.
         """
-        inside = {each for name in self.pending for each in (name, loader.stored(name), *loader.sources(name))}
+        inside = {
+            each for name in self.pending for each in (name, loader.layers.stored(name), *loader.layers.sources(name))
+        }
         for name in loader.files.file_of:
             is_unused = any(re.search(pattern, name) for pattern in self.unused)
             if loader.files.is_quantised(name) and not is_unused and inside.isdisjoint(_names.parents(name)):
@@ -233,7 +235,7 @@ class CuteQuantizer(HfQuantizer):
     def _tensors_of_pending(self, loader: Loader) -> Iterator[str]:
         """Yield the checkpoint tensors of the removed layers, except tensors that the model declares unused. The loader
         must check these tensors, because transformers does not."""
-        modules = {each for name in self.pending for each in (name, loader.stored(name))}
+        modules = {each for name in self.pending for each in (name, loader.layers.stored(name))}
         for name in loader.files.file_of:
             is_unused = any(re.search(pattern, name) for pattern in self.unused)
             if not is_unused and not modules.isdisjoint(_names.parents(name)):
