@@ -15,7 +15,8 @@ from torch import Tensor
 
 import torch_cute_ops as ops
 from torch_cute_ops.nn import ExpertLayer
-from torch_cute_ops.nn.experts import FORMATS, FewActivations, QuantExperts, SwiGLU
+from torch_cute_ops.nn._expert_tensors import FewActivations
+from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU
 from torch_cute_ops.nn.random import INPUT_AMAX, random_stack
 
 from .expert_gemms import keys

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_cute_ops.formats.experts import MAX_TOPK
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.integrations._engines.gemms import BLOCK_SIZES, STATIC, Call
+from torch_cute_ops.nn._expert_tensors import FewActivations
 from torch_cute_ops.nn.experts import (
     FORMATS,
     MOST_FEW,
-    FewActivations,
     QuantExperts,
     SwiGLU,
     as_int32,
