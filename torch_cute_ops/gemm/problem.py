@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats.gates import GemmGate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.prepared_scales import prepared_shape
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -132,7 +133,7 @@ class GemmProblem:
     k: int
     epilogue: Epilogue
     grouping: Grouping = Grouping()
-    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu", "relu2"] | None = None
+    gate: GemmGate | None = None
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
     prologue_gate: bool = False

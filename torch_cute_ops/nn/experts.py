@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._base import QuantLinear
 from torch_cute_ops.nn._expert_tensors import FewActivations, PreparedScales, SideBySide
@@ -16,7 +17,6 @@ from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear
 from torch_cute_ops.ops._checks import index_out_of_range
-from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize

@@ -4,10 +4,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._call import Launcher
 from torch_cute_ops.ops._properties import Property, size
 from torch_cute_ops.ops._row_quant import RowCall, RowLauncher, RowQuant
-from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.runtime import groups, settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec

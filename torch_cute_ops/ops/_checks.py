@@ -19,10 +19,10 @@ from torch_cute_ops.formats import (
 )
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.formats.fp8 import COLUMN, ROW, is_column_major, is_row_major
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, reason_no_tiles
 from torch_cute_ops.formats.shapes import Output
-from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

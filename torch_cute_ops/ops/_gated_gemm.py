@@ -7,6 +7,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import GatedOperands
@@ -26,7 +27,7 @@ from torch_cute_ops.ops._backend_path import (
 from torch_cute_ops.ops._operands import aligned
 from torch_cute_ops.ops._properties import Property, choice, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
-from torch_cute_ops.ops._signature import Gate, GatedAlphaKind, GlobalScaleKind
+from torch_cute_ops.ops._signature import GatedAlphaKind, GlobalScaleKind
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 

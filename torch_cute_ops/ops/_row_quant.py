@@ -15,11 +15,12 @@ from torch_cute_ops.formats.fp8 import (
     is_packed_column,
     new_column_scales,
 )
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
-from torch_cute_ops.ops._signature import Gate, Signature
+from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator, contiguous_strides
 from torch_cute_ops.runtime.arch import Arch

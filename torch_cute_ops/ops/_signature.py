@@ -29,8 +29,6 @@ WeightScaleLayout = Literal["linear", "128x4"]
 FP8Granularity = Literal["tensor", "token", "block128"]
 FP8ScaleLayout = Literal["row", "column"]
 Scoring = Literal["softmax", "sigmoid"]
-Gate = Literal["silu", "gelu_tanh", "gelu", "relu2"]
-"""Activation functions of a gate. Only SiLU takes the parameters of the general SwiGLU."""
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]
 """Values of the static property that says which elements of the result share a factor ``alpha``: ``AlphaKind`` for

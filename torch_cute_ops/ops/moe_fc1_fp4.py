@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._gated_gemm import GatedGemm
-from torch_cute_ops.ops._signature import FP4ScaleLayout, Gate, ScaleFormat
+from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
 
 
 @define(GatedGemm("fp4"), "y", "scale")

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS, USUAL_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows, writable_columns
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
-from torch_cute_ops.ops._signature import Gate
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch

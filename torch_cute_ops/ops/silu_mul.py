@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signature import Gate
 
 
 @define(RowQuant("silu_mul"), "out")

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signature import FP4ScaleLayout, Gate
+from torch_cute_ops.ops._signature import FP4ScaleLayout
 
 
 @define(RowQuant("silu_mul", block_size=16), "y", "scale", "row_scale")

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout, Gate
+from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout
 
 
 @define(RowQuant("silu_mul"), "y", "scale")

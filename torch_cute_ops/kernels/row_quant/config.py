@@ -12,6 +12,7 @@ import torch
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
 from torch_cute_ops.kernels.common.experts.layouts import table_experts
@@ -47,7 +48,6 @@ of 8."""
 
 Source = Literal["rows", "add", "silu_mul"]
 RowsOf = Literal["all", "experts"]
-Gate = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -208,6 +208,11 @@ class RowQuantSpec:
     def is_general(self) -> bool:
         """True for norms other than RMSNorm with a weight. The kernel then reduces one value after the other."""
         return self.normalises and (self.subtracts_mean or self.has_bias or not self.has_weight)
+
+    @property
+    def copies_terms(self) -> bool:
+        """True if the kernel copies the weight or the bias of a norm to shared memory."""
+        return self.normalises and (self.has_weight or self.has_bias)
 
     @property
     def counts_unusual_blocks(self) -> bool:

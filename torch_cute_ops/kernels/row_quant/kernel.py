@@ -270,7 +270,7 @@ class RowQuantKernel:
             self.rows.memory_row_at(Int32(c.stages - 1), thread, smem),
         )
         if tid == 0:
-            if const_expr((spec.has_weight and spec.normalises) or spec.has_bias):
+            if const_expr(spec.copies_terms):
                 self.rows.issue_weight(weight, bias, thread, smem)
             if const_expr(early):
                 self.rows.issue_first(memory_row, second_row, thread, smem)
@@ -300,7 +300,7 @@ class RowQuantKernel:
             if (tid == 0) & (cta == 0):
                 scale[0] = global_scale
         weights = []
-        if const_expr((spec.has_weight and spec.normalises) or spec.has_bias):
+        if const_expr(spec.copies_terms):
             ptx.wait(smem.weight_barrier, 0)
         if const_expr(spec.normalises and not spec.is_general):
             weights = [self.rows.weight(j, thread, smem) for j in range(c.blocks_per_thread)]

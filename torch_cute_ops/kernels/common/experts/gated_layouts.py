@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.gates import GemmGate
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class GatedEpilogue:
     alpha: Literal["expert", "expert_half"] | None = None
     bias_dtype: torch.dtype | None = None
     global_scale: Literal["one", "expert"] | None = None
-    gate: Literal["silu", "swiglu", "gelu_tanh", "gelu", "relu2"] = "silu"
+    gate: GemmGate = "silu"
     has_row_scale: bool = False
 
     @property
