@@ -1,4 +1,5 @@
-"""Base class of the benchmarks of row-wise ops on (M, H) bfloat16 tensors: sizes, targets, buffer sets and peers."""
+"""Base class of the benchmarks of row-wise ops on (M, H) bfloat16 tensors. It defines their sizes, targets, buffer
+sets, and peers (the implementations that our ops are compared with)."""
 
 from __future__ import annotations
 

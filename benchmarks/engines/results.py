@@ -223,7 +223,8 @@ def profile_table(kernels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
-    """Draw decode steps against the batch size, and the times of all other cases divided by ours."""
+    """Draw the time of a decode step against the batch size, and the other cases as bars: each backend's time divided
+    by our time."""
     from matplotlib import pyplot
 
     from ..plot import COLOURS, MARKERS

@@ -60,6 +60,7 @@ def test_no_more_than_the_first_bytes(monkeypatch):
     matrix, out = poisoned(9, 1040, dtype=torch.uint8), poisoned(9, 328, dtype=FP32)
     a = torch.randn(9, 512).half()
     given = fp4_wgmma.Arguments(a, None, b.t(), scale, None, None, None, out, None, matrix, 0, 0)
-    # Kernels are cached by their configuration, so use a configuration that no other test uses with the usual limit.
+    # The kernel is compiled with this limit, which is not part of the key in the cache of kernels. So use a
+    # configuration that no other test uses.
     machines = run_kernel(fp4_wgmma.FP4WgmmaKernel(case.kernel.config), ARCHS["sm_90a"], *given, strict=True)
     check_prefetched(machines, matrix.view(-1)[:most])

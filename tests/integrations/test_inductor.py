@@ -173,8 +173,8 @@ def assert_one_residual(graph):
 
 
 def test_llama_generates_the_same_tokens(llama):
-    """Check that the fused model generates the same tokens. The model computes in float32, in which fusing skips no
-    rounding that could change a code."""
+    """Check that the fused model generates the same tokens as the unfused model. Both models compute in float32, in
+    which fusing skips no rounding that could change a code."""
     from transformers import CompileConfig
 
     model, ids = llama

@@ -241,7 +241,7 @@ class Calls(TorchDispatchMode):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Return (rows, columns) of each recorded GEMM."""
+        """Return (rows, columns) of the result of each recorded GEMM."""
         gemms = [call for call in self.every if "mm_" in call[0]]
         return [(a[0], b[1]) for _, (a, _), (b, _), *_ in gemms]
 

@@ -70,7 +70,8 @@ def project(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     for name in ("TEST_SEED", "TEST_GPUS"):  # monkeypatch restores these variables, which the inner pytest changes
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    # monkeypatch restores these functions, which the test replaces to pretend that a GPU is present.
+    # The conftest written below replaces these attributes to pretend that a GPU is present. Set them here, so that
+    # monkeypatch restores them at the end of the test.
     monkeypatch.setattr(torch.cuda, "get_device_name", torch.cuda.get_device_name)
     monkeypatch.setattr(gpu_record, "GPU_MISSING", None)
     conftest = (HERE / "conftest.py").read_text()

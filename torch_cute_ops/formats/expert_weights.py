@@ -53,7 +53,7 @@ def moe_fc2_weight(
         if layout.tile_rows == 8:
             raise ValueError("scale_layout='8x4' is for activations; use '128x4' or 'linear'")
         experts, n, half = codes.shape
-        # ``convert_scales`` checks the shape of tiles.
+        # Recognise only linear scales here: ``convert_scales`` checks the shape of tiled scales.
         is_linear = scale.dim() == 3 and scale.shape[:2] == codes.shape[:2]
         linear = convert_scales(scale, experts * n, 2 * half, "linear" if is_linear else "128x4", "linear")
     except (ValueError, TypeError) as error:

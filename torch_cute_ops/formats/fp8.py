@@ -71,8 +71,8 @@ def resolve_fp8_format(granularity: str, scale_layout: str | None) -> tuple[FP8F
 
 
 def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of column-major scales (..., blocks) without padding. They are a transposed view of (blocks,
-    rows).
+    """Return the strides of column-major scales (..., blocks) without padding. Such scales are a transposed view of
+    (blocks, rows).
 
     All leading dimensions together form the rows, as in a contiguous tensor. Sizes may be symbols.
     """
@@ -80,7 +80,7 @@ def column_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, rows = [], 1
     for extent in reversed(lead):
         strides.append(rows)
-        # For a dimension of size 0, torch also computes strides as if its size were 1. A symbolic size is at least 2.
+        # As torch does, treat a dimension of size 0 as size 1 when computing strides. A symbolic size is at least 2.
         rows = rows * (max(extent, 1) if isinstance(extent, int) else extent)
     return (*reversed(strides), rows)
 

@@ -46,7 +46,7 @@ def grouped_mm_fp8_fp4(
     numbers fit e4m3. ``u`` is the least integer with ``6 · block scale · 2^-u ≤ 448`` for all scales of a row. Codes
     are rounded to nearest even. :func:`mm_fp8_fp4` gives the error. Sums are accumulated as in :func:`mm_fp8_fp4`.
 
-    Experts' rows are found on the device and padding is treated as in :func:`grouped_mm_fp8`, so that this op replaces
+    Experts' rows are found on the device, and padding is treated, as in :func:`grouped_mm_fp8`. So this op can replace
     :func:`grouped_mm_fp8` in an FP8 expert pipeline (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM,
     ``moe_finalize``) whose weights are in FP4.
 

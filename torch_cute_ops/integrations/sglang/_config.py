@@ -43,7 +43,7 @@ class TorchCuteOpsConfig(RegisteredConfig, QuantizationConfig):
         return None if algorithm_of(hf_quant_cfg) in ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO") else cls.name
 
     def get_scaled_act_names(self) -> list[str]:
-        """Return no activation functions: only AWQ scales them."""
+        """Return an empty list: only AWQ scales activation functions."""
         return []
 
 

@@ -56,7 +56,8 @@ def swiglu_of(moe: Any) -> SwiGLU | None:
 
 
 def reason_left(scheme: LayerScheme, layer: Any) -> str | None:
-    """Return the reason why vLLM's own method computes a layer of experts, or None if this package's method can.
+    """Return the reason why this package's method cannot compute a layer of experts, or None if it can. If there is a
+    reason, vLLM's own method computes the layer.
 
     Args:
         scheme: format of the layer in the checkpoint.

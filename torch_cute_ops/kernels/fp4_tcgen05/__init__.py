@@ -1,8 +1,9 @@
 """GEMM of two FP4 operands with block-scaled ``tcgen05.mma``, for data-center Blackwell.
 
-``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``. Nothing is decoded. The weight is on the M side of the MMAs: its 128
-rows in a tile are the lanes of tensor memory. The activations are on the N side, which needs only 8 rows, so that few
-tokens do not waste the tensor cores. A k tile spans 256 elements: 128 bytes of codes per row, and four MMAs.
+``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``. Nothing is decoded. The weight is on the M side of the MMAs: each of
+its 128 rows in a tile corresponds to a lane of tensor memory. The activations are on the N side, which can be as narrow
+as 8 rows, so that the tensor cores are not wasted when there are few tokens. A k tile spans 256 elements: 128 bytes of
+codes per row, and four MMAs.
 
 A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are persistent. Roles:
 

@@ -200,7 +200,7 @@ class FP4WgmmaKernel:
         if c.split_k == 0:
             begin, end = Int32(index * iterations // num_ctas), Int32((index + 1) * iterations // num_ctas)
         else:
-            # A cluster computes one n tile. Its CTAs compute equal ranges of the n tile's k tiles.
+            # A cluster computes one n tile. Its CTAs divide the n tile's k tiles into ranges of (nearly) equal length.
             rank, start = cta % c.split_k, index * k_tiles
             index = index * c.split_k + rank
             begin, end = start + rank * k_tiles // c.split_k, start + (rank + 1) * k_tiles // c.split_k

@@ -360,8 +360,8 @@ class RowMma(Mma):
 
     def __init__(self, config: Config, weight: WeightStages, activations: RowActivations):
         self.has_factors = activations.has_factors
-        # For bfloat16 activations, the factors already remove the power of two by which decoded codes are scaled. For
-        # FP4 activations, both operands are scaled by it.
+        # The factors of bfloat16 activations already remove the power of two by which decoded codes are scaled, so the
+        # exponent is 0. With FP4 activations, the codes of both operands are scaled by this power.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.prologue_quant is not None:
             exponent = self.exponent

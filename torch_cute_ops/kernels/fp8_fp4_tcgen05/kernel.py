@@ -23,7 +23,7 @@ from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import PreparedWeight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_tcgen05.config import CODE_BYTES, FACTOR_SLOTS, Config
 
-HALVES = 2  # halves of a k tile: 64 elements, 32 bytes of codes, 64 bytes of e4m3
+HALVES = 2  # halves of a k tile, each with 64 elements: 32 bytes of codes, or 64 bytes of e4m3
 PIECES = 4  # 16-byte pieces of e4m3 in a half
 
 

@@ -49,9 +49,9 @@ class Rows:
         thread.quads = Int32(0)
         thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
-            # Distribute whole rounds of quads, one quad per walker. Add a partial round if some walker needs four
-            # iterations for the remaining rows anyway. Only rows of full scale tiles form quads, and the rows that are
-            # distributed one by one begin at the start of a tile.
+            # Distribute whole rounds of quads. In a round, each walker takes one quad. Add a partial round if some
+            # walker needs four iterations for the remaining rows anyway. Only rows of full scale tiles form quads, and
+            # the rows that are distributed one by one begin at the start of a tile.
             whole = thread.rows // 128 * 32
             rounds = whole // thread.walkers * thread.walkers // 32 * 32
             thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)

@@ -1,9 +1,9 @@
 """Launches: a check for overlapping tensors, programmatic dependent launch, and the order in which tiles are computed.
 
 The overlap check is host code that is compiled into the launching function. It takes about a hundred integer
-instructions. Without it, Python would compare addresses in each call. If tensors overlap, the function launches a grid
-of no CTAs. CUDA then reports an error before anything runs, and the compiled function raises. The op catches the
-exception and checks its tensors again, to name the tensors that overlap.
+instructions. Otherwise, Python would have to compare addresses in each call, which takes longer. If tensors overlap,
+the function launches a grid of no CTAs. CUDA then reports an error before anything runs, and the compiled function
+raises. The op catches the exception and checks its tensors again, to name the tensors that overlap.
 
 Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel has released its dependents
 or has ended. Each kernel of this package first waits for the previous kernel and only then releases its dependents. The

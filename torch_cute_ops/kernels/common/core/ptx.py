@@ -427,8 +427,8 @@ def arrive_at_if(barrier, rank, condition, releases: str = "all", *, loc=None, i
         rank: rank of the CTA in the cluster.
         condition: condition for the arrival.
         releases: this thread's earlier accesses that the arrival orders before accesses after a wait at cluster scope.
-            ``"all"``: all accesses, by a fence of the whole GPU (``MEMBAR.GPU``). ``"shared"``: accesses to this CTA's
-            shared memory, by a fence of the CTA (``MEMBAR.CTA``). ``"none"``: no accesses, without a fence. CUTLASS
+            ``"all"``: all accesses, by a fence at GPU scope (``MEMBAR.GPU``). ``"shared"``: accesses to this CTA's
+            shared memory, by a fence at CTA scope (``MEMBAR.CTA``). ``"none"``: no accesses, without a fence. CUTLASS
             arrives in this way at barriers of other CTAs, although the memory model then orders nothing.
     """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]

@@ -157,7 +157,7 @@ class ExpertChooser:
         return score
 
     def _expert_in_lane(self, lane, i):
-        """Return the expert whose key is the lane's i-th key, and True if this expert exists."""
+        """Return the expert to which the lane's i-th key belongs, and True if this expert exists."""
         c = self.choice
         if c.are_keys_interleaved:
             expert = i * WARP + lane

@@ -87,7 +87,7 @@ def scale_argument(
         return TensorArg(dtype, (rows, blocks), (blocks, 1), align)
     tile = math.prod(layout.tile)
     # The rows of tiles must be contiguous, but TVM-FFI can only check that an extent equals a stride.
-    # ``ctas_unless_overlapping`` checks this stride when the kernel is launched.
+    # ``ctas_unless_overlapping`` checks the stride between rows of tiles (the pitch) when the kernel is launched.
     pitch: Dim | int = Dim(f"{name}tile_pitch", divisibility=tile)
     columns: Dim | int = Dim(f"{name}tile_columns")
     if isinstance(blocks, int):
