@@ -89,7 +89,7 @@ def reason_left(scheme: LayerScheme, layer: Any) -> str | None:
 
 
 def _block_of(fmt: str) -> int:
-    """Return the number of columns that share a scale of an FP4 weight, or 1."""
+    """Return the number of columns that share a scale of an FP4 weight, or 1 for other formats."""
     return FP4_FORMATS[fmt].block_size if fmt in FP4_FORMATS else 1
 
 
@@ -109,7 +109,7 @@ def _form(fmt: str, few: Any, moe: Any, hidden: int, width: int) -> ExpertForm:
 
 
 _READ: Final = {**READ, (_GPT_OSS, "mxfp4"): tuple(each for each in READ["modelopt", "mxfp4"] if not each.is_optional)}
-"""Tensors of a linear layer in a checkpoint. vLLM renames gpt-oss's tensors to these."""
+"""Tensors of a linear layer in a checkpoint. vLLM gives gpt-oss's tensors the same names."""
 
 
 class CuteExpertsMethod(FusedMoEMethodBase):
@@ -145,7 +145,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
 
     @property
     def _divided(self) -> int:
-        """Width of gpt-oss's experts on a rank before the last, without zeros."""
+        """Width of gpt-oss's experts on each rank except the last, without padding."""
         block = _block_of("mxfp4")
         return -(-self.moe.intermediate_size // block // self.moe.tp_size) * block
 
@@ -202,13 +202,14 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         self.preparation.add(self.form)
 
     def _reason_whole(self, padded: int) -> str | None:
-        """Return the reason that ranks cannot load gpt-oss's experts from a tensor for each expert, or None.
+        """Return the reason why ranks cannot load gpt-oss's experts from separate tensors for each expert, or None if
+        they can.
 
-        vLLM's loader then divides an expert by the width with zeros, and by blocks of scales if one tensor contains
-        all experts.
+        For a tensor of a single expert, vLLM's loader divides the padded width among the ranks. For a tensor of all
+        experts, the loader divides the blocks of scales among the ranks.
 
         Args:
-            padded: width of an expert on this rank, with zeros.
+            padded: width of an expert on this rank, with padding.
         """
         each = self._divided
         if self.scheme.style != _GPT_OSS or self.moe.tp_size == 1 or each == padded:
@@ -270,7 +271,7 @@ class CuteExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the loaded tensors by the tensors that the kernels read, and prepare the kernels.
 
-        As for linear layers, a second call keeps the form of the first.
+        As for linear layers, a second call keeps the form that the first call set.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor of an expert.
@@ -301,8 +302,8 @@ class CuteExpertsMethod(FusedMoEMethodBase):
         self.preparation.run(device)
 
     def _taken(self, layer: Any, part: str) -> dict[str, Tensor]:
-        """Remove the loaded parameters of ``w13`` or ``w2`` from a layer; return them by the names of
-        ``torch_cute_ops.nn``, with zeros in place of what the checkpoint does not contain.
+        """Remove the loaded parameters of ``w13`` or ``w2`` from a layer. Return them by the names that
+        ``torch_cute_ops.nn`` uses, with zeros for elements that the checkpoint does not contain.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor of an expert.

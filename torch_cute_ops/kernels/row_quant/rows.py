@@ -60,8 +60,8 @@ class Rows:
         thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
     def row_at(self, iteration, thread):
-        """Return the row that this walker processes in ``iteration``, or the first of its rows if a group processes
-        several."""
+        """Return the row that this walker processes in ``iteration``, or the first row if it processes several rows at
+        once."""
         c = self.config
         single = (
             thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
@@ -123,7 +123,7 @@ class Rows:
         return row + cute.assume(thread.first_block * self.config.spec.block_elements, divby=16)
 
     def input_row(self, i: int, row, thread) -> cute.Pointer:
-        """Return the address in global memory of the ``i``-th of the input rows that form a row of values."""
+        """Return the address, in global memory, of the ``i``-th input row from which a row of values is computed."""
         spec = self.config.spec
         is_residual = spec.source == "add" and i == 1
         tensor, dtype = (thread.residual, self.residual_dtype) if is_residual else (thread.input, self.dtype)

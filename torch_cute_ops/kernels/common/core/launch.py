@@ -119,7 +119,8 @@ def _memory_of(tensor: cute.Tensor) -> _Memory:
 
 
 def _are_tiles(tensor: cute.Tensor) -> bool:
-    """Return True if a tensor has the shape of tiled FP4 scales: its last two dimensions are a scale tile."""
+    """Return True if a tensor has the shape of tiled FP4 scales: all dimensions after the first two form a scale
+    tile."""
     tile = tuple(tensor.shape[2:])
     return all(isinstance(extent, int) for extent in tile) and tile in _TILES
 
@@ -144,7 +145,7 @@ def _pitch(tensor: cute.Tensor) -> Int64:
 
 
 def _rows_overlap(tensor: cute.Tensor) -> Boolean:
-    """Return True if rows of a matrix overlap or, if it is column-major, if its columns overlap."""
+    """Return True if rows of a matrix overlap. For a column-major matrix, check the columns instead of the rows."""
     if isinstance(tensor.stride[0], int) and tensor.stride[0] == 1:
         (rows, columns), pitch = tensor.shape, Int64(tensor.stride[1])
         return (Int64(columns) > 1) & (pitch < Int64(rows))
