@@ -33,7 +33,7 @@ MOST_FAILURES: Final = 3
 affects all kernels."""
 
 DEFAULT_TILE_N: Final = 128
-"""Columns of an output tile in kernels whose configuration does not name them."""
+"""Number of columns of an output tile in kernels whose configuration does not contain it."""
 
 
 class Task(NamedTuple):

@@ -105,7 +105,8 @@ class FP8FP4Tcgen05Kernel(FP8GemmKernel):
                 self._decode(words, self._stage_at(stage, smem), row)
                 fence_async()
                 cute.arch.sync_warp()
-                # The commit of the MMAs does not order the loads of the codes before the copies of the next codes.
+                # The commit of the MMAs does not order these loads of codes before the copies of the next codes, so
+                # this warp arrives at ``empty`` too.
                 smem.pipeline.arrive_empty(stage, Uint32(lane == 0))
                 smem.pipeline.arrive_full(stage, Uint32(lane == 0))
                 if const_expr(c.has_blocks):

@@ -119,8 +119,8 @@ class ExpertChooser:
                 own = ptx.select(lane == j, first, own)
         value = self._logit(logits, token, own)
         if const_expr(c.computes_softmax_first and c.renormalize):
-            # Subtract the largest chosen logit, not the largest of all logits: that expert may not be chosen, and
-            # relative to its logit all chosen weights could round to zero.
+            # Subtract the largest chosen logit, not the largest of all logits. The expert with the largest logit may
+            # not be chosen, and relative to its logit all chosen weights could round to zero.
             largest = _value_of(cute.arch.warp_redux_sync(ptx.select(lane < c.topk, _key_of(value), Uint32(0)), "max"))
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))
@@ -144,8 +144,8 @@ class ExpertChooser:
         return value
 
     def _score(self, value, bias, expert, largest, total) -> Float32:
-        """Return the score by which an expert is chosen. For a softmax without bias, this is the logit: both have the
-        same order."""
+        """Return the score by which an expert is chosen. For a softmax without bias, this is the logit, because softmax
+        preserves the order of logits."""
         c = self.choice
         score = value
         if const_expr(c.is_sigmoid):
@@ -391,8 +391,8 @@ class ExpertPlacer:
         raise NotImplementedError
 
     def expert_of(self, pair, inputs) -> Int32:
-        """Return the expert of a pair, or a negative number for none. The second kernel calls this to load experts
-        again."""
+        """Return the expert of a pair, or a negative number if the pair has no expert. The second kernel calls this to
+        load experts again."""
         raise NotImplementedError
 
     # Launches
