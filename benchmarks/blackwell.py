@@ -172,7 +172,9 @@ def layer_cells(fmt: FP4Format, name: str, m: int, target: Target) -> list[str]:
     for problem in expert_gemms(fmt, *LAYERS[name]):
         choice = select.choose(problem, m, target)
         us = choice.backend.estimate(problem, m, choice.tactic, target) * 1e6
-        floor = problem.bytes_moved(m) / cost.bytes_per_second(target) * 1e6
+        assert target.arch is not None
+        peak = target.arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
+        floor = max(problem.bytes_moved(m) / cost.bytes_per_second(target), problem.flops(m) / peak) * 1e6
         row += [choice.backend.name, report.number(us), report.number(floor)]
         sums = [sums[0] + us, sums[1] + floor]
     return [*row, *map(report.number, sums)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.emulated import KERNEL_WAIT, changed
-from support.gated_gemm import HALF, Gated, check, expected, operands, results
+from support.gated_gemm import HALF, Gated, check, expected, launched, operands, results
 from support.host_grids import call_apart, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05GatedCase
@@ -20,6 +20,7 @@ from support.ptx_faults import CONVERGED, TCGEN05, Edit, Unfound, check_faults
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.kernels.fp4_tcgen05_gated_experts import TOKEN_BLOCK
 from torch_cute_ops.runtime.arch import ARCHS
 
 LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["8x4"]
@@ -58,8 +59,17 @@ COVERING = [
     gated(
         *(MXFP4, "linear", 128), epilogue=(BF16, None, "expert", None, None, "relu2"), sizes=(3, 640, 4, 64, "few", 1)
     ),
-    gated(*(NVFP4, "128x4", 64), epilogue=(FP16, None, None, None, None, "swiglu"), sizes=(1027, 64, 2, 64, "few", 3)),
+    gated(*(NVFP4, "128x4", 64), epilogue=(FP16, None, None, None, None, "swiglu"), sizes=(1027, 64, 40, 64, "two", 3)),
     gated(*(NVFP4, "128x4", 64), epilogue=(NVFP4, TILED, None, None, None, "swiglu"), sizes=(3, 128, 2, 64, "none", 2)),
+    # A token block without touched m tiles between two others; and experts in as many words as warps, or in 17 words
+    gated(*(NVFP4, "128x4", 64), epilogue=(FP16, None, None, None, None, "swiglu"), sizes=(2049, 64, 1, 64, "ends", 2)),
+    gated(
+        *(NVFP4, "linear", 128),
+        epilogue=(BF16, None, None, None, None, "relu2"),
+        sizes=(2, 64, 1000, 64, "few", 2),
+        seed=3,
+    ),
+    gated(*(NVFP4, "128x4", 128), epilogue=(BF16, None, None, None, None, "relu2"), sizes=(3, 64, 544, 64, "few", 2)),
 ]
 MORE = [
     gated(fmt, layout, tile_n, epilogue=(out, layout_of_out, alpha, bias, None, "swiglu"), sizes=sizes, seed=i)
@@ -85,6 +95,29 @@ def test_gated_gemm(one: Gated) -> None:
     check(one)
 
 
+def touched_m_tiles(one: Gated, routing: torch.Tensor) -> list[list[tuple[int, int]]]:
+    """Return the (expert, m tile) of each token block in which a token is routed to the expert. M tiles are counted
+    within their token block."""
+    blocks = []
+    for first in range(0, one.m, TOKEN_BLOCK):
+        m_tiles = [(part != 0).any(0) for part in routing[first : first + TOKEN_BLOCK].split(128)]
+        blocks.append([(e, i) for e in range(one.experts) for i, is_routed in enumerate(m_tiles) if is_routed[e]])
+    return blocks
+
+
+@pytest.mark.parametrize("number", [1, 5, 7, 8, 9])
+def test_lists(number: int) -> None:
+    """Check that the lists contain exactly the touched m tiles, in order, so that no other weight is read."""
+    one = COVERING[number]
+    given = operands(one)
+    words = launched(one, given).workspace.view(torch.int32)
+    want = touched_m_tiles(one, given.routing)
+    counts, lists = words[: len(want)], words[len(want) :].view(len(want), -1)
+    assert counts.tolist() == [len(each) for each in want]
+    for entries, each in zip(lists, want, strict=True):
+        assert entries[: len(each)].tolist() == [8 * expert + m_tile for expert, m_tile in each]
+
+
 def test_compiles_without_spills(one: Gated) -> None:
     """Check that the kernels spill no registers and fit an SM. ``test_compile_kernels`` does not check the kernels that
     this file checks."""
@@ -93,9 +126,10 @@ def test_compiles_without_spills(one: Gated) -> None:
 
 def test_every_launch_waits_for_the_one_before() -> None:
     """Check that each role waits for the previous kernel, and that the tests notice if a wait is missing."""
-    one = COVERING[0]
+    one = COVERING[4]
     waits = re.findall(KERNEL_WAIT, compile_ptx(one.case.kernel_for(one.k), ARCHS[one.case.arch]).ptx)
-    assert len(waits) == 4  # the kernel of the lists; the producer, the MMA thread and the epilogue of the GEMM
+    # the kernel of the lists; the producer, the MMA thread, the epilogue and the scale loaders of the GEMM
+    assert len(waits) == 5
     for number in range(len(waits)):
         with pytest.raises((EmulationError, AssertionError)):
             check(one, changed(KERNEL_WAIT, number))
@@ -128,7 +162,7 @@ SIZES = {
 NUMBERS = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": 1.0}
 
 
-def launched(m: int = 24, sms: int = 3, apart: bool = False, onto: str = "") -> list[tuple[int, int, int]]:
+def grids_of(m: int = 24, sms: int = 3, apart: bool = False, onto: str = "") -> list[tuple[int, int, int]]:
     """Return the grids of a launch. If ``apart``, there are gaps between the scales of experts. The result ends with
     the first byte of the argument ``onto``, if it is given."""
     kernel = COVERING[2].case.kernel
@@ -142,19 +176,19 @@ def launched(m: int = 24, sms: int = 3, apart: bool = False, onto: str = "") -> 
 @pytest.mark.parametrize(("m", "sms", "blocks"), [(1, 148, 1), (1024, 148, 1), (1025, 7, 2)])
 def test_ctas(m: int, sms: int, blocks: int) -> None:
     """Check the grid of both kernels: one CTA per 1,024 tokens, and one CTA per SM."""
-    assert launched(m, sms) == [(blocks, 1, 1), (sms, 1, 1)]
+    assert grids_of(m, sms) == [(blocks, 1, 1), (sms, 1, 1)]
 
 
 @pytest.mark.parametrize("other", ["a", "a_scale", "b", "b_scale", "routing", "bias", "global_scale", "row_scale"])
 def test_nothing_is_launched_on_overlap(other: str) -> None:
     """Check that the host function launches nothing if the result overlaps another argument by one byte."""
-    assert launched(onto=other) == [(0, 1, 1)]
+    assert grids_of(onto=other) == [(0, 1, 1)]
 
 
 def test_nothing_is_launched_for_experts_apart() -> None:
     """Check that the host function launches nothing if there are gaps between the experts' linear scales, because the
     kernel reads them as one matrix."""
-    assert launched(apart=True) == [(0, 1, 1)]
+    assert grids_of(apart=True) == [(0, 1, 1)]
 
 
 # Faults. In the first two cases a CTA gets more k tiles than stages, three experts and several work tiles. The third

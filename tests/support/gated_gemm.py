@@ -51,6 +51,8 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
         weights = weights * (torch.arange(experts) == 1)
     if routing == "two":
         weights = weights * ((torch.arange(experts) == 1) | (torch.arange(experts) == experts - 1))
+    if routing == "ends":
+        weights[1:-1] = 0.0
     if routing in ("few", "hot"):
         keys = torch.rand(m, experts)
         if routing == "hot":
@@ -106,12 +108,11 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
     return Operands(routing, a, a_scale, b, b_scale, alpha, bias, scale, row_scale)
 
 
-def results(
-    one: Gated, given: Operands, edit: Any = None, strict: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the kernels on poisoned outputs, and return the outputs.
+def launched(one: Gated, given: Operands, edit: Any = None, strict: bool = True) -> Arguments:
+    """Run the kernels on poisoned outputs, and return the arguments of the launch, which include the outputs.
 
     A simulated previous kernel writes the operands at the last moment, and the first kernel writes the lists of tokens.
+    With an odd seed, the routing is row-major, otherwise column-major.
     """
     case, epilogue = one.case, GatedEpilogue(*one.case.epilogue)
     kernel, width = case.kernel_for(one.k), one.experts * one.columns
@@ -133,7 +134,7 @@ def results(
         a_scale=None if given.a_scale is None else given.a_scale.view(case.format.scale_dtype),
         b=given.b.view(one.experts, 2 * one.columns, -1).mT,
         b_scale=b_scale.view(one.experts, 2 * one.columns, -1) if case.layout == "linear" else b_scale,
-        routing=given.routing.t().contiguous().t(),
+        routing=given.routing if one.seed and one.seed % 2 else given.routing.t().contiguous().t(),
         alpha=given.alpha,
         bias=given.bias,
         global_scale=given.global_scale,
@@ -146,9 +147,17 @@ def results(
         swiglu_limit=gate[2],
         num_ctas=one.num_ctas,
     )
-    arguments, before = written_late(arguments, Operands._fields)
-    run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=strict, edit=edit, written_before=before)
-    return y, y_scale
+    late, before = written_late(arguments, Operands._fields)
+    run_kernel(kernel, ARCHS[case.arch], *late, seed=one.seed, strict=strict, edit=edit, written_before=before)
+    return arguments
+
+
+def results(
+    one: Gated, given: Operands, edit: Any = None, strict: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the kernels on poisoned outputs, and return the outputs."""
+    arguments = launched(one, given, edit, strict)
+    return arguments.y, arguments.scale
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: str) -> torch.Tensor:

@@ -111,6 +111,8 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instr
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = max(getattr(config, "threads", 256), getattr(config, "more_threads", 0))
     of_each = [threads] * count if few_rows is None else [threads, few_rows.threads]
+    if isinstance(case, Tcgen05GatedCase):
+        of_each = [threads, config.list_threads]
     for resources, launched in zip(kernels, of_each, strict=True):
         assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
         # Kernels use only dynamic shared memory, because CUDA 12 allows only 48 KB of static shared memory.

@@ -24,8 +24,10 @@ COLUMN_MULTIPLE: Final = 64
 """Divisor that an expert's number of columns must have, so that the rows of an expert are whole scale tiles."""
 GATE_CLOCKS: Final = 48.0
 """Number of clocks in which a warp applies the gate to one column and stores it (a guess)."""
-LIST_SECONDS: Final = 3e-6
-"""Time in seconds of the kernel that lists the pairs of experts and m tiles (a guess)."""
+LIST_SECONDS: Final = 2.5e-6
+LIST_BYTES_PER_SECOND: Final = 1e11
+"""Time in seconds of the kernel that lists touched m tiles with few tokens, and rate at which one of its CTAs reads the
+routing of 1,024 tokens (guesses)."""
 
 
 class Tcgen05GatedTactic(NamedTuple):
@@ -53,7 +55,7 @@ class FP4Tcgen05GatedExperts(Tcgen05Backend):
             return f"there are {problem.experts} experts; tcgen05 takes at most {MAX_EXPERTS}"
         if problem.expert_n % COLUMN_MULTIPLE:
             return f"an expert has {problem.expert_n} columns; the number must be a multiple of {COLUMN_MULTIPLE}"
-        return super().reason_unfit(problem)
+        return super().reason_unfit(problem) or gated_epilogue(problem).reason_unsupported()
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05GatedTactic, ...]:
         return self.buildable(problem, map(Tcgen05GatedTactic, fp4_tcgen05_gated_experts.TILES_N), target)
@@ -76,7 +78,9 @@ class FP4Tcgen05GatedExperts(Tcgen05Backend):
             seconds = cost.overlapped(computed, read, gated, order=8)
         else:
             seconds = cost.overlapped(computed, read, order=8) + gated
-        return cost.LAUNCH_SECONDS + LIST_SECONDS + self.ramp_seconds + most * seconds
+        routing_bytes = 4 * min(m, fp4_tcgen05_gated_experts.TOKEN_BLOCK) * problem.experts
+        listed = LIST_SECONDS + routing_bytes / LIST_BYTES_PER_SECOND
+        return cost.LAUNCH_SECONDS + listed + self.ramp_seconds + most * seconds
 
     def config(
         self, problem: GemmProblem, tactic: Tcgen05GatedTactic, arch: Arch

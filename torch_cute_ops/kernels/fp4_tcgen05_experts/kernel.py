@@ -396,6 +396,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                                         own = self._add_bias(own, at, tid, smem)
                                     for k in range_constexpr(4):
                                         acc[at + k] = ptx.fma_rn(factor, own[k], acc[at + k])
+                            # The next load needs all lanes of the warp together.
+                            cute.arch.sync_warp()
                     self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
                     accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
                     bits = bits & (bits - 1)

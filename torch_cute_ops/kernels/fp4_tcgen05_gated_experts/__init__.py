@@ -5,11 +5,13 @@ and ``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``. ``u`` is computed in the
 is decoded. If the ``routing`` of a token and an expert is zero, their results are not written. A call launches two
 kernels:
 
-1. Lists. One CTA per *token block* (1,024 tokens, eight m tiles) lists the pairs of an expert and an m tile in which a
-   token is routed to the expert, in the order of the experts, and zeroes the padding of the result's scales.
-2. GEMM. A *work tile* consists of a listed pair and an n tile: ``tile_n / 2`` rows of the weight for columns of gate,
-   and the rows for the same columns of up. CTAs are persistent and take every ``num_ctas``-th work tile. M tiles of an
-   expert follow each other, so that they share the expert's weight in L2.
+1. Lists. An m tile of 128 tokens is *touched* by an expert if one of its tokens is routed to the expert. One CTA per
+   *token block* (1,024 tokens, eight m tiles) lists the touched m tiles, expert by expert, and zeroes the padding of
+   the result's scales.
+2. GEMM. A *work tile* consists of an expert, an m tile that it touches, and an n tile: ``tile_n / 2`` rows of the
+   weight for columns of gate, and the rows for the same columns of up. CTAs are persistent and take every
+   ``num_ctas``-th work tile. M tiles of an expert follow each other, so that the weight of an expert with several m
+   tiles is often in L2.
 
 The activations are on the M side of the MMAs: a lane of tensor memory is a token, so that an epilogue thread holds
 whole blocks of a row of the result. The rows of gate and the rows of up are two operands on the N side, each with its
@@ -32,23 +34,24 @@ Roles:
 | scales_empty | scales in tensor memory | MMA thread | MMA thread | - | 1 | 2 |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-A token's result depends only on the tactic and on the token's row of ``a``. The MMAs compute all tokens of an m tile
-for each listed pair, also tokens that are not routed to the expert.
+A token's result depends only on the tactic and on the token's row of ``a``. The MMAs compute all tokens of a touched m
+tile, also tokens that are not routed to the expert.
 
-Bytes moved: The weights of experts with a routed token are read once per m tile, from L2 after the first m tile. A
-token's activations are read from L2 once per work tile. ``routing`` is read twice. The results of routed pairs are
-written once.
+Bytes moved: The weights of experts with a routed token are read once per touched m tile. With several m tiles, most of
+these reads hit L2 if the weights of the experts that CTAs compute at the same time fit there. A token's activations are
+read from L2 once per work tile. ``routing`` is read once for the lists, and once per work tile. The results of routed
+pairs are written once.
 """
 
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_tcgen05_gated_experts.config import TILES_N, Arguments, Config, plan
+from torch_cute_ops.kernels.fp4_tcgen05_gated_experts.config import TILES_N, TOKEN_BLOCK, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_tcgen05_gated_experts.kernel import FP4Tcgen05GatedExpertsKernel
 
-__all__ = ["KERNEL", "TILES_N", "Arguments", "Config", "FP4Tcgen05GatedExpertsKernel", "plan"]
+__all__ = ["KERNEL", "TILES_N", "TOKEN_BLOCK", "Arguments", "Config", "FP4Tcgen05GatedExpertsKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4Tcgen05GatedExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4Tcgen05GatedExpertsKernel")

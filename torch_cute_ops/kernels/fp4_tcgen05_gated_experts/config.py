@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.blackwell.layouts import (
     MMA_M,
     SCALE_STAGES,
@@ -22,6 +23,8 @@ BLOCK_M_TILES: Final = 8
 """Number of m tiles of a token block."""
 TOKEN_BLOCK: Final = BLOCK_M_TILES * MMA_M
 """Number of tokens of a token block."""
+LIST_THREADS: Final = MAX_EXPERTS
+"""Number of threads of a CTA that lists touched m tiles: one for each expert that may exist."""
 
 
 class Arguments(
@@ -32,7 +35,7 @@ class Arguments(
     )
 ):
     """Run-time arguments, in order, for M rows of activations, H elements of k in blocks of B, and E experts with I
-    columns each. I and H are multiples of 64, and with linear scales H is a multiple of 4 · B.
+    columns each. I is a multiple of 64 and of ``tile_n / 2``. H is a multiple of 64, and with linear scales of 4 · B.
 
     Attributes:
         a: (M, H/2) uint8 FP4 codes.
@@ -99,9 +102,14 @@ class Config(BlockScaledConfig):
     def acc_columns(self) -> int:
         return self.accumulators * self.tile_n
 
+    @property
+    def list_threads(self) -> int:
+        """Number of threads of a CTA of the kernel that lists touched m tiles."""
+        return LIST_THREADS
+
     def workspace_bytes(self, m: int, experts: int) -> int:
-        """Return the size of the workspace in bytes: for each token block, the number of listed pairs and a list with
-        room for all pairs. All numbers precede all lists."""
+        """Return the size of the workspace in bytes: for each token block, the number of touched m tiles, and a list
+        with room for all m tiles of all experts. All numbers precede all lists."""
         return 4 * -(-m // TOKEN_BLOCK) * (1 + experts * BLOCK_M_TILES)
 
     def reason_unfit(self) -> str | None:

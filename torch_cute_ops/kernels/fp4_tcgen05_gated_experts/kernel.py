@@ -29,7 +29,6 @@ from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, SCALE_TILE_BYTES
 from torch_cute_ops.kernels.fp4_tcgen05_gated_experts.config import BLOCK_M_TILES, TOKEN_BLOCK, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-LIST_THREADS = MAX_EXPERTS  # number of threads of a CTA that lists pairs: one per expert
 WORDS = MAX_EXPERTS // WARP  # largest number of words that hold one bit per expert
 TERMS_PER_LOAD = 4
 
@@ -40,12 +39,12 @@ class Work(NamedTuple):
     Attributes:
         m, width: number of tokens, and number of columns of one expert.
         experts, n_tiles: number of experts, and number of n tiles of one expert.
-        k_tiles, num_mmas, blocks: numbers of k tiles, of MMAs and of blocks that cover a row.
-        num_blocks: number of token blocks.
+        k_tiles, num_mmas, k_blocks: numbers of k tiles, of MMAs and of blocks that cover a row.
+        num_token_blocks: number of token blocks.
         first, pitch: index of the CTA's first work tile, and distance to its next work tile.
         a_scale, b_scale: block scales as matrices of bytes. The rows of all experts are one matrix.
-        counts, pairs: number of listed pairs of each token block, and lists of pairs: an expert times
-            ``BLOCK_M_TILES``, plus the index of an m tile in the token block.
+        counts, touched: number of touched m tiles of each token block, and lists of touched m tiles: an expert times
+            ``BLOCK_M_TILES``, plus the index of the m tile in the token block.
         routing: (M, E) factors.
         outputs: tensors of the epilogue.
     """
@@ -56,14 +55,14 @@ class Work(NamedTuple):
     n_tiles: Int32
     k_tiles: Int32
     num_mmas: Int32
-    blocks: Int32
-    num_blocks: Int32
+    k_blocks: Int32
+    num_token_blocks: Int32
     first: Int32
     pitch: Int32
     a_scale: cute.Tensor
     b_scale: cute.Tensor
     counts: cute.Tensor
-    pairs: cute.Tensor
+    touched: cute.Tensor
     routing: cute.Tensor
     outputs: Outputs
 
@@ -77,7 +76,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
-    """Kernels for one ``Config``. They list the pairs to compute, multiply, and apply the gate."""
+    """Kernels for one ``Config``. They list touched m tiles, multiply, and apply the gate."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -86,7 +85,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
 
     def arguments(self) -> Arguments:
         c = self.config
-        m, experts, rows = Dim("m"), Dim("experts"), Dim("rows", divisibility=MMA_M)
+        m, experts, rows = Dim("m"), Dim("experts"), Dim("rows", divisibility=max(MMA_M, c.tile_n))
         half, blocks = Dim("k_bytes", divisibility=MMA_K // 2), Dim("blocks", divisibility=TILE_BLOCKS)
         b_scale = scale_argument(c.fmt, c.layout, rows, blocks, name="b_")
         if c.layout.is_linear:
@@ -126,28 +125,29 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
     ):
         c = self.config
         m, experts = routing.shape
-        num_blocks = cute.ceil_div(m, TOKEN_BLOCK)
+        num_token_blocks = cute.ceil_div(m, TOKEN_BLOCK)
         # ``Config.workspace_bytes`` computes the size of this layout.
         words = cute.recast_ptr(workspace.iterator, dtype=Int32)
-        counts = cute.make_tensor(words, cute.make_layout((num_blocks,)))
-        per_block = experts * BLOCK_M_TILES
-        pairs = cute.make_tensor(words + num_blocks, cute.make_layout((num_blocks, per_block), stride=(per_block, 1)))
+        counts = cute.make_tensor(words, cute.make_layout((num_token_blocks,)))
+        most = experts * BLOCK_M_TILES
+        lists = cute.make_layout((num_token_blocks, most), stride=(most, 1))
+        touched = cute.make_tensor(words + num_token_blocks, lists)
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.has_gate_parameters) else None
         terms = alpha, bias, global_scale, row_scale
         outputs = Outputs(*terms, y, scale_matrix(scale, c.epilogue.out_layout), gate)
         # If tensors overlap, the number of CTAs is 0. This launch then fails, and so the call raises before it launches
         # the GEMM.
         read = a, a_scale, b, b_scale, routing, *terms
-        listing_ctas = ctas_unless_overlapping(num_blocks, (y, scale, workspace), read)
+        listing_ctas = ctas_unless_overlapping(num_token_blocks, (y, scale, workspace), read)
         if const_expr(c.layout.is_linear):
             listing_ctas = ctas_if_adjacent(listing_ctas, b_scale)
-        self.list_kernel(routing, counts, pairs, outputs).launch(
-            grid=[listing_ctas, 1, 1], block=[LIST_THREADS, 1, 1], stream=stream, use_pdl=c.pdl
+        self.list_kernel(routing, counts, touched, outputs).launch(
+            grid=[listing_ctas, 1, 1], block=[c.list_threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         rows = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[2, 1, 0]))
         maps = self.mma.map(a, MMA_M), self.mma.map(rows, c.out_columns)
         scales = as_bytes(a_scale, c.layout), self._expert_scales(b_scale)
-        self.kernel(*maps, *scales, routing, counts, pairs, outputs).launch(
+        self.kernel(*maps, *scales, routing, counts, touched, outputs).launch(
             grid=[cutlass.max(num_ctas, Int32(1)), 1, 1],
             block=[c.threads, 1, 1],
             min_blocks_per_mp=1,
@@ -166,13 +166,13 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
     # Lists
 
     @cute.kernel
-    def list_kernel(self, routing, counts, pairs, outputs):
-        """List the pairs of an expert and an m tile in which a token is routed to the expert, for one token block, and
-        zero the padding of the result's scales."""
+    def list_kernel(self, routing, counts, touched, outputs):
+        """List the touched m tiles of one token block, expert by expert, and zero the padding of the result's
+        scales."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        num_blocks, _, _ = cute.arch.grid_dim()
+        token_block, _, _ = cute.arch.block_idx()
+        num_token_blocks, _, _ = cute.arch.grid_dim()
         smem = SmemAllocator()
         found = smem.allocate_array(Uint32, BLOCK_M_TILES * WORDS)
         bits = smem.allocate_array(Uint32, BLOCK_M_TILES * WORDS)
@@ -180,20 +180,21 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         pdl_start(c.pdl)
         m, experts = routing.shape
         if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
-            thread, threads = block * LIST_THREADS + tid, num_blocks * LIST_THREADS
+            thread, threads = token_block * c.list_threads + tid, num_token_blocks * c.list_threads
             self.epilogue.clear_padding(outputs, m, thread, threads)
         warp, lane = tid // WARP, tid % WARP
-        # Each warp searches 32 experts for every ``slices``-th token. A word holds one bit per expert.
+        # A word holds one bit for each of 32 experts. Each warp searches the experts of one word, in every
+        # ``slices``-th token. If ``words`` does not divide the number of warps, the votes of the last warps are 0.
         words = cute.ceil_div(experts, WARP)
         slices = WORDS // words
         expert = warp % words * WARP + lane
         for i in range_constexpr(BLOCK_M_TILES):
-            begin = block * TOKEN_BLOCK + i * MMA_M
+            begin = token_block * TOKEN_BLOCK + i * MMA_M
             end = cutlass.min(begin + MMA_M, m)
-            touched = Boolean(False)
-            for token in cutlass.range(begin + warp // words, end, slices, unroll=8):
-                touched |= factor_counts(self._factor(token, expert, expert < experts, routing))
-            ballot = cute.arch.vote_ballot_sync(touched & (warp < slices * words))
+            is_touched = Boolean(False)
+            for token in cutlass.range(begin + warp // words, end, slices, unroll=16):
+                is_touched |= factor_counts(self._factor(token, expert, expert < experts, routing))
+            ballot = cute.arch.vote_ballot_sync(is_touched & (warp < slices * words))
             if lane == 0:
                 found[i * WORDS + warp] = Uint32(ballot)
         cute.arch.sync_threads()
@@ -211,7 +212,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
                 total += Int32(cute.arch.popc(bits[i * WORDS + tid]))
             totals[tid] = total
         cute.arch.sync_threads()
-        # A thread appends the pairs of its expert, after the pairs of all lower experts.
+        # A thread appends the touched m tiles of its expert, after those of all lower experts.
         if tid < experts:
             place = Int32(0)
             for word in cutlass.range(warp, unroll=1):
@@ -221,10 +222,10 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
                 place += Int32(cute.arch.popc(bits[i * WORDS + warp] & lower))
             for i in range_constexpr(BLOCK_M_TILES):
                 if (bits[i * WORDS + warp] >> Uint32(lane) & 1) != Uint32(0):
-                    pairs[block, place] = tid * BLOCK_M_TILES + i
+                    touched[token_block, place] = tid * BLOCK_M_TILES + i
                     place += 1
             if tid == experts - 1:
-                counts[block] = place
+                counts[token_block] = place
 
     def _factor(self, token, expert, exists, routing):
         """Return the factor of a token for an expert, or zero if not ``exists``."""
@@ -234,7 +235,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
     # GEMM
 
     @cute.kernel
-    def kernel(self, a_map, b_map, a_scale, b_scale, routing, counts, pairs, outputs):
+    def kernel(self, a_map, b_map, a_scale, b_scale, routing, counts, touched, outputs):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -248,14 +249,14 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
             n_tiles=width // c.out_columns,
             k_tiles=cute.ceil_div(half, K_TILE_BYTES),
             num_mmas=half // (MMA_K // 2),
-            blocks=half * 2 // c.fmt.block_size,
-            num_blocks=counts.shape[0],
+            k_blocks=half * 2 // c.fmt.block_size,
+            num_token_blocks=counts.shape[0],
             first=cta,
             pitch=num_ctas,
             a_scale=a_scale,
             b_scale=b_scale,
             counts=counts,
-            pairs=pairs,
+            touched=touched,
             routing=routing,
             outputs=outputs,
         )
@@ -264,27 +265,30 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         self._sync()
         self._free_tmem(tid, tmem)
 
-    # Work tiles. Each role walks through the token blocks: ``block`` is the token block of the current work tile,
+    # Work tiles. Each role walks through the token blocks: ``token_block`` is the token block of the current work tile,
     # ``begin`` the index of the token block's first work tile, and ``end`` the index after its last work tile. After
-    # the last work tile, ``block`` is the number of token blocks.
+    # the last work tile, ``token_block`` is the number of token blocks.
 
-    def _tiles_of(self, block, work) -> Int32:
+    def _tiles_of(self, token_block, work) -> Int32:
         """Return the number of work tiles of a token block, or 0 if the token block does not exist."""
-        return Int32(ptx.load_if(work.counts.iterator + block, block < work.num_blocks, 1)[0]) * work.n_tiles
+        count = ptx.load_if(work.counts.iterator + token_block, token_block < work.num_token_blocks, 1)[0]
+        return Int32(count) * work.n_tiles
 
     @cute.jit
-    def _advance(self, number, block, begin, end, work) -> tuple:
-        """Return (``block``, ``begin``, ``end``) for work tile ``number``, given those of an earlier work tile."""
-        while (block < work.num_blocks) & (number >= end):
-            block += 1
+    def _advance(self, number, token_block, begin, end, work) -> tuple:
+        """Return (``token_block``, ``begin``, ``end``) for work tile ``number``, given the values for an earlier work
+        tile."""
+        while (token_block < work.num_token_blocks) & (number >= end):
+            token_block += 1
             begin = end
-            end = begin + self._tiles_of(block, work)
-        return block, begin, end
+            end = begin + self._tiles_of(token_block, work)
+        return token_block, begin, end
 
-    def _work_tile(self, number, block, begin, work) -> WorkTile:
+    def _work_tile(self, number, token_block, begin, work) -> WorkTile:
         index = number - begin
-        pair = Int32(work.pairs[block, index // work.n_tiles])
-        return WorkTile(block * BLOCK_M_TILES + pair % BLOCK_M_TILES, pair // BLOCK_M_TILES, index % work.n_tiles)
+        entry = Int32(work.touched[token_block, index // work.n_tiles])
+        m_tile = token_block * BLOCK_M_TILES + entry % BLOCK_M_TILES
+        return WorkTile(m_tile, entry // BLOCK_M_TILES, index % work.n_tiles)
 
     def _first_rows(self, tile: WorkTile, work) -> tuple:
         """Return the first row of gate and the first row of up of an n tile, among the rows of its expert."""
@@ -301,9 +305,9 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         number = work.first
-        block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
-        while block < work.num_blocks:
-            tile = self._work_tile(number, block, begin, work)
+        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        while token_block < work.num_token_blocks:
+            tile = self._work_tile(number, token_block, begin, work)
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 smem.pipeline.wait_empty(stage, parity)
                 base, barrier = self._stage_at(stage, smem), smem.pipeline.full + stage
@@ -311,12 +315,12 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
                 to = base + MMA_M * K_TILE_BYTES
                 for row in self._first_rows(tile, work):
                     place = row // c.out_columns, k_tile, tile.expert
-                    self.mma.copy_box(b_map, b_boxes, c.out_columns, to, place, barrier, ptx.EVICT_FIRST)
+                    self.mma.copy_box(b_map, b_boxes, c.out_columns, to, place, barrier, None)
                     to = to + c.out_columns * K_TILE_BYTES
                 self.mma.copy_box(a_map, a_boxes, MMA_M, base, (tile.m_tile, k_tile), barrier, None)
                 stage, parity = smem.pipeline.next(stage, parity)
             number += work.pitch
-            block, begin, end = self._advance(number, block, begin, end, work)
+            token_block, begin, end = self._advance(number, token_block, begin, end, work)
 
     @cute.jit
     def _copy_scales_of(self, tile, k_tile, base, barrier, work):
@@ -328,8 +332,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         # An expert has a multiple of 128 rows, so its scale tiles contain no rows of another expert.
         row_tiles = tile.expert * (work.width * 2 // MMA_M)
         n_sides = tuple(
-            ScaleTiles(work.b_scale, row_tiles + row // MMA_M, 1, ptx.EVICT_FIRST)
-            for row in self._first_rows(tile, work)
+            ScaleTiles(work.b_scale, row_tiles + row // MMA_M, 1, None) for row in self._first_rows(tile, work)
         )
         self._copy_scale_tiles(ScaleTiles(work.a_scale, tile.m_tile, 1, None), n_sides, first, size, base, barrier)
 
@@ -339,9 +342,9 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
         number = work.first
-        block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
-        while block < work.num_blocks:
-            tile = self._work_tile(number, block, begin, work)
+        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        while token_block < work.num_token_blocks:
+            tile = self._work_tile(number, token_block, begin, work)
             a_rows = work.a_scale, tile.m_tile * MMA_M + lane, work.m
             above = tile.expert * work.width * 2 + lane
             n_sides = tuple(
@@ -350,10 +353,10 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
                 first = k_tile * (K_TILE // self.config.fmt.block_size)
                 turn, stage, parity = self._load_linear_scales_of_k_tile(
-                    turn, lane, a_rows, n_sides, first, work.blocks, stage, parity, smem
+                    turn, lane, a_rows, n_sides, first, work.k_blocks, stage, parity, smem
                 )
             number += work.pitch
-            block, begin, end = self._advance(number, block, begin, end, work)
+            token_block, begin, end = self._advance(number, token_block, begin, end, work)
 
     # MMAs
 
@@ -366,9 +369,9 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         place = self._first_mma_state()
         accumulator, empty_parity = Int32(0), Int32(1)
         number = work.first
-        block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
-        while block < work.num_blocks:
-            rows = self._first_rows(self._work_tile(number, block, begin, work), work)
+        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        while token_block < work.num_token_blocks:
+            rows = self._first_rows(self._work_tile(number, token_block, begin, work), work)
             smem.acc_pipeline.wait_empty(accumulator, empty_parity)
             acc = tmem + Uint32(accumulator * c.tile_n)
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
@@ -377,7 +380,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
             tcgen05.commit(smem.acc_pipeline.full + accumulator, 1, False)
             accumulator, empty_parity = smem.acc_pipeline.next(accumulator, empty_parity)
             number += work.pitch
-            block, begin, end = self._advance(number, block, begin, end, work)
+            token_block, begin, end = self._advance(number, token_block, begin, end, work)
 
     # Results
 
@@ -388,39 +391,41 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         size = c.epilogue.block
         accumulator, parity = Int32(0), Int32(0)
         number = work.first
-        block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
-        while block < work.num_blocks:
-            tile = self._work_tile(number, block, begin, work)
+        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        while token_block < work.num_token_blocks:
+            tile = self._work_tile(number, token_block, begin, work)
             token, expert = tile.m_tile * MMA_M + tid, tile.expert
-            counts = factor_counts(self._factor(token, expert, token < work.m, work.routing))
-            alpha = self.epilogue.load_alpha(expert, counts, outputs)
-            global_scale = self.epilogue.load_global_scale(expert, counts, outputs)
+            is_routed = factor_counts(self._factor(token, expert, token < work.m, work.routing))
+            alpha = self.epilogue.load_alpha(expert, is_routed, outputs)
+            global_scale = self.epilogue.load_global_scale(expert, is_routed, outputs)
             row_scale = None
             if const_expr(c.epilogue.has_row_scale):
-                row_scale = ptx.float_of(ptx.load_if(outputs.row_scale.iterator + token, counts, 1)[0])
+                row_scale = ptx.float_of(ptx.load_if(outputs.row_scale.iterator + token, is_routed, 1)[0])
             smem.acc_pipeline.wait_full(accumulator, parity)
             tcgen05.fence_after()
-            if cute.arch.vote_ballot_sync(counts) != 0:
+            if cute.arch.vote_ballot_sync(is_routed) != 0:
                 start = tmem + Uint32(accumulator * c.tile_n) + Uint32(tid // WARP * WARP << 16)
                 column = tile.n_tile * c.out_columns
-                for piece in cutlass.range(c.out_columns // size, unroll=1):
-                    at = start + Uint32(piece * size)
+                for first in cutlass.range(0, c.out_columns, size, unroll=1):
+                    at = start + Uint32(first)
                     gate, up = tcgen05.load(at, size), tcgen05.load(at + c.out_columns, size)
                     tcgen05.wait_for_loads()
-                    if counts:
-                        place = column + piece * size
-                        sums = [[ptx.float_of(word) for word in words] for words in (gate, up)]
-                        values = self._gated(sums, alpha, expert, place, row_scale, work)
+                    if is_routed:
+                        place = column + first
+                        accs = [[ptx.float_of(word) for word in words] for words in (gate, up)]
+                        values = self._gated(accs, alpha, expert, place, row_scale, work)
                         self._store(values, token, expert * work.width + place, global_scale, outputs)
+                    # The next load needs all lanes of the warp together.
+                    cute.arch.sync_warp()
             self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
             accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
             number += work.pitch
-            block, begin, end = self._advance(number, block, begin, end, work)
+            token_block, begin, end = self._advance(number, token_block, begin, end, work)
 
-    def _gated(self, sums: list, alpha, expert, column, row_scale, work) -> list:
+    def _gated(self, accs: list, alpha, expert, column, row_scale, work) -> list:
         """Return the results of neighbouring columns. ``column`` is the first, counted within the expert."""
         values = []
-        for i in range(0, len(sums[0]), TERMS_PER_LOAD):
+        for i in range(0, len(accs[0]), TERMS_PER_LOAD):
             biases = None
             if self.config.epilogue.bias_dtype is not None:
                 biases = [
@@ -429,7 +434,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
                 ]
             for j in range(TERMS_PER_LOAD):
                 bias = None if biases is None else [of_half[j] for of_half in biases]
-                gate, up = (of_half[i + j] for of_half in sums)
+                gate, up = (of_half[i + j] for of_half in accs)
                 values.append(self.epilogue.gated(gate, up, alpha, bias, work.outputs, row_scale))
         return values
 

@@ -85,7 +85,7 @@ class BlockScaledMma(OperandCopies):
 
         Args:
             m_side: (scales, first row of this lane, number of existing rows) of the operand on the M side.
-            n_sides: the same of each operand on the N side.
+            n_sides: one such tuple for each operand on the N side.
             first: index of the k tile's first block in its row.
             blocks: number of blocks of a whole row.
         """
@@ -163,7 +163,7 @@ class BlockScaledMma(OperandCopies):
                 place = step + before
                 tile, scale_id = place // self.mmas_per_scale_tile, place % self.mmas_per_scale_tile * 2
                 for j in range_constexpr(c.n_operands):
-                    n_rows = at + (MMA_M + j * c.mma_n) * K_TILE_BYTES
+                    n_rows = at + (MMA_M + j * c.cta_mma_n) * K_TILE_BYTES
                     _, column = places[j]
                     tcgen05.multiply(
                         acc + j * c.mma_n if const_expr(j > 0) else acc,
