@@ -32,10 +32,11 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
+from torch_cute_ops.integrations._transformers_attention import fuse_attention_
 from torch_cute_ops.integrations._transformers_names import model_names
 from torch_cute_ops.integrations._transformers_quantizer import refuse_dtype, register, unregister
 
-__all__ = ["from_config", "from_pretrained", "register", "unregister"]
+__all__ = ["from_config", "from_pretrained", "fuse_attention_", "register", "unregister"]
 
 FILES = ("*.json", "*.safetensors")
 """Files of a checkpoint that are downloaded from the Hub."""

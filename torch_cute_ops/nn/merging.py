@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
             groups[name] = tuple(originals)
         if groups:
             base: Any = type(module)
-            module.__class__ = _merging(base, tuple(groups.items()))
+            module.__class__ = merging(base, tuple(groups.items()))
     return model
 
 
@@ -59,7 +59,7 @@ Groups = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @functools.cache
-def _merging(base: Any, groups: Groups) -> type[nn.Module]:
+def merging(base: Any, groups: Groups) -> type[nn.Module]:
     """Return a subclass of ``base`` whose ``forward`` can call the original layers by name, as if they had not been
     merged."""
 
@@ -71,19 +71,24 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
         return (_blank, (base, groups), *made[2:])
 
     # Give the subclass the name of ``base``, because Hugging Face's hooks look up classes by name. Under this name,
-    # pickle would find ``base``. So ``__reduce_ex__`` calls ``_merging`` again.
+    # pickle would find ``base``. So ``__reduce_ex__`` calls ``merging`` again.
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "__reduce_ex__": reduce,
         "forward": functools.wraps(base.forward)(forward),
+        MERGED_FROM: (base, groups),
     }
     return type(base.__name__, (base,), members)
 
 
+MERGED_FROM: Final = "_merged_from"
+"""Attribute of a class that :func:`merging` made: its arguments."""
+
+
 def _blank(base: Any, groups: Groups) -> Any:
-    """Create an empty instance of the subclass that ``_merging`` returns, for pickle."""
-    cls = _merging(base, groups)
+    """Create an empty instance of the subclass that ``merging`` returns, for pickle."""
+    cls = merging(base, groups)
     return cls.__new__(cls)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_cute_ops.collecting import CollectKernels
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, following_of, link
+from torch_cute_ops.nn._qkv_steps import QkvSteps, steps_of
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm
@@ -38,8 +39,8 @@ def warmup(
     fused: bool = True,
     workers: int | None = None,
 ) -> None:
-    """Compile and load the kernels of a model's quantised layers, gated MLPs and experts. Of layers that need the same
-    kernels, only one is called, with zeros as input.
+    """Compile and load the kernels of a model's quantised layers, gated MLPs and experts, and of attention blocks that
+    call ``qkv_norm_rope_append``. Of layers that need the same kernels, only one is called, with zeros as input.
 
     Kernels that the cache on disk lacks are compiled in parallel processes; a progress bar shows the kernels done and
     the seconds left. Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph.
@@ -95,6 +96,7 @@ def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bo
     forms: dict[object, QuantLinear] = {}
     experts: dict[object, QuantExperts | ExpertLayer] = {}
     gated: dict[object, GatedMLP] = {}
+    attention: dict[object, tuple[QkvSteps, nn.Module]] = {}
     within: set[nn.Module] = set()  # modules inside experts or expert layers; these are not called directly
     for name, module in model.named_modules():
         if module in within:
@@ -111,6 +113,8 @@ def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bo
             gated.setdefault(_form(module), module)
         elif isinstance(module, QuantLinear):
             forms.setdefault(_form(module), module)
+        elif (steps := steps_of(module)) is not None:
+            attention.setdefault(steps.form(module), (steps, module))
     counts = {bucket(number): number for number in numbers}.values()
 
     def calls() -> None:
@@ -131,6 +135,8 @@ def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bo
                         _call_layer(first, x, first)
             if fused:
                 _call_gated(forms.values(), numbers, dtype)
+        for steps, block in attention.values():
+            steps.call(block, dtype)
         if fused:
             _call_fused(model, forms.values(), dtype)
 
