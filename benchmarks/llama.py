@@ -97,14 +97,19 @@ def register_unmasked() -> None:
     AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 
 
-def build(label: str, config: Any, device: torch.device, merge: bool = True) -> Any:
-    """Return the model in the precision `label`: bf16, or "scheme/activations"."""
-    from torch_cute_ops.integrations.transformers import from_config
+def build(label: str, config: Any, device: torch.device, merge: bool = True, fuse: bool = False) -> Any:
+    """Return the model in the precision `label`: bf16, or "scheme/activations".
+
+    Args:
+        merge: True to merge layers with the same input.
+        fuse: True if the attention blocks of quantised models call `qkv_norm_rope_append`.
+    """
+    from torch_cute_ops.integrations.transformers import from_config, fuse_attention_
 
     if label == BF16:  # all layers are ignored, so transformers' layers stay unchanged
         return from_config(config, device=device, dtype=DTYPE, merge=False, ignore=("*",))
     scheme, _, activations = label.partition("/")
-    return from_config(
+    model = from_config(
         config,
         scheme,  # type: ignore[arg-type]
         activations=activations,  # type: ignore[arg-type]
@@ -112,6 +117,7 @@ def build(label: str, config: Any, device: torch.device, merge: bool = True) -> 
         dtype=DTYPE,
         merge=merge,
     )
+    return fuse_attention_(model) if fuse else model
 
 
 def decoded(model: nn.Module) -> nn.Module:

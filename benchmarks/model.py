@@ -68,6 +68,7 @@ class Bench:
         save: Function that writes the results. It is called after each result, so that an aborted run loses no results.
         compile_config: Compile configuration of `generate()`, or None for transformers' default.
         is_compiled: True if `torch.compile` compiles the models of decode steps and prefill.
+        fuses_attention: True if the attention blocks of our models call `qkv_norm_rope_append`.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Bench:
     save: Callable[[], None] = lambda: None
     compile_config: Any = None
     is_compiled: bool = False
+    fuses_attention: bool = False
     models: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -157,7 +159,7 @@ class Bench:
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats(self.device)
                 before = torch.cuda.memory_allocated(self.device)
-            model = llama.build(label, config, self.device)
+            model = llama.build(label, config, self.device, fuse=self.fuses_attention)
             held, above = llama.bytes_of(model), None
             if on_gpu:
                 above = torch.cuda.max_memory_allocated(self.device) - before - held
@@ -337,6 +339,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--attention", choices=tuple(ATTENTION), default=UNMASKED, help="of decode and prefill (default: %(default)s)"
     )
     parser.add_argument("--compiled", action="store_true", help="decode and prefill with compiled models")
+    parser.add_argument(
+        "--fuse-attention", action="store_true", help="call qkv_norm_rope_append in our models' attention"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the files written")
     return parser.parse_args(arguments)
 
@@ -357,6 +362,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
         "environment": {**environment.collect(device), "transformers": metadata.version("transformers")},
         "attention": options.attention,
         "is_compiled": options.compiled,
+        "fuses_attention": options.fuse_attention,
         "rows": [],
         "memory": [],
         "logits": [],
@@ -389,6 +395,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             result,
             save,
             is_compiled=options.compiled,
+            fuses_attention=options.fuse_attention,
         )
         with inductor_config.patch(compiling):
             bench.run()

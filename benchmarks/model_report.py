@@ -92,7 +92,8 @@ def markdown(result: Mapping[str, Any]) -> str:
             TEXT.format(
                 rounds=llama.ROUNDS,
                 attention=ATTENTION[result["attention"]],
-                compiled=COMPILED if result.get("is_compiled") else "Both run eagerly.",
+                compiled=(COMPILED if result.get("is_compiled") else "Both run eagerly.")
+                + (FUSED if result.get("fuses_attention") else ""),
             ),
             120,
             break_on_hyphens=False,
@@ -166,6 +167,7 @@ COMPILED = (
     "Both are compiled by `torch.compile` for each batch, with `triton.enable_pdl` and the pass of "
     "`torch_cute_ops.integrations.inductor`, which leaves bf16 as it is."
 )
+FUSED = " Attention blocks of ours call `qkv_norm_rope_append` (`fuse_attention_`)."
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",
     "sdpa": "Attention is transformers' `sdpa`, with its mask: 5.17 copies keys and values for it, for each head.",

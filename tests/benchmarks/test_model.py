@@ -53,12 +53,14 @@ class Called(TorchDispatchMode):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("attention", "label"), [(llama.UNMASKED, W4A16), ("sdpa", "bf16")])
-def test_a_decode_step(attention, label, monkeypatch):
+@pytest.mark.parametrize(
+    ("attention", "label", "fuse"), [(llama.UNMASKED, W4A16, False), ("sdpa", "bf16", False), ("sdpa", W4A16, True)]
+)
+def test_a_decode_step(attention, label, fuse, monkeypatch):
     """Check that each decode step returns the same logits as a forward pass over all tokens, and that it does not
     synchronise with the device."""
     llama.register_unmasked()
-    served = llama.build(label, SMALL.config(attention=attention), CPU)
+    served = llama.build(label, SMALL.config(attention=attention), CPU, fuse=fuse)
     ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
     context = llama.Context(served.config, 3, 9, CPU)
     assert all(0.8 < each.keys.float().std() < 1.2 for each in context.cache.layers)
@@ -79,6 +81,7 @@ def test_a_decode_step(attention, label, monkeypatch):
             got = step()
         assert step.ids.tolist() == got[:, -1].argmax(-1, keepdim=True).tolist()
     assert not called.names & {"_local_scalar_dense", "is_nonzero", "nonzero", "lift_fresh"}
+    assert ("qkv_norm_rope_append" in called.names) == fuse
     assert all((mask is None) == (attention == llama.UNMASKED) for mask in masks) and len(masks) == 3 * 2
     whole = served(ids, use_cache=True)
     want = whole.logits[:, -1:]
