@@ -409,3 +409,25 @@ def test_patterns_that_stay(layer):
     assert sum(compiler.quantising().values()) == 1 and {*compiler.quantising()} <= {"fp4_quantize", "fp8_quantize"}
     for a, b in zip(got, layer(x, weight), strict=True):
         assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()  # Inductor's decompositions round differently
+
+
+def test_counters(device):
+    """Check that equal additions to counters are merged, and that every counter is updated in place. The fourth counter
+    is read afterwards, the fifth contains one dimension, the sixth is a float, and the last grows by another number."""
+
+    def step(*counters):
+        positions = torch.arange(3, device=device) + counters[0]
+        for each in counters[:-1]:
+            each.add_(1)
+        counters[-1].add_(2)
+        return positions + counters[3]
+
+    def given():
+        return [torch.tensor(value, device=device) for value in (3, 5, 8, 2, [9], 2.0, 4)]
+
+    args, expected = given(), given()
+    (got, compiler), want = compiled(step, *args), step(*expected)
+    assert torch.equal(got, want) and all(map(torch.equal, args, expected))
+    (merged,) = (node for node in compiler.graphs[0].graph.nodes if "_foreach_add" in str(node.target))
+    assert len(merged.args[0]) == 3 and merged.args[1] == 1
+    assert compiler.calls().count("aten.add.Tensor") == 2 + 4

@@ -10,6 +10,7 @@ Models need no changes.
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -76,6 +77,8 @@ _PREFETCH: Final = (
 """GEMMs that can load the next GEMM's weight into L2."""
 _GATE: Final = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 """Parameters of a gate."""
+_INTEGERS: Final = (torch.int32, torch.int64)
+"""Dtypes of counters."""
 _PURE: Final = frozenset(
     {
         *_QUANTISE,
@@ -118,6 +121,8 @@ class FuseQuantization(CustomGraphPass):
       ``silu_mul_fp4quant`` of one row, the GEMM computes it in its prologue. Codes and scales are the same; the order
       of additions in the GEMM can differ.
     - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
+    - Counters that grow by the same number, such as the numbers of tokens in the layers of a static KV cache, are
+      computed in one launch.
 
     Recognised patterns:
 
@@ -152,7 +157,8 @@ class FuseQuantization(CustomGraphPass):
         fused += [_multiply_quantised(node) for node in [*graph.nodes] if node.target in _MULTIPLY_FP4]
         if merged or any(fused):
             graph.eliminate_dead_code()
-        if _prefetch(graph) or merged or any(fused):
+        changes = (_prefetch(graph), _count_at_once(graph), merged, *fused)
+        if any(changes):
             graph.lint()
 
     def uuid(self) -> Any | None:
@@ -499,3 +505,32 @@ def _weight_rows(b: Node) -> Node | None:
         return None
     rows = b.args[0]
     return rows if rows.op in ("placeholder", "get_attr") and is_prefetchable(value_of(rows)) else None
+
+
+# Counters
+
+
+def _count_at_once(graph: fx.Graph) -> bool:
+    """Add a number to all counters in one launch, instead of one launch for each. A counter is an integer, an input of
+    the graph, which the sum overwrites at the end. Return True if any additions were merged."""
+    groups: defaultdict[Any, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if not is_call(node, aten.add.Tensor) or node.kwargs or len(node.args) != 2:
+            continue
+        counter, number = node.args
+        if not isinstance(counter, fx.Node) or counter.op != "placeholder" or type(number) is not int:
+            continue
+        value, users = value_of(counter), [*node.users]
+        # Other nodes must not read the sum: Inductor updates the counters in place, without a result to read.
+        is_written_back = len(users) == 1 and is_call(users[0], aten.copy_.default) and users[0].args == (counter, node)
+        if is_written_back and value.dim() == 0 and value.dtype in _INTEGERS:
+            groups[value.device, value.dtype, number].append(node)
+    found = [(key[2], nodes) for key, nodes in groups.items() if len(nodes) > 1]
+    for number, nodes in found:
+        with graph.inserting_before(nodes[0]):
+            new = graph.call_function(aten._foreach_add.Scalar, ([node.args[0] for node in nodes], number))
+        new.meta["val"] = [value_of(node) for node in nodes]
+        for i, node in enumerate(nodes):
+            node.replace_all_uses_with(result_of(new, i))
+            graph.erase_node(node)
+    return bool(found)
