@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -270,6 +271,27 @@ def test_one_block():
             model.model.layers[0].self_attn(hidden, embeddings, None, cache)
     first, second, *rest = cache.layers[0].keys.unbind(2)
     assert torch.equal(first, second) and first.abs().max() > 0.1 and not any(each.any() for each in rest)
+
+
+@pytest.mark.parametrize("way", ["layers", "export", "threads"])
+def test_other_ways_to_call(way, fresh_compiler):  # noqa: F811
+    """Check layers that are compiled one by one, an exported program, and threads that share a model."""
+    model = fuse_attention_(made(CONFIGS["qwen3"])[0])
+    want = logits(model, None if way == "export" else static_cache(model.config))
+    if way == "export":
+        with torch.no_grad():
+            program = torch.export.export(model, (IDS[:, :PROMPT],), {"use_cache": False}).module()
+            got = program(IDS[:, :PROMPT], use_cache=False).logits.double()
+        assert torch.equal(got, want)
+    elif way == "threads":
+        with ThreadPoolExecutor(2) as pool:
+            results = [pool.submit(logits, model, static_cache(model.config)) for _ in range(2)]
+        assert all(torch.equal(each.result(), want) for each in results)
+    else:
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend="eager")
+        # In compiled code, transformers' attention sums in another order.
+        assert error(logits(model, static_cache(model.config)), want) < 0.01
 
 
 @pytest.mark.parametrize("case", ["training", "gradients", "float32"])
