@@ -35,8 +35,8 @@ from support.kernel_grid import (
     wgmma_cases,
 )
 from support.kernel_grid.rows import WIDTHS
-from test_fp4_experts_emulated import EXPERTS
-from test_fp4_gated_experts_emulated import GATED
+from test_fp4_experts_emulated import EVERY as EXPERTS
+from test_fp4_gated_experts_emulated import EVERY as GATED
 from test_fp4_gemm_emulated import MMAS, NATIVE_MMAS, ROW_SCALED_MMAS, ROW_SCALED_WGMMAS, WGMMAS
 from test_fp4_tcgen05_emulated import COVERING as TCGEN05
 from test_fp4_tcgen05_emulated import ROW_SCALED as ROW_SCALED_TCGEN05

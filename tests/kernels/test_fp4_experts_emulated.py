@@ -7,6 +7,12 @@ import pytest
 import torch
 from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import (
+    BLACKWELL as DATA_CENTER,
+)
+from support.emulated import (
+    CONSUMER as DESKTOP,
+)
+from support.emulated import (
     CPU,
     INPUTS,
     KERNEL_WAIT,
@@ -20,7 +26,7 @@ from support.emulated import (
 )
 from support.fp4_activations import exact_activations
 from support.host_grids import check_nothing_is_launched_on_overlap
-from support.kernel_fit import check_emulated
+from support.kernel_fit import check_emulated, check_warp_mmas
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, WgmmaCase
 
 from ptx_emulator import EmulationError
@@ -28,7 +34,7 @@ from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_experts, fp4_wgmma
-from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -109,6 +115,28 @@ EXPERTS = [
     ),
 ]
 
+# Kernels for GPUs without wgmma. The ids do not show the shapes: on sm_120a, two or four warps divide the k of the same
+# rows, with k tiles of 128 elements, or of 256 elements with linear scales or few tokens. A range may be a part of a
+# block. Experts begin in the middle of a scale tile in the cases of MXFP4 with a width of 192 or 320 elements.
+WARPS = [
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "8x4", 16, 16, BF16, arch=DATA_CENTER), 20, 72, 5, 320, "few", 1),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 32, FP16, 8, DATA_CENTER, FP16), 27, 72, 9, 192, "hot", 2, 5),
+    Experts(
+        ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 512, FP32, arch=DATA_CENTER, bias_dtype=FP32),
+        *(35, 72, 2, 320, "dense", 3),
+    ),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 32, BF16, 8, DESKTOP), 9, 72, 10, 192, "even", 4, 5),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 128, FP32, arch=DESKTOP), 18, 72, 3, 320, "few", 5),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 64, FP32, arch=DESKTOP), 25, 40, 2, 256, "dense", 6),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 24, 16, FP32, arch=DESKTOP), 26, 8, 3, 320, "odd", 7),
+    Experts(
+        ExpertsCase(BF16, MXFP4, "128x4", "8x4", 32, 256, FP16, arch=DESKTOP, bias_dtype=FP32),
+        *(33, 72, 2, 192, "dense", 8),
+    ),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 256, FP32, arch=DESKTOP), 10, 8, 3, 192, "one", 9),
+]
+EVERY = (*EXPERTS, *WARPS)
+
 
 def kernel_for(one: Experts) -> Any:
     """Return the kernel of the GEMM."""
@@ -162,14 +190,14 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
     # Kernels in which a single warp multiplies an m tile are checked less strictly; docs/limits.md explains why.
-    strict = by_warpgroups or case.tile_m > WARP_MMA_TILE_M
+    strict = by_warpgroups or not kernel.config.by_warp
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     numbers = a if a_scale is not None else a.to(case.dtype)
     return out, expert_gemm(numbers, a_scale, b, scale, alpha, bias, out_dtype, case.format, *layouts)
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EVERY])
 def test_gemm_over_experts(one: Experts) -> None:
     """Use operands whose sums are exact, with NaN wherever a factor of zero excludes them. Check that the results equal
     the reference's bit for bit."""
@@ -201,11 +229,21 @@ def test_experts_wait_for_the_previous_kernel(awaited: Experts) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EVERY])
 def test_compiles_without_spills(one: Experts) -> None:
     """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
     that this file checks."""
     check_emulated(one.case, kernel_for(one))
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in WARPS])
+def test_warps_decode_a_weight_once(one: Experts) -> None:
+    """Check that a kernel for GPUs without wgmma contains one mma.sync per eight tokens of an m tile and 16 elements of
+    k, also if several warps divide k."""
+    config = kernel_for(one).config
+    loops = 2 if config.classes > 1 else 1
+    copies = loops, loops * config.expert_k_tiles
+    check_warp_mmas(kernel_for(one), one.case.arch, config.k_tile // config.k_warps, copies)
 
 
 @pytest.mark.parametrize("case", [pytest.param(one.case, id=one.case.id) for one in (EXPERTS[1], EXPERTS[-2])])
@@ -248,6 +286,6 @@ def test_synchronisation_of_a_gemm_over_experts_is_needed(one: Experts, edit: An
         check_in_orders(multiply_experts, one, 6, edit)
 
 
-@pytest.mark.parametrize("one", [M_TILES, FACTORS])
+@pytest.mark.parametrize("one", [M_TILES, FACTORS, WARPS[4]])
 def test_synchronisation_of_a_gemm_over_experts_is_enough(one: Experts) -> None:
     check_in_orders(multiply_experts, one, 2)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.cancelling import cancelling_matrix
+from support.emulated import BLACKWELL as DATA_CENTER
+from support.emulated import CONSUMER as DESKTOP
 from support.emulated import HOPPER, KERNEL_WAIT, PASSED, WAIT, changed
 from support.gated_gemm import Gated, Operands, check, decoded, expected, operands, results, routed
 from support.host_grids import call_apart, grids
-from support.kernel_fit import check_emulated
+from support.kernel_fit import check_emulated, check_warp_mmas
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
 
 from ptx_emulator import EmulationError
@@ -23,9 +25,9 @@ LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LA
 
 
 def gated(
-    *case: Any, epilogue: tuple[Any, ...], a_dtype: Any = None, split_k: int = 1, **rest: int
+    *case: Any, epilogue: tuple[Any, ...], a_dtype: Any = None, split_k: int = 1, arch: str = HOPPER, **rest: int
 ) -> GatedExpertsCase:
-    return GatedExpertsCase(*case, epilogue, HOPPER, a_dtype, split_k, **rest)
+    return GatedExpertsCase(*case, epilogue, arch, a_dtype, split_k, **rest)
 
 
 GATED = [
@@ -136,6 +138,73 @@ GATED = [
     ),
 ]
 
+# Kernels for GPUs without wgmma. On sm_120a, k tiles have 128 elements, or a CTA has half of the usual consumer warps.
+WARPS = [
+    Gated(
+        gated(
+            *(FP16, NVFP4, "128x4", "128x4", 64, 16, 32),
+            epilogue=(NVFP4, TILED, "expert", FP32, "expert", "swiglu", True),
+            **{"split_k": 2, "arch": DATA_CENTER},
+        ),
+        *(18, 1056, 2, 64, "dense", 3, 1),
+    ),
+    Gated(
+        gated(
+            *(BF16, MXFP4, "128x4", None, 256, 32, 64),
+            epilogue=(BF16, None, "expert_half", FP32, None, "swiglu"),
+            **{"a_dtype": FP16, "arch": DATA_CENTER},
+        ),
+        *(34, 800, 2, 128, "one", 2, 2),
+    ),
+    Gated(
+        gated(
+            *(FP16, NVFP4, "linear", "linear", 128, 24, 64),
+            epilogue=(NVFP4, LINEAR, None, FP32, "one", "swiglu"),
+            **{"split_k": 4, "arch": DATA_CENTER},
+        ),
+        *(26, 1024, 2, 64, "hot", 3, 3),
+    ),
+    Gated(
+        gated(
+            FP16, NVFP4, "128x4", "8x4", 32, 8, 32, epilogue=(NVFP4, SMALL, None, None, "one", "swiglu"), arch=DESKTOP
+        ),
+        *(3, 672, 35, 64, "few", 5, 4),
+    ),
+    Gated(
+        gated(
+            *(BF16, MXFP4, "128x4", "128x4", 64, 32, 64),
+            epilogue=(MXFP4, TILED, "expert", BF16, None, "swiglu", True),
+            arch=DESKTOP,
+        ),
+        *(35, 576, 2, 64, "hot", 2, 5),
+    ),
+    Gated(
+        gated(
+            *(BF16, NVFP4, "128x4", None, 128, 16, 32),
+            epilogue=(BF16, None, "expert", FP32, None, "swiglu"),
+            **{"split_k": 4, "arch": DESKTOP},
+        ),
+        *(17, 1056, 2, 64, "few", 4, 6),
+    ),
+    Gated(
+        gated(
+            *(BF16, MXFP4, "128x4", None, 256, 16, 32),
+            epilogue=(BF16, None, None, BF16, None, "swiglu"),
+            **{"split_k": 4, "arch": DESKTOP},
+        ),
+        *(17, 800, 1, 128, "dense", 3, 7),
+    ),
+    Gated(
+        gated(
+            *(FP16, NVFP4, "linear", None, 128, 24, 64),
+            epilogue=(FP16, None, None, None, None, "swiglu"),
+            arch=DESKTOP,
+        ),
+        *(25, 512, 2, 64, "dense", 2, 8),
+    ),
+]
+EVERY = (*GATED, *WARPS)
+
 
 def is_strict(one: Gated) -> bool:
     """Return True if the emulator checks all rules. Kernels in which a single warp multiplies an m tile are checked
@@ -153,18 +222,26 @@ def computed(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | 
     return results(one, given, strict=is_strict(one))
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EVERY])
 def test_gated_gemm(one: Gated) -> None:
     """Check that the results equal the reference's bit for bit. This is possible because every step before the rounding
     is exact, or rounded as in the reference."""
     checked(one)
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EVERY])
 def test_compiles_without_spills(one: Gated) -> None:
     """Check that the kernel spills no registers and fits an SM. ``test_compile_kernels`` does not check the kernels
     that this file checks."""
     check_emulated(one.case, one.case.kernel_for(one.k))
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in WARPS])
+def test_warps_decode_a_weight_once(one: Gated) -> None:
+    """Check that a kernel for GPUs without wgmma contains one mma.sync per eight tokens of an m tile and 16 elements of
+    k."""
+    kernel = one.case.kernel_for(one.k)
+    check_warp_mmas(kernel, one.case.arch, kernel.config.k_tile)
 
 
 # A kernel whose CTAs copy weights before the lists are complete, and a kernel whose CTAs do not; then split-K, and

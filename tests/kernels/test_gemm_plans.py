@@ -32,6 +32,17 @@ def test_wgmma_is_needed(config):
     assert config.reason_unsupported(BLACKWELL) == "sm_100a has no wgmma instructions"
 
 
+def test_warps_multiply_experts_without_wgmma():
+    """Check that a GPU without wgmma gets kernels whose warps issue the MMAs, whatever the number of tokens."""
+    for arch in ARCHS.values():
+        configs = [
+            dataclasses.replace(ExpertsCase(FP16, NVFP4, "128x4", None, tile_m, 64, BF16), arch=arch.name).kernel.config
+            for tile_m in (8, 16, 24, 32)
+        ]
+        assert [config.by_warp for config in configs] == [True, *[not arch.has_wgmma] * 3]
+        assert all(reason(config, arch) is None for config in configs)
+
+
 @pytest.mark.parametrize("config", [MMA, FP8_MMA, GROUPED_MMA])
 def test_mma_is_for_every_gpu(config):
     assert all(reason(config, arch, stages=3) is None for arch in ARCHS.values())

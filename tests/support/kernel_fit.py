@@ -84,6 +84,20 @@ def check_emulated(case: KernelCase, kernel: Any) -> None:
     check_fit(case, kernel, compiled.resources, compiled.instructions)
 
 
+def check_warp_mmas(kernel: Any, arch: str, k: int, copies: tuple[int, ...] = (1,)) -> None:
+    """Check that the PTX of a kernel contains the mma.sync instructions of a k tile, and not more.
+
+    Args:
+        kernel: kernel whose configuration has the field ``tile_m``.
+        arch: name of the architecture to compile for.
+        k: number of elements of k that a warp multiplies in a k tile.
+        copies: possible numbers of copies of these instructions. Unrolled loops contain several.
+    """
+    ptx = compile_ptx(kernel, ARCHS[arch]).ptx
+    count = kernel.config.tile_m // 8 * k // 16
+    assert ptx.count("mma.sync.aligned.m16n8k16") in [count * each for each in copies]
+
+
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instructions: Collection[str]) -> None:
     """Check the kernels that a case launches, given the resources that ptxas reports, and the tensor-core instructions
     of their machine code.
@@ -118,7 +132,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instr
         # Kernels use only dynamic shared memory, because CUDA 12 allows only 48 KB of static shared memory.
         assert resources.smem_bytes == 0
         assert resources.registers * launched <= REGISTERS_PER_SM, "a CTA cannot be launched"
-    if hasattr(config, "registers"):
+    if getattr(config, "registers", None) is not None:
         # Producers and decoders give up registers, which consumers take. The sum must not exceed the registers at
         # launch.
         own, given = kernels[0].registers, config.registers[1:]

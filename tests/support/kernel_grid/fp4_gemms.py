@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,6 +206,8 @@ class ExpertsCase(KernelCase):
 
     @property
     def role(self) -> Any:
+        if self.arch != "sm_90a":
+            return type(self), self.tile_m, self.arch
         return type(self), self.tile_m, self.token_block, self.bias_dtype is None, self.a_dtype
 
     @property
@@ -214,10 +217,12 @@ class ExpertsCase(KernelCase):
         return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
 
     def kernel_for(self, expert_k: int) -> Any:
-        """Return the kernel as the backend builds it for experts with ``expert_k`` elements of K."""
+        """Return the kernel as the backend builds it for experts with ``expert_k`` elements of K, or None if it builds
+        none."""
         sizes = {"expert_k": expert_k, "tile_m": self.tile_m, "token_block": self.token_block, "classes": self.classes}
         given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, "max_experts": self.max_experts, **sizes}
-        return fp4_experts.FP4ExpertsKernel(planned_experts(fp4_experts, self, **given))
+        config = planned_experts(fp4_experts, self, **given)
+        return None if config is None else fp4_experts.FP4ExpertsKernel(config)
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ class GatedExpertsCase(KernelCase):
 
     @property
     def role(self) -> Any:
-        return type(self), self.tile_n, self.tile_m
+        return type(self), self.tile_n if self.arch == "sm_90a" else self.arch, self.tile_m
 
     @property
     def kernel(self) -> Any:
@@ -384,7 +389,15 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
     # A case that once spilled registers
     cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
     # Cases whose activations are rounded to bfloat16
-    return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
+    cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16))
+    return [*cases, *without_wgmma(cases, every)]
+
+
+def without_wgmma(cases: Sequence[Any], every: bool) -> list[Any]:
+    """Return the cases that exist for GPUs without wgmma: all of them if ``every``, and otherwise one per role."""
+    found = (replace(case, arch=arch) for arch in ARCHS if arch != "sm_90a" for case in cases)
+    existing = [case for case in found if case.kernel is not None]
+    return existing if every else list({case.role: case for case in existing}.values())
 
 
 def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
@@ -421,4 +434,4 @@ def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
             if case.kernel is not None and (every or not of_shape):
                 of_shape.append(case)
         cases += of_shape
-    return cases
+    return [*cases, *without_wgmma(cases, every)]

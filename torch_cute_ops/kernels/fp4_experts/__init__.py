@@ -1,4 +1,4 @@
-"""Second GEMM of a mixture of experts, the down-projection, for Hopper.
+"""Second GEMM of a mixture of experts, the down-projection, for every GPU from Hopper on.
 
 ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``. A pair of a token and an expert is not
 computed if its ``alpha`` is zero. A call launches two kernels:
@@ -16,8 +16,9 @@ and computes one m tile at a time. Roles:
 1. A producer warp copies to the stages: codes and scales of the weight, activations of the m tile's tokens, and one
    pair of words per token (offset of the token's accumulators, and factor).
 2. 16 consumer warps multiply. Four of them share an m tile, and each multiplies 16 rows of ``w``. For up to eight
-   tokens, each warp issues its own MMAs (mma.sync). For more tokens, the four warps form a warpgroup, whose wgmma reads
-   the activations once for all 64 rows.
+   tokens, and on GPUs without wgmma, each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and
+   multiplies it by each eight tokens. For more tokens on Hopper, the four warps form a warpgroup, whose wgmma reads the
+   activations once for all 64 rows.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -28,6 +29,11 @@ K tiles span 256 elements, or 128 elements if the accumulators leave too little 
 both sizes fit, 256 elements are used, because 128 elements are 20 % slower. With linear scales, a k tile of 128
 elements is too narrow: a TMA box needs at least 16 bytes of a row of scales. Such a CTA therefore runs only two
 pipelines, and two warps or warpgroups divide the k of the same rows.
+
+Blackwell: the activations of an m tile are laid out for mma.sync. On desktop Blackwell, with 99 KB of shared memory, a
+token block has at most 256 tokens, and a CTA may run one or two pipelines, whose k two or four warps divide. All warps
+of a pipeline then execute the same instructions, with different addresses. Desktop Blackwell has no setmaxnreg, so all
+warps have 96 registers. The kernels have run on Blackwell only in the PTX emulator.
 
 A warp accumulates an m tile in registers. At the end of the expert's k, the warp adds the expert's bias and multiplies
 by the tokens' factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared

@@ -15,7 +15,13 @@ from torch_cute_ops.kernels.common.experts.layouts import (
     TokenListLayout,
     m_tile_list_bytes,
 )
-from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, FP4Operands, WeightTile
+from torch_cute_ops.kernels.common.fp4.layouts import (
+    K_TILE,
+    ActivationLayout,
+    FP4Operands,
+    WeightTile,
+    reason_undecodable,
+)
 from torch_cute_ops.runtime.arch import Arch
 
 TILE_N: Final = WGMMA_M
@@ -33,6 +39,9 @@ TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
 """Possible (elements of a k tile, number of pipelines, number of warps that divide the k of the same rows). ``plan``
 uses the first that fits into shared memory."""
+SMALL_PIPELINE_SHAPES: Final = ((K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 4))
+"""Further shapes for GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses them if
+none of ``PIPELINE_SHAPES`` fits."""
 CLASSES: Final = 8
 """Number of classes of experts among which work is divided. The class of an expert is its index modulo ``CLASSES``."""
 BARRIER_BYTES: Final = 512
@@ -69,6 +78,9 @@ class Config:
         stages: number of stages, over all pipelines.
         classes: number of classes of experts. With several classes, a CTA computes some classes of one or two n tiles.
             With one class, a CTA computes all experts of one n tile.
+        has_wgmma: True if the GPU has wgmma instructions.
+        has_setmaxnreg: True if warps can exchange registers (setmaxnreg). For desktop Blackwell, ptxas accepts
+            setmaxnreg, but emits no instruction for it.
         pdl: True to launch with programmatic dependent launch.
         bias_dtype: dtype of the experts' biases, or None without biases.
         max_experts: capacity of the lists of m tiles, in experts.
@@ -84,6 +96,8 @@ class Config:
     k_warps: int
     stages: int
     classes: int
+    has_wgmma: bool
+    has_setmaxnreg: bool
     pdl: bool
     bias_dtype: torch.dtype | None = None
     max_experts: int = USUAL_EXPERTS
@@ -106,7 +120,7 @@ class Config:
     @property
     def by_warp(self) -> bool:
         """True if warps issue the MMAs (mma.sync), False if warpgroups do (wgmma)."""
-        return self.tile_m <= WARP_MMA_TILE_M
+        return self.tile_m <= WARP_MMA_TILE_M or not self.has_wgmma
 
     @property
     def expert_k_tiles(self) -> int:
@@ -130,9 +144,9 @@ class Config:
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Numbers of registers per thread, for (consumer warps, other warps)."""
-        return 104, 56
+    def registers(self) -> tuple[int, int] | None:
+        """Numbers of registers per thread, for (consumer warps, other warps), or None without setmaxnreg."""
+        return (104, 56) if self.has_setmaxnreg else None
 
     @property
     def arranged(self) -> ActivationLayout:
@@ -176,8 +190,14 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Return the reason that the kernel cannot run on ``arch``, or None."""
-        reason = self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
-        return reason_expert_k_unsupported(self.expert_k) or reason
+        if not (self.by_warp or arch.has_wgmma):
+            return f"{arch.name} has no wgmma instructions"
+        return (
+            reason_expert_k_unsupported(self.expert_k)
+            or self.weight_tile.reason_not_copied
+            or self.arranged.reason_unsupported()
+            or reason_undecodable(self.operands.dtype, self.operands.fmt, self.smem_bytes, arch)
+        )
 
 
 def reason_expert_k_unsupported(expert_k: int) -> str | None:
@@ -200,11 +220,13 @@ def plan(
     bias_dtype: torch.dtype | None = None,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the first of ``PIPELINE_SHAPES`` for which two stages per pipeline fit into the
-    shared memory of ``arch``, and with the most stages that fit. Return None if no shape fits."""
+    """Return the configuration with the first shape for which two stages per pipeline fit into the shared memory of
+    ``arch``, and with the most stages that fit. Return None if no shape fits."""
+    shapes = PIPELINE_SHAPES if arch.has_wgmma else PIPELINE_SHAPES + SMALL_PIPELINE_SHAPES
     every = (
         (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
-        for k_tile, pipelines, k_warps in PIPELINE_SHAPES
+        for k_tile, pipelines, k_warps in shapes
         for stages in range(4 * pipelines, pipelines, -pipelines)
     )
-    return first_fit((Config(operands, out_dtype, *sizes, pdl, bias_dtype, max_experts) for sizes in every), arch)
+    has = arch.has_wgmma, arch.has_wgmma or arch.has_tcgen05
+    return first_fit((Config(operands, out_dtype, *sizes, *has, pdl, bias_dtype, max_experts) for sizes in every), arch)

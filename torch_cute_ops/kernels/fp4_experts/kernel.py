@@ -58,7 +58,10 @@ class FP4ExpertsKernel:
         self.weight = WeightStages(config.weight_tile, config.stages)
         self.activations = Activations(config.arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
-        self.m_tiles = ExpertMTiles(config.max_experts, config.token_block, config.tile_m, config.classes)
+        self.m_tiles = ExpertMTiles(
+            *(config.max_experts, config.token_block, config.tile_m, config.classes),
+            is_short_of_registers=not config.has_wgmma,
+        )
         self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.expert_k)
 
     def arguments(self) -> Arguments:
@@ -193,11 +196,13 @@ class FP4ExpertsKernel:
         )
         work = work._replace(m_tiles=smem.m_tiles.num_m_tiles[0], first_m_tiles=smem.m_tiles.num_first[0])
         if warp >= c.consumer_warps:
-            cute.arch.setmaxregister_decrease(c.registers[1])
+            if const_expr(c.registers is not None):
+                cute.arch.setmaxregister_decrease(c.registers[1])
             if warp < c.consumer_warps + c.pipelines:
                 self._produce(warp - c.consumer_warps, self.weight.open(weight, smem.codes, smem.scales), work, smem)
         else:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            if const_expr(c.registers is not None):
+                cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(warp, tid, work, smem)
 
     def _allocate(self) -> Smem:
@@ -376,6 +381,9 @@ class FP4ExpertsKernel:
                     self._multiply_k_tile(
                         start, 0, k_tile, first + stage, first + last, scale_row, phase, acc, consumer, smem
                     )
+                elif const_expr(not c.has_wgmma):
+                    at = first + stage, first + last
+                    self._multiply_k_tile(start, consumer.k_warp, k_tile, *at, scale_row, phase, acc, consumer, smem)
                 else:
                     for k_warp in range_constexpr(c.k_warps):
                         if consumer.k_warp == k_warp:
@@ -409,9 +417,7 @@ class FP4ExpertsKernel:
             ptx.arrive_if(consumer.turn_chain + (consumer.chain_index + 1) % c.chain_warps, consumer.leads)
         return stage, parity, turn
 
-    def _multiply_k_tile(
-        self, start, k_warp: int, k_tile, stage, before, scale_row, phase, acc, consumer, smem
-    ) -> None:
+    def _multiply_k_tile(self, start, k_warp, k_tile, stage, before, scale_row, phase, acc, consumer, smem) -> None:
         """Multiply a k tile, add the products to the accumulators, and release ``before``, the stage of the previous k
         tile.
 

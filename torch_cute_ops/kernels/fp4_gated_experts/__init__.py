@@ -1,4 +1,4 @@
-"""First GEMM of a mixture of experts, with its gate, for Hopper.
+"""First GEMM of a mixture of experts, with its gate, for every GPU from Hopper on.
 
 ``y[m, e · I + i] = gate(g) · u`` (SwiGLU or GELU), in 16 bits or quantised to FP4, with
 ``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``. ``u`` is computed in the same way from ``w[e, I + i, k]``. If the
@@ -27,8 +27,9 @@ Roles in a CTA of the second kernel, which computes one work tile at a time:
    k tiles later, the producer waits for the ``cp.async`` copies of a k tile, executes a fence, and arrives at the k
    tile's full barrier. If no stage is empty, the producer does this at once for all k tiles whose copies have started.
 2. 16 consumer warps multiply. Each warp multiplies the k tiles of one pipeline by 16 rows of the weight: 8 rows of gate
-   and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, each warp issues its own MMAs
-   (mma.sync). For more tokens, four warps form a warpgroup (wgmma).
+   and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, and on GPUs without wgmma,
+   each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and multiplies it by each eight tokens.
+   For more tokens on Hopper, four warps form a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -39,6 +40,11 @@ A warp accumulates a part of k in registers. All warps with the same rows form a
 Each warp adds its accumulators to the sum of earlier warps and earlier parts, and stores the sum in shared memory for
 the next warp. The last warp multiplies by ``alpha``, adds the bias, and applies SwiGLU. Its threads exchange the
 results through shared memory, quantise whole blocks, and store them.
+
+Blackwell: activations are always copied for mma.sync. If two stages per pipeline do not fit into shared memory, as on
+desktop Blackwell with its 99 KB, k tiles have 128 elements, or a CTA has 8 consumer warps and half of the pipelines.
+Desktop Blackwell has no setmaxnreg: with 16 consumer warps, all warps have 96 registers, so values that depend only on
+the lane are computed again for each work tile. The kernels have run on Blackwell only in the PTX emulator.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 
@@ -52,6 +58,7 @@ from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_gated_experts.config import (
+    CONSUMER_WARPS,
     SPLIT_K,
     TILES_M,
     TILES_N,
@@ -66,6 +73,7 @@ if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_gated_experts.kernel import FP4GatedExpertsKernel
 
 __all__ = [
+    "CONSUMER_WARPS",
     "KERNEL",
     "SPLIT_K",
     "TILES_M",

@@ -12,11 +12,30 @@ from torch_cute_ops.kernels.common.experts.layouts import (
     TokenListLayout,
     m_tile_list_bytes,
 )
-from torch_cute_ops.kernels.common.fp4.layouts import K_TILE, ActivationLayout, FP4Operands, WeightTile
+from torch_cute_ops.kernels.common.fp4.layouts import (
+    K_TILE,
+    ActivationLayout,
+    FP4Operands,
+    WeightTile,
+    reason_undecodable,
+)
 from torch_cute_ops.runtime.arch import Arch
 
 CONSUMER_WARPS: Final = 16
-"""Number of consumer warps of a CTA."""
+"""Usual number of consumer warps of a CTA."""
+SHAPES: Final = ((CONSUMER_WARPS, K_TILE),)
+"""Possible (number of consumer warps, elements of a k tile) on GPUs with wgmma."""
+SMALL_SHAPES: Final = (
+    *SHAPES,
+    (CONSUMER_WARPS, K_TILE // 2),
+    (CONSUMER_WARPS // 2, K_TILE),
+    (CONSUMER_WARPS // 2, K_TILE // 2),
+)
+"""Possible shapes on GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses the
+first that fits."""
+REGISTERS: Final = {(16, 4): (104, 56), (16, 8): (96, 48), (8, 4): (224, 56)}
+"""Numbers of registers per thread, for (consumer warps, other warps), keyed by the numbers of both. In total, they do
+not exceed the registers that the CTA got at launch."""
 TILES_N: Final = (32, 64, 128, 256)
 """Supported ``tile_n``, the number of weight rows of an n tile: half gate, half up."""
 SPLIT_K: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
@@ -30,8 +49,8 @@ PIECES_PER_THREAD: Final = 2
 MAX_LIST_CTAS: Final = 64
 """Largest number of CTAs per expert and token block in the first kernel."""
 BARRIER_BYTES: Final = 512
-MAX_TWO_ACC_TILE_M: Final = 24
-"""Largest ``tile_m`` for which two sets of accumulators fit into registers."""
+MAX_TWO_ACC_TILE_M: Final = {True: 24, False: 16}
+"""Largest ``tile_m`` for which two sets of accumulators fit into registers, with setmaxnreg and without."""
 TOKEN_GAP_BYTES: Final = 64
 """Number of bytes between the tokens of a stage for mma.sync, to avoid bank conflicts."""
 
@@ -73,12 +92,18 @@ class Config:
         operands: formats of the activations and of the weight.
         epilogue: epilogue of a work tile.
         k: number of elements along K.
+        k_tile: number of elements along K of a stage.
         tile_n: number of weight rows of an n tile.
         tile_m: number of tokens of an m tile.
         split_k: number of parts of k, and largest number of CTAs that share a work tile. Accumulators are added up part
             by part, even if one CTA computes several parts.
         token_block: number of tokens of a token block.
+        pipelines: number of pipelines: number of warps that divide the k of the same rows. Each of these warps
+            multiplies from its own pipeline, which has its own producer warp.
         stages: number of stages, over all pipelines.
+        has_wgmma: True if the GPU has wgmma instructions.
+        has_setmaxnreg: True if warps can exchange registers (setmaxnreg). For desktop Blackwell, ptxas accepts
+            setmaxnreg, but emits no instruction for it.
         pdl: True to launch with programmatic dependent launch.
         max_experts: capacity of the lists of m tiles, in experts.
     """
@@ -86,11 +111,15 @@ class Config:
     operands: FP4Operands
     epilogue: GatedEpilogue
     k: int
+    k_tile: int
     tile_n: int
     tile_m: int
     split_k: int
     token_block: int
+    pipelines: int
     stages: int
+    has_wgmma: bool
+    has_setmaxnreg: bool
     pdl: bool
     max_experts: int = USUAL_EXPERTS
 
@@ -105,10 +134,9 @@ class Config:
         return self.tile_n // 16
 
     @property
-    def pipelines(self) -> int:
-        """Number of pipelines: number of warps that divide the k of the same rows. Each of these warps multiplies from
-        its own pipeline, which has its own producer warp."""
-        return CONSUMER_WARPS // self.n_warps
+    def consumer_warps(self) -> int:
+        """Number of consumer warps of a CTA."""
+        return self.n_warps * self.pipelines
 
     @property
     def producer_warps(self) -> int:
@@ -118,7 +146,7 @@ class Config:
     @property
     def threads(self) -> int:
         """Number of threads of a CTA in the GEMM kernel."""
-        return 32 * (CONSUMER_WARPS + self.producer_warps)
+        return 32 * (self.consumer_warps + self.producer_warps)
 
     @property
     def epilogue_threads(self) -> int:
@@ -128,12 +156,12 @@ class Config:
     @property
     def by_warp(self) -> bool:
         """True if warps issue the MMAs (mma.sync), False if warpgroups do (wgmma)."""
-        return self.tile_m <= WARP_MMA_TILE_M
+        return self.tile_m <= WARP_MMA_TILE_M or not self.has_wgmma
 
     @property
     def k_tiles(self) -> int:
         """Number of k tiles that cover K."""
-        return -(-self.k // K_TILE)
+        return -(-self.k // self.k_tile)
 
     @property
     def scans(self) -> bool:
@@ -142,14 +170,14 @@ class Config:
         return self.token_block <= MAX_SCANNED_TOKENS
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Numbers of registers per thread, for (consumer warps, other warps)."""
-        return (104, 56) if self.producer_warps == 4 else (96, 48)
+    def registers(self) -> tuple[int, int] | None:
+        """Numbers of registers per thread, for (consumer warps, other warps), or None without setmaxnreg."""
+        return REGISTERS[self.consumer_warps, self.producer_warps] if self.has_setmaxnreg else None
 
     @property
     def arranged(self) -> ActivationLayout:
         """Layout of the rearranged activations."""
-        return self.operands.arranged(by_warp=self.by_warp, k_tile=K_TILE)
+        return self.operands.arranged(by_warp=self.by_warp, k_tile=self.k_tile)
 
     @property
     def lists(self) -> TokenListLayout:
@@ -173,7 +201,7 @@ class Config:
     @property
     def weight_tile(self) -> WeightTile:
         """Layout of a k tile of the weight: the rows of gate, or the rows of up. A stage holds one of each."""
-        return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns)
+        return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns, self.k_tile)
 
     @property
     def stage_bytes(self) -> int:
@@ -226,16 +254,23 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Return the reason that the kernel cannot run on ``arch``, or None."""
-        if not self.by_warp and self.tile_n < WGMMA_M:
-            return (
-                f"tile_n is {self.tile_n}; with tile_m {self.tile_m}, which needs wgmma, it must be {WGMMA_M} or more"
-            )
-        if self.pipelines == 1 and self.split_k > 1 and self.tile_m > MAX_TWO_ACC_TILE_M:
-            return f"tile_m is {self.tile_m}; with one pipeline and split_k it must be at most {MAX_TWO_ACC_TILE_M}"
+        if not (self.by_warp or arch.has_wgmma):
+            return f"{arch.name} has no wgmma instructions"
+        if self.tile_m > WARP_MMA_TILE_M and self.tile_n < WGMMA_M:
+            return f"tile_n is {self.tile_n}; with tile_m {self.tile_m} it must be {WGMMA_M} or more"
+        if 8 * (2 * self.stages + self.consumer_warps) > BARRIER_BYTES:
+            return f"the mbarriers of {self.stages} stages and {self.consumer_warps} warps exceed {BARRIER_BYTES} bytes"
+        most = MAX_TWO_ACC_TILE_M[self.has_setmaxnreg]
+        if self.pipelines == 1 and self.split_k > 1 and self.tile_m > most:
+            return f"tile_m is {self.tile_m}; with one pipeline and split_k it must be at most {most}"
         if self.out_columns % self.epilogue.block:
             return f"an n tile has {self.out_columns} columns of the result, not whole blocks of {self.epilogue.block}"
-        reason = self.epilogue.reason_unsupported()
-        return reason or self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
+        return (
+            self.epilogue.reason_unsupported()
+            or self.weight_tile.reason_not_copied
+            or self.arranged.reason_unsupported()
+            or reason_undecodable(self.operands.dtype, self.operands.fmt, self.smem_bytes, arch)
+        )
 
 
 def plan(
@@ -251,8 +286,13 @@ def plan(
     pdl: bool,
     max_experts: int = USUAL_EXPERTS,
 ) -> Config | None:
-    """Return the configuration with the most stages, at most six per pipeline, that fit into the shared memory of
-    ``arch``. Return None if two stages per pipeline do not fit."""
-    pipelines = CONSUMER_WARPS * 16 // tile_n
-    sizes, every = (k, tile_n, tile_m, split_k, token_block), range(6 * pipelines, pipelines, -pipelines)
-    return first_fit((Config(operands, epilogue, *sizes, stages, pdl, max_experts) for stages in every), arch)
+    """Return the configuration with the first shape for which two stages per pipeline fit into the shared memory of
+    ``arch``, and with the most stages that fit, at most six per pipeline. Return None if no shape fits."""
+    every = (
+        (k, k_tile, tile_n, tile_m, split_k, token_block, pipelines, stages)
+        for warps, k_tile in (SHAPES if arch.has_wgmma else SMALL_SHAPES)
+        if (pipelines := warps * 16 // tile_n)
+        for stages in range(6 * pipelines, pipelines, -pipelines)
+    )
+    has = arch.has_wgmma, arch.has_wgmma or arch.has_tcgen05
+    return first_fit((Config(operands, epilogue, *sizes, *has, pdl, max_experts) for sizes in every), arch)

@@ -19,11 +19,10 @@ from torch_cute_ops.kernels.common.experts.gated import Outputs
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.fp4.codes import scale_matrix
-from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, K_TILE, SCALE_TILE_ROWS
+from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, SCALE_TILE_ROWS
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
 from torch_cute_ops.kernels.fp4_gated_experts.config import (
-    CONSUMER_WARPS,
     MAX_LIST_CTAS,
     PIECES_PER_THREAD,
     TOKEN_GAP_BYTES,
@@ -131,7 +130,9 @@ class FP4GatedExpertsKernel:
         self.weight = WeightStages(config.weight_tile, 2 * config.stages)
         self.activations = Activations(config.arranged)
         self.lister = TokenLister(config.lists, self.activations)
-        self.m_tiles = ExpertMTiles(config.max_experts, config.token_block, config.tile_m)
+        self.m_tiles = ExpertMTiles(
+            config.max_experts, config.token_block, config.tile_m, is_short_of_registers=not config.has_wgmma
+        )
         self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.k, config.token_pitch)
         self.epilogue = WorkTileEpilogue(config)
 
@@ -253,7 +254,7 @@ class FP4GatedExpertsKernel:
         pieces = self.activations.k_groups
         for i in range(thread, m * (c.k_tiles * pieces), threads):
             piece, k_tile, token = i % pieces, i // pieces % c.k_tiles, i // (pieces * c.k_tiles)
-            start = k_tile * K_TILE
+            start = k_tile * c.k_tile
             words = self.activations.read(a, a_scale, token, start, c.k - start, piece)
             self.activations.store_row(words, piece, self._row_at(lists.activations, token, k_tile))
         if const_expr(not c.scans):
@@ -300,7 +301,7 @@ class FP4GatedExpertsKernel:
             # A stage is full after three arrivals: one for the weight of gate, one for the weight of up, and one for
             # the activations.
             smem.pipeline.init(full=3, empty=c.n_warps)
-            for i in range_constexpr(CONSUMER_WARPS):
+            for i in range_constexpr(c.consumer_warps):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
                 if const_expr(c.pipelines > 1 and i % c.pipelines == 0):
                     # The first warp of a chain must not wait for its first turn.
@@ -315,7 +316,7 @@ class FP4GatedExpertsKernel:
             work.m,
             tid,
             warp,
-            CONSUMER_WARPS,
+            c.consumer_warps,
             c.threads,
             (None, None),
             smem.m_tiles,
@@ -329,17 +330,19 @@ class FP4GatedExpertsKernel:
         each, more = num_k_splits // sibling_groups, num_k_splits % sibling_groups
         begin = order * each + cutlass.min(order, more)
         work = work._replace(begin=begin, end=begin + each + Int32(order < more))
-        if warp >= CONSUMER_WARPS:
-            cute.arch.setmaxregister_decrease(c.registers[1])
-            if warp < CONSUMER_WARPS + c.pipelines:
-                self._produce(warp - CONSUMER_WARPS, self.weight.open(weight, smem.codes, smem.scales), work, smem)
+        if warp >= c.consumer_warps:
+            if const_expr(c.registers is not None):
+                cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp < c.consumer_warps + c.pipelines:
+                self._produce(warp - c.consumer_warps, self.weight.open(weight, smem.codes, smem.scales), work, smem)
         else:
-            cute.arch.setmaxregister_increase(c.registers[0])
+            if const_expr(c.registers is not None):
+                cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
                 # Clear the padding while the first k tiles are in flight, without a wait. This is safe: only this
                 # kernel accesses the padding, and all kernels before this op's first kernel have ended.
                 _, num_blocks, _ = cute.arch.grid_dim()
-                threads, grid_cta = Int32(CONSUMER_WARPS * WARP), block_index * num_ctas + cta
+                threads, grid_cta = Int32(c.consumer_warps * WARP), block_index * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)
             self._consume(warp, tid, work, smem)
 
@@ -559,9 +562,10 @@ class FP4GatedExpertsKernel:
             expert = m_tiles.experts[index]
             first_column = work_tile.n_tile * c.out_columns
             position = (work_tile.m_tile - m_tiles.begins[index]) * c.tile_m
-            exists = consumer.is_last & (lane < m_tiles.counts[index] - position)
-            token_word = self._load_token_word(work, expert, position, lane, exists)
-            terms = self.epilogue.terms(expert, first_column, work, consumer)
+            own = self._recomputed(consumer)
+            exists = own.is_last & (own.lane < m_tiles.counts[index] - position)
+            token_word = self._load_token_word(work, expert, position, own.lane, exists)
+            terms = self.epilogue.terms(expert, first_column, work, own)
             for k_split in range(work_tile.k_begin, work_tile.k_end):
                 if const_expr(c.by_warp or c.k_tiles // c.split_k < c.pipelines):
                     acc.fill(0.0)
@@ -590,10 +594,22 @@ class FP4GatedExpertsKernel:
                     ptx.arrive_if(turn_chain + (pipeline + 1) % c.pipelines, consumer.leads)
             if consumer.is_last & (work_tile.k_end == c.split_k):
                 start_column = expert * work.width + first_column
-                token = ptx.select(exists, self._token_from_word(token_word, work, position, lane), Int32(-1))
-                self.epilogue.store_work_tile(acc, token, terms, start_column, consumer, smem.values, work.outputs)
+                own = self._recomputed(consumer)
+                token = ptx.select(exists, self._token_from_word(token_word, work, position, own.lane), Int32(-1))
+                self.epilogue.store_work_tile(acc, token, terms, start_column, own, smem.values, work.outputs)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
+
+    def _recomputed(self, consumer: Consumer) -> Consumer:
+        """Return ``consumer``. On GPUs without wgmma, values that depend on its lane are then computed again for each
+        work tile.
+
+        If they stayed in registers, other values would spill: without setmaxnreg, a consumer has only 96 registers.
+        """
+        if self.config.has_wgmma:
+            return consumer
+        lane = ptx.opaque(consumer.lane)
+        return consumer._replace(lane=lane, column=consumer.n_warp * 8 + lane // 4)
 
     def _multiply_k_tile(
         self, start, k_tile, stage, previous_stage, adds, expert, first_column, acc, consumer, work, smem

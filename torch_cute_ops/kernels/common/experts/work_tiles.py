@@ -34,6 +34,9 @@ from torch_cute_ops.kernels.common.experts.search import running_sum
 from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 
+MAX_LOADED_FACTORS = 16
+"""Largest number of factors that a thread loads at the same time if registers are short."""
+
 
 class TokenLists(NamedTuple):
     """Lists of all token blocks, in the workspace. Each tensor is contiguous.
@@ -197,10 +200,15 @@ class ExpertMTiles:
 
     With several ``classes``, the class of an expert is its index modulo ``classes``. A CTA computes the m tiles of up
     to two ranges of classes, one range after the other.
+
+    If ``is_short_of_registers``, a thread loads at most 16 factors at the same time. With 32, ptxas spills other values
+    on sm_120a.
     """
 
-    def __init__(self, max_experts: int, token_block: int, tile_m: int, classes: int = 1):
-        self.max_experts = max_experts
+    def __init__(
+        self, max_experts: int, token_block: int, tile_m: int, classes: int = 1, *, is_short_of_registers: bool = False
+    ):
+        self.max_experts, self.is_short_of_registers = max_experts, is_short_of_registers
         self.token_block, self.tile_m, self.classes = token_block, tile_m, classes
         # Number of counts per register. A lane lists 16 or 32 experts; a count is at most 512, so two fit into a
         # register.
@@ -248,8 +256,10 @@ class ExpertMTiles:
         """
         experts = factors.shape[1]
         for expert in range(tid, experts, threads):
-            if const_expr(self.token_block <= MAX_SCANNED_TOKENS):
-                lists.counts[expert] = self.count(factors, expert, block_index * self.token_block, m)
+            if const_expr(self.token_block <= MAX_SCANNED_TOKENS and self.is_short_of_registers):
+                lists.counts[expert] = self.count_in_steps(factors, expert, block_index * self.token_block, m)
+            elif const_expr(self.token_block <= MAX_SCANNED_TOKENS):
+                lists.counts[expert] = self.count(factors, expert, block_index * self.token_block, m, self.token_block)
             else:
                 lists.counts[expert] = counts[block_index * experts + expert]
         cute.arch.sync_threads()
@@ -258,15 +268,26 @@ class ExpertMTiles:
         cute.arch.sync_threads()
 
     @cute.jit
-    def count(self, factors, expert, first_token, m):
-        """Return the number of tokens of a token block that are routed to an expert, by scanning their factors."""
-        values = cute.make_rmem_tensor((self.token_block,), Float32)
-        for i in range_constexpr(self.token_block):
+    def count_in_steps(self, factors, expert, first_token, m):
+        """Return the number of tokens of a token block that are routed to an expert. Load at most
+        ``MAX_LOADED_FACTORS`` factors at the same time."""
+        step = min(self.token_block, MAX_LOADED_FACTORS)
+        count = Int32(0)
+        for i in range(self.token_block // step):
+            count += self.count(factors, expert, first_token + i * step, m, step)
+        return count
+
+    @cute.jit
+    def count(self, factors, expert, first_token, m, tokens: Constexpr[int]):
+        """Return the number of tokens, of ``tokens`` tokens from ``first_token`` on, that are routed to an expert. Load
+        all of their factors at the same time."""
+        values = cute.make_rmem_tensor((tokens,), Float32)
+        for i in range_constexpr(tokens):
             values[i] = Float32(0.0)
             if first_token + i < m:
                 values[i] = factors[first_token + i, expert]
         count = Int32(0)
-        for i in range_constexpr(self.token_block):
+        for i in range_constexpr(tokens):
             count = count + Int32(factor_counts(values[i]))
         return count
 

@@ -24,7 +24,7 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
 
     Args:
         pairs: decoded ``word``-th word of each of the lane's two rows (``WeightStages.pairs``).
-        word: index of the word in the lane's quarter of a k tile.
+        word: index of the word in the lane's quarter of a k tile, counted from ``a_at``.
         m: number of tokens, a multiple of 8.
         a_at: address of a k tile of activations in shared memory, in the layout for mma.sync
             (``kernels.common.fp4.activations``).
@@ -157,7 +157,7 @@ class KTileMma:
         self, start, part: int, parts: int, k_tile, stage, adds, rows, lane, acc, smem, free_before, phase=None
     ) -> None:
         """Multiply a k tile, or one of ``parts`` ranges of it, and add to the accumulators. A range contains some of
-        each lane's words.
+        each lane's words. With mma.sync, ``part`` may be a run-time value.
 
         With wgmma, the MMAs may still run when this function returns. The previous k tile's MMAs have then ended, and
         ``free_before``, if it is not None, has been called.
@@ -179,6 +179,9 @@ class KTileMma:
         existing = None
         if self.last_blocks is not None:
             existing = self.weight.existing(self.last_blocks - k_tile * self.weight.blocks, quad)
+        if not isinstance(part, int):
+            self._multiply_part(part, parts, stage, rows, existing, phase, lane, acc, smem)
+            return
         codes = [self.weight.codes(smem.codes, at, row, quad) for at, row, _ in rows]
         scales = [self.weight.factors(smem.scales, at, row, quad, existing, self.dtype, phase) for at, _, row in rows]
         count = self.weight.words // parts
@@ -194,3 +197,23 @@ class KTileMma:
             warpgroup.wait_group(1)
             if i == 0 and free_before is not None:
                 free_before()
+
+    def _multiply_part(self, part, parts: int, stage, rows, existing, phase, lane, acc, smem) -> None:
+        """Multiply one of ``parts`` ranges of a k tile by mma.sync, where ``part`` is a run-time value.
+
+        All warps then execute the same instructions. If each range had its own instructions, ptxas would predicate
+        them, and every warp would issue the instructions of all ranges.
+        """
+        quad, weight = lane % 4, self.weight
+        codes = [weight.codes_of_part(smem.codes, at, row, quad, part, parts) for at, row, _ in rows]
+        scales = [
+            weight.factors_of_part(smem.scales, at, row, quad, existing, self.dtype, phase, part, parts)
+            for at, _, row in rows
+        ]
+        count = weight.words // parts
+        at = smem.activations + cute.assume(stage * self.activation_bytes, divby=K_GROUP_BYTES)
+        if count > 1:
+            at = at + cute.assume(part * (count * K_GROUP_BYTES), divby=K_GROUP_BYTES)
+        for i in range(count):
+            pairs = weight.pairs(codes, scales, i, self.dtype)
+            warp_mma(pairs, i if count > 1 else part, self.tile_m, at, self.pitch, lane, acc, self.dtype)

@@ -202,15 +202,29 @@ class WeightStages:
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
         """Load the words of codes that a lane decodes in one row: its quarter of the row's k tile."""
         words = []
+        vectors = self.row_bytes // VECTOR_BYTES // QUAD
+        for i in range(vectors):
+            at = self._vector_at(codes_at, stage, row, quad * vectors + i)
+            words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        return words
+
+    def codes_of_part(self, codes_at: cute.Pointer, stage, row, quad, part, parts: int) -> list:
+        """Load one of ``parts`` equal ranges of the words that ``codes`` loads. ``part`` is a run-time value; a range
+        has at most four words."""
+        size = self.row_bytes // QUAD // parts
+        place = part * size
+        at = self._vector_at(codes_at, stage, row, (quad * (self.row_bytes // QUAD) + place) // VECTOR_BYTES)
+        at = at + cute.assume(place % VECTOR_BYTES, divby=size)
+        return load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(size // 4)))
+
+    def _vector_at(self, codes_at: cute.Pointer, stage, row, vector) -> cute.Pointer:
+        """Return the address of the ``vector``-th 16 bytes of a row's codes."""
         vectors = self.row_bytes // VECTOR_BYTES
         # The swizzle permutes the vectors of a row by the index of the 128-byte line that contains the row.
         line = row if self.row_bytes == 128 else row // (128 // self.row_bytes)
-        for i in range(vectors // QUAD):
-            vector = (quad * (vectors // QUAD) + i) ^ (line % vectors)
-            offset = stage * self.code_bytes + row * self.row_bytes + vector * VECTOR_BYTES
-            at = codes_at + cute.assume(offset, divby=VECTOR_BYTES)
-            words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-        return words
+        vector = vector ^ (line % vectors)
+        offset = stage * self.code_bytes + row * self.row_bytes + vector * VECTOR_BYTES
+        return codes_at + cute.assume(offset, divby=VECTOR_BYTES)
 
     def existing(self, left, quad) -> Uint32:
         """Return the byte mask of a lane's existing scales, for ``factors``, in a k tile with only ``left`` blocks."""
@@ -232,8 +246,23 @@ class WeightStages:
             phase: phase of the expert (see the module docstring), or None for 0.
         """
         bytes_ = self.scales(scales_at, stage, row, quad, existing, phase)
+        return self._factors(bytes_, self.blocks // QUAD, dtype)
+
+    def factors_of_part(
+        self, scales_at: cute.Pointer, stage, row, quad, existing, dtype, phase, part, parts: int
+    ) -> list:
+        """Return the factors for the codes of ``codes_of_part``. ``factors`` describes the other arguments."""
+        bytes_ = self.scales(scales_at, stage, row, quad, existing, phase)
+        blocks = self.blocks // QUAD
+        own = max(1, blocks // parts)
+        # A range may be only a part of a block.
+        bytes_ = (bytes_ >> Uint32(part * blocks // parts * 8)) & Uint32((1 << 8 * own) - 1)
+        return self._factors(bytes_, own, dtype)[:own]
+
+    def _factors(self, bytes_: Uint32, blocks: int, dtype) -> list:
+        """Return the factors for ``blocks`` scales, which ``bytes_`` contains. All other bytes are zero."""
         together = 1 if self.fmt == MXFP4 else 2
-        shifts = range(0, 8 * (self.blocks // QUAD), 8 * together)
+        shifts = range(0, 8 * blocks, 8 * together)
         words = [bytes_ >> shift if shift else bytes_ for shift in shifts]
         words[:-1] = [word & Uint32((1 << 8 * together) - 1) for word in words[:-1]]
         return [factor for word in words for factor in scale_factors(word, dtype, self.fmt)]
@@ -258,6 +287,6 @@ class WeightStages:
 
     def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
         """Decode the ``word``-th word of each of the lane's rows. Return the operands of MMAs, as ``decode`` does."""
-        per_factor = self.words // len(factors[0])
+        per_factor = len(codes[0]) // len(factors[0])
         rows = zip(codes, factors, strict=True)
         return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]
