@@ -35,12 +35,9 @@ KINDS = list(itertools.product((NVFP4, MXFP4), ("gate", "up"))) * 2
 """Format of the weight, and the half of the weight on which the results depend, for successive calls."""
 
 
-def hopper():
-    """Return the current GPU's target, or skip the test if the kernel does not support it."""
-    target = target_of(torch.device("cuda", torch.cuda.current_device()))
-    if not target.arch.has_wgmma:
-        pytest.skip("needs Hopper's warpgroup MMA")
-    return target
+def gpu_target():
+    """Return the current GPU's target."""
+    return target_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def operands_of(op, given):
@@ -65,7 +62,7 @@ def operands_of(op, given):
 def test_every_tactic(op, fmt, half, sizes):
     """Use inputs whose results are exact, and check that every tactic overwrites the poisoned outputs with these
     results, in consecutive launches on data in L2."""
-    target = hopper()
+    target = gpu_target()
     shape, routes = sizes[:4], sizes[4:]
     for route in routes:
         given, value = linear_call(op, half, fmt, "128x4", target.device, shape, route)
@@ -91,7 +88,7 @@ def test_rows_do_not_depend_on_others(op):
     The sums are rounded, so tactics that add in another order give other bits. The sizes are the same as in
     ``test_every_tactic``, so that no other kernels are compiled.
     """
-    target = hopper()
+    target = gpu_target()
     m, experts, width, k = CALLS[6][:4]
     given = cancelling_call(op, target.device, m, experts, width, k, MXFP4, "128x4", hot_alpha)
     problem, operands = operands_of(op, given)
@@ -124,7 +121,7 @@ def test_rows_do_not_depend_on_others(op):
 @by_op
 def test_a_captured_call_serves_other_routings(op):
     """Check that a graph replay uses the current routing and operands."""
-    target, shape = hopper(), (40, 12, 128, 512)
+    target, shape = gpu_target(), (40, 12, 128, 512)
     mine, _ = linear_call(op, "up", NVFP4, "128x4", target.device, shape)
     op.function(**mine)
     graph = torch.cuda.CUDAGraph()

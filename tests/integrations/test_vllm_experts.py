@@ -493,6 +493,14 @@ def test_reloaded_weights(scheme, is_uncalibrated, vllm):
     assert layer not in [cell.cell_contents for *_, each in kept for cell in each["weight_loader"].__closure__ or ()]
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_activations_of_few_tokens_on_every_gpu(arch):
+    """Check that few tokens are routed on every GPU, in the format that the engine asks for."""
+    for scheme, hidden, width in (("nvfp4", 7168, 256), ("mxfp4", 2880, 768)):
+        for activations in ("16bit", "fp4"):
+            assert experts.few_activations(scheme, 256, hidden, width, arch, activations) == activations
+
+
 def test_forms_are_prepared_once_settings_are_known(monkeypatch):
     """Check that forms are prepared by the first run for which the engine's settings are known."""
     form = experts.ExpertForm("fp8_block", None, 4, 4, 128, 128, 2, SwiGLU(), torch.bfloat16, False)
@@ -513,17 +521,20 @@ def test_forms_are_prepared_once_settings_are_known(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "few", "swiglu", "has_bias", "count"),
+    ("name", "scheme", "few", "swiglu", "has_bias", "count"),
     [
-        ("nvfp4", "16bit", SwiGLU(), False, 8), ("nvfp4", "fp4", SwiGLU(), False, 8),
-        ("mxfp4", "16bit", SwiGLU(1.702, 1.0, 7.0), True, 8), ("mxfp4", None, SwiGLU(1.702, 1.0, 7.0), True, 8),
-        ("fp8_block", None, SwiGLU(), False, 8), ("fp8_channel", None, SwiGLU(limit=10.0), False, 8),
-        ("nvfp4", "16bit", SwiGLU(), False, 1),
+        ("sm_90a", "nvfp4", "16bit", SwiGLU(), False, 8), ("sm_90a", "nvfp4", "fp4", SwiGLU(), False, 8),
+        ("sm_90a", "mxfp4", "16bit", SwiGLU(1.702, 1.0, 7.0), True, 8),
+        ("sm_90a", "mxfp4", None, SwiGLU(1.702, 1.0, 7.0), True, 8),
+        ("sm_90a", "fp8_block", None, SwiGLU(), False, 8),
+        ("sm_90a", "fp8_channel", None, SwiGLU(limit=10.0), False, 8),
+        ("sm_90a", "nvfp4", "16bit", SwiGLU(), False, 1), ("sm_100a", "nvfp4", "fp4", SwiGLU(), False, 8),
+        ("sm_100a", "mxfp4", "16bit", SwiGLU(1.702, 1.0, 7.0), True, 8),
     ],
 )  # fmt: skip
-def test_prepared_kernels_are_those_of_the_calls(scheme, few, swiglu, has_bias, count):
+def test_prepared_kernels_are_those_of_the_calls(name, scheme, few, swiglu, has_bias, count):
     """Check that calls with any number of tokens need only kernels that were compiled in advance."""
-    arch, most, hidden, width = ARCHS["sm_90a"], 300, 256, 128
+    arch, most, hidden, width = ARCHS[name], 300, 256, 128
     form = experts.ExpertForm(
         scheme, few, count, count, hidden, width, min(2, count), swiglu, torch.bfloat16, has_bias
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cute_ops import moe_route_dense, moe_route_ids, nvfp4_global_scale
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
 from torch_cute_ops.nn.experts import MOST_FEW, as_int32, few_tokens, reason_unrouted
+from torch_cute_ops.runtime.arch import ARCHS
 
 SCHEMES = ("nvfp4", "mxfp4", "fp8_block", "fp8_channel")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -342,11 +343,13 @@ def test_few_tokens_of_fp8_weights():
         block_of(Experts(), "fp8_block").mlp.experts.route_few_()
 
 
-def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
-    """Check that sm_90a, but not sm_100a, supports the path for few tokens at the sizes of known models."""
-    assert reason_unrouted("mxfp4", 128, 2880, 2880, "sm_90a") is None
-    assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a") is None
-    assert "needs Hopper's warpgroup MMA" in reason_unrouted("mxfp4", 128, 2880, 2880, "sm_100a")
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
+def test_few_tokens_are_routed_on_every_gpu(arch, activations):
+    """Check that kernels support the sizes of gpt-oss-120b, and of DeepSeek-V3 on eight GPUs, without a GPU."""
+    assert reason_unrouted("mxfp4", 128, 2880, 2880, arch, activations) is None
+    assert reason_unrouted("nvfp4", 256, 7168, 256, arch, activations) is None
+    assert reason_unrouted("nvfp4", 256, 7168, 256, arch, "fp4_token") is None
 
 
 @torch.no_grad()
@@ -535,8 +538,6 @@ def test_errors_of_few_tokens():
         experts.route_few_("fp4_token")
     with pytest.raises(ValueError, match=r"activations is 'fp4_token'; expected one of .* for weights in mxfp4"):
         wide.route_few_("fp4_token")
-    assert "Hopper" in reason_unrouted("nvfp4", 256, 7168, 256, "sm_120a", "fp4")
-    assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a", "fp4") is None
     x = routed(2, "cpu")[0]
     with pytest.raises(
         RuntimeError, match=r"forward_dense: the down layers are not stored side by side; call route_few_\(\)"

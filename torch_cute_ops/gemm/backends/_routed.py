@@ -1,16 +1,27 @@
-"""Code that the two Hopper backends for routed (token, expert) pairs share."""
+"""Code that the two backends for routed (token, expert) pairs share.
+
+On Hopper the estimates use measurements. The kernels have never run on other GPUs, so the estimates for them use
+data sheets, and Hopper's measurements for everything that data sheets do not give.
+"""
 
 import functools
 import math
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
+from torch_cute_ops.gemm.cost import TENSOR_CORE_EFFICIENCY, overlapped
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.runtime.arch import Arch
 
 DECODE_CLOCKS = 0.0275
 TOKEN_CLOCKS = 0.0006
 """SM clocks to decode one weight element, and additional clocks per weight element for each row of an m tile beyond
 eight (measured on an H200)."""
+WARP_MMA_FLOPS_PER_CLOCK = 2048.0
+"""Highest assumed rate of mma.sync with 16-bit operands, FLOP per SM and clock: the rate of an A100, by its data sheet.
+The data sheets of data-center Blackwell give only the rate of tcgen05."""
+HALF_K_TILE_SLOWDOWN = 1.2
+"""Factor on the time if k tiles have half the width (measured on an H200 with the second GEMM)."""
 FIXED_SECONDS = 6e-6
 """Time in seconds of a call's two kernels with almost no work (measured on an H200)."""
 
@@ -19,6 +30,7 @@ class RoutedBackend(FP4KernelBackend):
     """Base class of backends with two kernels: the first lists the tokens of each expert, the second multiplies."""
 
     name = "routed"
+    has_wgmma = False
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         if problem.experts > MAX_EXPERTS:
@@ -29,9 +41,12 @@ class RoutedBackend(FP4KernelBackend):
         return True
 
 
-def clocks_per_weight(tile_m: int) -> float:
+def clocks_per_weight(tile_m: int, arch: Arch) -> float:
     """Return the SM clocks to decode one weight element and multiply it with an m tile of ``tile_m`` rows."""
-    return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
+    if arch.has_wgmma:
+        return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
+    rate = TENSOR_CORE_EFFICIENCY * min(arch.flops_per_clock, WARP_MMA_FLOPS_PER_CLOCK)
+    return overlapped(DECODE_CLOCKS, 2 * tile_m / rate, order=2)
 
 
 @functools.cache

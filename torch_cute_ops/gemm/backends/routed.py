@@ -7,7 +7,13 @@ from typing import NamedTuple
 import torch
 
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, clocks_per_weight, mean_m_tiles
+from torch_cute_ops.gemm.backends._routed import (
+    FIXED_SECONDS,
+    HALF_K_TILE_SLOWDOWN,
+    RoutedBackend,
+    clocks_per_weight,
+    mean_m_tiles,
+)
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.operands import Operands
@@ -17,10 +23,12 @@ from torch_cute_ops.kernels.common.experts.layouts import table_experts
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
-from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.arch import KIB, Arch
 
-HALF_K_TILE_SLOWDOWN = 1.2
-"""Factor on the time if k tiles have half the width (measured on an H200)."""
+SMALL_SMEM = 128 * KIB
+"""Bytes of shared memory per CTA below which small token blocks are tried, too."""
+LEAST_TOKEN_BLOCK = {False: 256, True: 64}
+"""Smallest token block that is tried if tokens fill a larger block, without and with ``SMALL_SMEM``."""
 K_WARPS_SLOWDOWN = 1.3
 """Factor on the time if warps split the K of a work tile (measured on an H200)."""
 PARTIAL_SUMS_SECONDS = 3e-6
@@ -58,9 +66,10 @@ class Routed(RoutedBackend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[RoutedTactic, ...]:
         widest = smallest_tile(fp4_experts.TOKEN_BLOCKS, m)
-        # Accumulators of 512 tokens leave little shared memory for pipeline stages. So also try two blocks of 256
-        # tokens.
-        token_blocks = [size for size in (256, widest) if size <= widest] if widest > 256 else [widest]
+        # Accumulators of many tokens leave little shared memory for pipeline stages. So also try smaller blocks: blocks
+        # of 256 tokens instead of 512, and even smaller blocks on GPUs with less than half of Hopper's shared memory.
+        least = LEAST_TOKEN_BLOCK[target.arch is not None and target.arch.smem_per_cta < SMALL_SMEM]
+        token_blocks = [size for size in fp4_experts.TOKEN_BLOCKS if size == widest or least <= size < widest]
         every = [
             RoutedTactic(tile_m, token_block, classes)
             for token_block in token_blocks
@@ -83,7 +92,7 @@ class Routed(RoutedBackend):
         # ``most`` is the work of the CTA with the most work, measured in n tiles.
         most = -(-n_tiles * classes // num_ctas) / classes
         waves = -(-num_ctas * blocks // target.sms)
-        computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m))
+        computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m, target.arch))
         computed *= HALF_K_TILE_SLOWDOWN if config.k_tile < K_TILE else 1.0
         computed *= K_WARPS_SLOWDOWN if config.k_warps > 1 else 1.0
         read_bytes = blocks * n_tiles * routed_experts * tile_n * problem.b.row_bytes(width)

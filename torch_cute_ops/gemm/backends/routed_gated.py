@@ -11,10 +11,10 @@ import torch
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._gated import gated_arguments, gated_epilogue
 from torch_cute_ops.gemm.backends._routed import (
-    DECODE_CLOCKS,
     FIXED_SECONDS,
-    TOKEN_CLOCKS,
+    HALF_K_TILE_SLOWDOWN,
     RoutedBackend,
+    clocks_per_weight,
     mean_m_tiles,
 )
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
@@ -23,6 +23,7 @@ from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_gated_experts
 from torch_cute_ops.kernels.common.experts.layouts import table_experts
+from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -34,25 +35,23 @@ class Model:
 
     Attributes:
         fixed_seconds: time of a call's two kernels with almost no work.
-        decode_clocks: SM clocks to decode one weight element.
-        token_clocks: additional SM clocks per weight element for each row of an m tile beyond eight.
         handover_seconds: time from the end of a CTA's part of a work tile until the next CTA has received its partial
             sums.
         l2_rate: rate of reads from L2, divided by the rate of reads from memory.
+        fewer_warps_slowdown: factor on the time to decode and multiply if half of the usual consumer warps do it.
         order: exponent p of the p-norm that models how decoding, memory and L2 overlap (``cost.overlapped``).
     """
 
     fixed_seconds: float = FIXED_SECONDS
-    decode_clocks: float = DECODE_CLOCKS
-    token_clocks: float = TOKEN_CLOCKS
     handover_seconds: float = 1.5e-6
     l2_rate: float = 1.3
+    fewer_warps_slowdown: float = 1.5
     order: float = 8.0
 
 
 MODEL = Model()
 """Constants of the estimates. They are the values of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s
-(measured on an H200). ``handover_seconds`` is a guess."""
+(measured on an H200). ``handover_seconds`` and ``fewer_warps_slowdown`` are guesses."""
 COLUMN_MULTIPLE = 64
 """Divisor that an expert's number of columns must have, so that n tiles of up to 128 weight rows are full."""
 
@@ -112,8 +111,9 @@ class RoutedGated(RoutedBackend):
         # A CTA never computes a part of a range of K. So at the end of the launch a CTA is idle, on average for the
         # time of half a range.
         most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
-        clocks = MODEL.decode_clocks + MODEL.token_clocks * (tactic.tile_m - 8)
-        computed = most * weight_seconds(tile_n * problem.k, clocks)
+        computed = most * weight_seconds(tile_n * problem.k, clocks_per_weight(tactic.tile_m, target.arch))
+        computed *= HALF_K_TILE_SLOWDOWN if config.k_tile < K_TILE else 1.0
+        computed *= MODEL.fewer_warps_slowdown if config.consumer_warps < fp4_gated_experts.CONSUMER_WARPS else 1.0
         # Each CTA of a work tile waits for the partial sums of the CTA before it.
         handed_over = (math.ceil(min(1.0 / most, split_k)) - 1) * MODEL.handover_seconds
         token_bytes = config.k_tiles * config.arranged.token_bytes
