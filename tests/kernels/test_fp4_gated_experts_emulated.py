@@ -250,13 +250,19 @@ AWAITED = [GATED[0], GATED[3]]
 MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 
 
-# (tile_n, tile_m, split_k, format or dtype of the result) of kernels by warpgroups
-WORK_TILES = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
+# (tile_n, tile_m, split_k, architecture, format or dtype of the result) of kernels by warpgroups, and by warps in tiles
+# of more than eight tokens
+WORK_TILES = [
+    (128, 16, 4, HOPPER, (NVFP4, TILED)),
+    (64, 24, 2, HOPPER, (BF16, None)),
+    (64, 16, 2, DESKTOP, (BF16, None)),
+]
 MORE_WORK_TILES = [
-    (128, 24, 4, (NVFP4, TILED)),
-    (128, 32, 4, (BF16, None)),
-    (256, 16, 4, (BF16, None)),
-    (256, 24, 4, (NVFP4, TILED)),
+    (128, 24, 4, HOPPER, (NVFP4, TILED)),
+    (128, 32, 4, HOPPER, (BF16, None)),
+    (256, 16, 4, HOPPER, (BF16, None)),
+    (256, 24, 4, HOPPER, (NVFP4, TILED)),
+    (128, 32, 4, DATA_CENTER, (NVFP4, TILED)),
 ]
 
 
@@ -267,7 +273,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
     if "tiles" in metafunc.fixturenames:
         cases = WORK_TILES + (MORE_WORK_TILES if more else [])
-        metafunc.parametrize("tiles", cases, ids=lambda case: "-".join(map(str, case[:3])))
+        metafunc.parametrize("tiles", cases, ids=lambda case: "-".join(map(str, case[:4])))
 
 
 def test_gated_kernels_wait_for_the_previous_kernel(awaited: Gated) -> None:
@@ -373,11 +379,13 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
     The operands are chosen so that results depend on the order of additions. Warps divide several k tiles, and CTAs
     share a work tile.
     """
-    tile_n, tile_m, split_k, out = tiles
+    tile_n, tile_m, split_k, arch, out = tiles
     m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)
     token_block = 32 if m <= 32 else 64
     case = gated(
-        BF16, NVFP4, "128x4", None, tile_n, tile_m, token_block, epilogue=(*out, "expert", None, None), split_k=split_k
+        *(BF16, NVFP4, "128x4", None, tile_n, tile_m, token_block),
+        epilogue=(*out, "expert", None, None),
+        **{"split_k": split_k, "arch": arch},
     )
     some = Gated(case, m, k, 1, columns, "dense", 3)
     given = cancelling(some)
