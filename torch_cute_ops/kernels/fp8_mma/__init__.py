@@ -1,14 +1,15 @@
-"""FP8 GEMMs with block scales for every GPU, by mma.sync, plain or grouped by expert.
+"""FP8 GEMMs for every GPU, by mma.sync, plain or grouped by expert.
 
-``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])`` is followed by an
-epilogue.
+With block scales, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] ·
+b[n, k]))``. With per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k] · b[n, k])``, where the weight's
+scales are the epilogue's alpha.
 
 Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of ``b``. CTAs are persistent and compute
 tiles in the order of ``common.fp8.tiles``. A k tile spans 128 elements; the last k tile may span 64. While the warps
 multiply the current k tile, each thread copies parts of the next k tiles into the stages by ``cp.async``. The results
-of a k tile are multiplied by both scales and added to accumulators in fp32. The epilogue is applied to the
-accumulators. The results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
-mbarriers.
+of a k tile are multiplied by both scales, unless the scales are per token, and added to accumulators in fp32.
+Per-token scales multiply the accumulators at the end. The epilogue is applied to the accumulators. The results are
+stored in whole cache lines, only in rows that the expert owns. The kernel uses no mbarriers.
 
 A lane reads 16 bytes (four words) of a row at once, and uses each word in a different MMA with K = 32. The order in
 which the elements of a k tile are multiplied thus differs from their order in memory. The order of multiplication is
