@@ -21,6 +21,7 @@ from support.kernel_grid import (
     every_case,
     experts_cases,
     fp8_fp4_gemm_cases,
+    fp8_fp4_mma_cases,
     fp8_fp4_tcgen05_cases,
     fp8_fp4_token_gemm_cases,
     fp8_gemm_cases,
@@ -43,6 +44,7 @@ from test_fp4_tcgen05_emulated import ROW_SCALED as ROW_SCALED_TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp4_tcgen05_gated_experts_emulated import COVERING as TCGEN05_GATED
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
+from test_fp8_fp4_mma_emulated import COVERING as FP8_FP4_MMA
 from test_fp8_fp4_tcgen05_emulated import COVERING as FP8_FP4_TCGEN05
 from test_fp8_fp4_token_gemm_emulated import RUNS as FP8_FP4_TOKEN_RUNS
 from test_fp8_gemm_emulated import RUNS as FP8_RUNS
@@ -55,7 +57,8 @@ from torch_cute_ops.testing.resources import Resources, compile_for, parse
 ROW_SCALED = (*ROW_SCALED_MMAS, *ROW_SCALED_WGMMAS)
 FP4_GEMMS = (one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS, *ROW_SCALED))
 FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *TCGEN05_GATED, *FP4_GEMMS)
-FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_TCGEN05, *FP8_FP4_TCGEN05)
+FP8_FP4 = (*FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_FP4_MMA, *FP8_FP4_TCGEN05)
+FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4, *FP8_TCGEN05)
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 """Roles of kernels whose resources the emulator's tests check."""
 
@@ -74,6 +77,7 @@ def other_cases(every):
         *fp8_tcgen05_cases(every),
         *fp8_fp4_tcgen05_cases(every),
         *fp8_fp4_gemm_cases(every),
+        *fp8_fp4_mma_cases(every),
         *fp8_fp4_token_gemm_cases(every),
     )
     return cases if every else tuple(case for case in cases if case.role not in EMULATED)

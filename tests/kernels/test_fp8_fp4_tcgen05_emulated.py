@@ -15,13 +15,14 @@ from support.epilogues import finished, operands
 from support.expert_rows import ExpertRows
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
-from support.kernel_grid import BF16, FP16, FP32, FP8FP4Tcgen05Case
+from support.kernel_grid import BF16, FP16, FP32, FP8FP4MmaCase, FP8FP4Tcgen05Case
 from support.ptx_faults import CONVERGED, FP8_TCGEN05, MX_TCGEN05, Edit, Unfound, check_faults
 from test_fp4_tcgen05_emulated import LOOPS, NOTHING_READ
 from test_fp8_tcgen05_emulated import BLOCK, E4M3, ONE_TILE, OPERANDS, POISON, powers
 
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.prepared_scales import prepared_of_linear
 from torch_cute_ops.kernels import fp8_fp4_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -49,7 +50,7 @@ class Run(NamedTuple):
             scales, a row of activations holds a single element other than 0, so that no sum is rounded.
     """
 
-    case: FP8FP4Tcgen05Case
+    case: FP8FP4Tcgen05Case | FP8FP4MmaCase
     counts: tuple[int, ...]
     n: int
     k: int
@@ -122,8 +123,11 @@ def execute(
     if is_masked and has_blocks:
         a_scale = a_scale.t().view(blocks, *lead).movedim(0, -1)
     out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
+    a_codes = a.to(E4M3)
+    if isinstance(case, FP8FP4MmaCase) and case.is_interleaved:
+        a_codes = interleave_k(a_codes).flatten(-2)
     given = fp8_fp4_tcgen05.Arguments(
-        a=a.to(E4M3).view(*lead, run.k),
+        a=a_codes.view(*lead, a_codes.shape[-1]),
         b=b[0] if is_plain else b,
         a_scale=a_scale,
         b_scale=b_scale[0] if is_plain and case.scales != "128x4" else b_scale,

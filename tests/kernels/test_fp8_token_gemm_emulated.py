@@ -1,4 +1,4 @@
-"""The kernel of FP8 GEMMs with per-token scales, executed in the PTX emulator and compared with exact sums."""
+"""Kernels of FP8 GEMMs with per-token scales, executed in the PTX emulator and compared with exact sums."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -117,6 +117,11 @@ def case(layout: str, tile: tuple[int, int, int], fast: bool, *epilogue: Any, **
     return FP8TokenGemmCase(layout, tile, fast, Epilogue(*epilogue), **hints)
 
 
+def mma(layout: str, tile_m: int, *epilogue: Any, arch: str = "sm_120a") -> FP8TokenGemmCase:
+    """Return a case of the kernel ``fp8_mma``."""
+    return FP8TokenGemmCase(layout, (tile_m,), False, Epilogue(*epilogue), arch, family="fp8_mma")
+
+
 # Runs with partial tiles, experts without rows, several tiles per CTA, more k tiles than stages, fewer k tiles than one
 # iteration of the loop, a last k tile of 64 elements, and one scale for all rows
 RUNS = [
@@ -134,6 +139,11 @@ RUNS = [
     Run(case("offsets", (128, 64, 1), True, BF16, "expert_column"), (70, 64, 3), 136, 128, 1),
     Run(case("counted", (128, 128, 1), False, BF16), (3, 130, 0, 9), 136, 192, 1, seed=3),
     Run(case("plain", (64, 64, 1), True, FP32, "one", prefetches=True), (77,), 136, 384, 4),
+    Run(mma("plain", 16, BF16, "column", BF16), (19,), 136, 704, 1, seed=None),
+    Run(mma("plain", 64, FP32, "one", FP32), (70,), 136, 192, 2, has_one_scale=True),
+    Run(mma("counted", 16, FP32, "expert_column", FP32), (17, 0, 3), 72, 320, 2, seed=1),
+    Run(mma("offsets", 64, BF16, "expert"), (65, 3), 72, 448, 1),
+    Run(mma("masked", 16, FP16, "expert_column", arch="sm_90a"), (3, 0, 20), 136, 64, 2, room=21),
 ]
 
 

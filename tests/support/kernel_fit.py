@@ -52,6 +52,7 @@ INSTRUCTIONS: dict[str, str] = {
     "fp8_wgmma": "QGMMA",
     "fp8_token_wgmma": "QGMMA",
     "fp8_tcgen05": "UTCQMMA",
+    "fp8_fp4_mma": "HMMA",
     "fp8_fp4_wgmma_ss": "QGMMA",
     "fp8_fp4_wgmma_rs": "QGMMA",
     "fp8_fp4_wgmma_codes": "QGMMA",
@@ -69,7 +70,7 @@ def instructions_of(kernel: Any, arch: str) -> set[str]:
     package, config = type(kernel).__module__.split(".")[-2], kernel.config
     if package == "fp4_mma" and config.a_layout is not None:
         return {"OMMA"}  # multiplies codes by block-scaled MMAs
-    if package == "fp8_mma" and ARCHS[arch].has_block_scaled_mma:
+    if package in ("fp8_mma", "fp8_fp4_mma") and ARCHS[arch].has_block_scaled_mma:
         return {"QMMA"}  # elsewhere ptxas converts the operands of e4m3 MMAs to 16 bits
     if getattr(config, "by_codes", False):
         return {"QGMMA"}  # a single row, whose codes are multiplied as FP8 numbers

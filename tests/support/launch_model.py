@@ -384,13 +384,15 @@ def compute_prepared(config: Any, call: Any) -> None:
     out.data[used] = grouped_token_gemm(a, weight, call.a_scale, powers, *rest)[used]
 
 
-def compute_fp8_tcgen05(config: Any, *args: Any) -> None:
+def compute_fp8_of_scales(config: Any, *args: Any) -> None:
     (compute_fp8 if config.has_blocks else compute_fp8_token)(config, *args)
 
 
-def compute_fp8_fp4_tcgen05(config: Any, *args: Any) -> None:
+def compute_fp8_fp4(config: Any, *args: Any) -> None:
     if config.has_blocks:
         return compute_fp8(config, *args)
+    if getattr(config, "is_interleaved", False):
+        return compute_fp8_fp4_token(config, *args)
     return compute_prepared(config, fp8_fp4_tcgen05.Arguments(*args))
 
 
@@ -535,10 +537,11 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "RecodeWeightKernel": compute_recoded_weight,
     "FP8FP4TokenRecodeKernel": compute_recoded_tokens,
     "FP8FP4RecodeKernel": compute_fp8,
-    "FP8MmaKernel": compute_fp8,
-    "FP8Tcgen05Kernel": compute_fp8_tcgen05,
-    "FP8FP4Tcgen05Kernel": compute_fp8_fp4_tcgen05,
-    "FP8MXFP4Tcgen05Kernel": compute_fp8_fp4_tcgen05,
+    "FP8MmaKernel": compute_fp8_of_scales,
+    "FP8FP4MmaKernel": compute_fp8_fp4,
+    "FP8Tcgen05Kernel": compute_fp8_of_scales,
+    "FP8FP4Tcgen05Kernel": compute_fp8_fp4,
+    "FP8MXFP4Tcgen05Kernel": compute_fp8_fp4,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,
     "MoeRouteIdsKernel": compute_route_ids,

@@ -21,7 +21,8 @@ def every_checked_case() -> list[KernelCase]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
     import test_compile_kernels as compiled
 
-    fp8 = (*compiled.FP8_RUNS, *compiled.FP8_FP4_RUNS, *compiled.FP8_TCGEN05, *compiled.FP8_FP4_TCGEN05)
+    fp8_fp4 = (*compiled.FP8_FP4_RUNS, *compiled.FP8_FP4_MMA, *compiled.FP8_FP4_TCGEN05)
+    fp8 = (*compiled.FP8_RUNS, *compiled.FP8_TCGEN05, *fp8_fp4)
     emulated = [run.case for run in (*compiled.FP4, *compiled.GATED, *fp8)]
     cases = (*kernel_grid.covering_cases(), *compiled.other_cases(every=False), *emulated)
     return list({case.id: case for case in cases}.values())

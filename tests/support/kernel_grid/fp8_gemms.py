@@ -11,6 +11,7 @@ from support.kernel_grid.common import ARCHS, BF16, FP32, PER_COLUMN, KernelCase
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.kernels import (
+    fp8_fp4_mma,
     fp8_fp4_recode,
     fp8_fp4_token_wgmma,
     fp8_fp4_wgmma_codes,
@@ -97,7 +98,9 @@ class FP8TokenGemmCase(KernelCase):
     Attributes:
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``.
-        fast_accum, epilogue, arch, static_weight, prefetches: fields of the configuration.
+        fast_accum, epilogue, arch, static_weight, prefetches: fields of the configuration. ``fp8_mma`` uses only the
+            epilogue.
+        family: package of the kernel.
     """
 
     layout: str
@@ -107,26 +110,30 @@ class FP8TokenGemmCase(KernelCase):
     arch: str = "sm_90a"
     static_weight: bool = False
     prefetches: bool = False
+    family: str = "fp8_token_wgmma"
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = ("fp8_token_wgmma", *hints_of(self), *["fast"] * self.fast_accum)
+        family = (self.family, *hints_of(self), *["fast"] * self.fast_accum)
+        family += ("token",) if self.family == "fp8_mma" else ()
         return "-".join((*family, self.layout, tile, epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
-        return self if self.static_weight else (self.tile, self.fast_accum, has_factors(self.epilogue), self.prefetches)
+        kind = self.family, self.arch, self.tile, self.fast_accum, has_factors(self.epilogue), self.prefetches
+        return self if self.static_weight else kind
 
     @property
     def kernel(self) -> Any:
         """Kernel, built as the op builds it."""
+        rows, arch = ExpertLayout(*FP8_LAYOUTS[self.layout]), GPU_ARCHS[self.arch]
+        given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": arch, "pdl": True}
+        if self.family == "fp8_mma":
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile[0], has_blocks=False, **given))
         config = fp8_token_wgmma.plan(
-            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
-            epilogue=self.epilogue,
+            **given,
             **dict(zip(("tile_m", "tile_n", "split_k"), self.tile, strict=True)),
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
             static_weight=self.static_weight,
             prefetches=self.prefetches,
             fast_accum=self.fast_accum,
@@ -252,6 +259,52 @@ class FP8FP4GemmCase(KernelCase):
 
 
 @dataclass(frozen=True)
+class FP8FP4MmaCase(KernelCase):
+    """A GEMM of FP8 activations and an FP4 weight by mma.sync.
+
+    Attributes:
+        layout: expert layout, a key of ``FP8_LAYOUTS``.
+        scales: scale layout of the weight, or None for per-token scales of the activations and prepared scales of the
+            weight.
+        fmt, tile_m, epilogue, arch, is_interleaved: fields of the configuration.
+    """
+
+    layout: str
+    scales: str | None
+    fmt: FP4Format
+    tile_m: int
+    epilogue: Epilogue
+    arch: str = "sm_120a"
+    is_interleaved: bool = False
+
+    @property
+    def id(self) -> str:
+        kind = self.fmt.name, self.scales or "token", *["interleaved"] * self.is_interleaved, self.layout
+        return "-".join(("fp8_fp4_mma", *kind, str(self.tile_m), epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        kind = self.fmt, self.scales is None, self.is_interleaved, self.tile_m, self.arch
+        return type(self), kind, has_factors(self.epilogue)
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel, built as the backend builds it."""
+        config = fp8_fp4_mma.plan(
+            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            epilogue=self.epilogue,
+            fmt=self.fmt,
+            layout=None if self.scales is None else SCALE_LAYOUTS[self.scales],
+            tile_m=self.tile_m,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+            is_interleaved=self.is_interleaved,
+        )
+        assert config is not None
+        return fp8_fp4_mma.FP8FP4MmaKernel(config)
+
+
+@dataclass(frozen=True)
 class RecodeCase(KernelCase):
     """The kernel that re-encodes an FP4 weight in FP8 in memory. ``overlaps`` is True if it runs while the GEMM
     runs."""
@@ -330,6 +383,10 @@ def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:
                 layout = next(layouts)
                 epilogue = next(by_column if layout == "plain" else by_expert)
                 cases.append(FP8TokenGemmCase(layout, tile, fast_accum, epilogue))
+    for tile_m, arch in itertools.product(fp8_mma.TILES, ARCHS):
+        layout = next(layouts)
+        epilogue = next(by_column if layout == "plain" else by_expert)
+        cases.append(FP8TokenGemmCase(layout, (tile_m,), False, epilogue, arch, family="fp8_mma"))
     many = (fp8_token_wgmma.MANY, 192, 1)
     return cases + [FP8TokenGemmCase("plain", many, fast, one) for fast in (False, True) for one in PER_COLUMN]
 
@@ -348,6 +405,24 @@ def fp8_fp4_token_gemm_cases(every: bool) -> list[FP8FP4TokenGemmCase]:
                 layout = next(layouts)
                 epilogue = next(by_column if layout == "plain" else by_expert)
                 cases.append(FP8FP4TokenGemmCase(fmt, layout, tile, fast_accum, epilogue))
+    return cases
+
+
+def fp8_fp4_mma_cases(every: bool) -> list[FP8FP4MmaCase]:
+    """Return cases of each tile and architecture with both formats, and of each kind of scales on one architecture or,
+    if ``every``, on each. Layouts and epilogues alternate from case to case."""
+    layouts = itertools.cycle(FP8_LAYOUTS)
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    kinds = ("128x4", False), ("linear", False), (None, False), (None, True)
+    cases = []
+    for i, (arch, tile_m, fmt) in enumerate(itertools.product(ARCHS, fp8_fp4_mma.TILES, (NVFP4, MXFP4))):
+        for j, (scales, is_interleaved) in enumerate(kinds):
+            layout = next(layouts)
+            epilogue = next(by_column if layout == "plain" else by_expert)
+            if every or (i + j) % len(kinds) == 0 or (arch == "sm_120a" and (i + j) % 2 == 0):
+                cases.append(FP8FP4MmaCase(layout, scales, fmt, tile_m, epilogue, arch, is_interleaved))
+        next(layouts)
     return cases
 
 

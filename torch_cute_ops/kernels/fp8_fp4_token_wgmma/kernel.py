@@ -9,7 +9,6 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr, range_con
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.fp8.consumers import (
@@ -17,6 +16,7 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
     Consumer,
     RegisterMma,
     Results,
+    UnitEpilogue,
     load_token_scales,
     pair,
 )
@@ -62,25 +62,6 @@ class FP8FP4TokenWgmmaKernel:
 def _weight(config: Config) -> PreparedWeight:
     """Return the weight source of a configuration."""
     return PreparedWeight(config.fmt, config.rows.is_plain, config.copied_n, config.line)
-
-
-class UnitEpilogue:
-    """Epilogue that multiplies by the product of alpha and the weight row's unit, adds the bias and rounds."""
-
-    def __init__(self, config: Config, weight: PreparedWeight):
-        self.is_plain, self.ops, self.weight = config.rows.is_plain, EpilogueOps(config.epilogue), weight
-
-    def of_tile(self, expert, tile_column, work) -> TileEpilogue:
-        """Return a function that loads alpha, bias and units for columns of a tile and applies the epilogue."""
-        owner = None if self.is_plain else expert
-        factor = self.ops.factor(work.alpha, owner)
-
-        def of_columns(column, count: int, after: int = 0) -> Finish:
-            terms = self.ops.terms(work.alpha, work.bias, column, count, work.n, owner, after)
-            units = self.weight.units(work.b_scale, expert, column, count, work.n, after)
-            return self.ops.unit_finisher(factor, terms, units)
-
-        return of_columns
 
 
 class IndexLoader:

@@ -24,7 +24,7 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, TileEpilogue
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps, Finish, TileEpilogue
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, WGMMA_M
 from torch_cute_ops.kernels.common.core.memory import load_words
 from torch_cute_ops.kernels.common.core.partial_sums import (
@@ -514,6 +514,30 @@ class GemmEpilogue:
     def of_tile(self, expert, tile_column, work) -> TileEpilogue:
         """Return a function that loads alpha and bias for columns of a tile and applies the epilogue."""
         return self.ops.of_tile(work.alpha, work.bias, work.n, None if self.config.rows.is_plain else expert)
+
+
+class UnitEpilogue:
+    """Epilogue that multiplies by the product of alpha and the weight row's unit, adds the bias and rounds.
+
+    Args:
+        config: configuration of a GEMM with prepared scales of the weight.
+        weight: ``PreparedWeight``, which loads the units.
+    """
+
+    def __init__(self, config: Any, weight: Any):
+        self.is_plain, self.ops, self.weight = config.rows.is_plain, EpilogueOps(config.epilogue), weight
+
+    def of_tile(self, expert, tile_column, work) -> TileEpilogue:
+        """Return a function that loads alpha, bias and units for columns of a tile and applies the epilogue."""
+        owner = None if self.is_plain else expert
+        factor = self.ops.factor(work.alpha, owner)
+
+        def of_columns(column, count: int, after: int = 0) -> Finish:
+            terms = self.ops.terms(work.alpha, work.bias, column, count, work.n, owner, after)
+            units = self.weight.units(work.b_scale, expert, column, count, work.n, after)
+            return self.ops.unit_finisher(factor, terms, units)
+
+        return of_columns
 
 
 def load_token_scales(row, rows, places: list, work) -> list:

@@ -92,7 +92,7 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
         ones = exponents << 3
         one_and_halves = ones + Uint32(0x04040404)
         return SharedUnit([ones, ones >> 16], [one_and_halves, one_and_halves >> 16], fits)
-    products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs(words)]
+    products = _products(words, exponent)
     more = [ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16") for product in products]
     ones = [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
     one_and_halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
@@ -121,16 +121,20 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
     """Return the decoding tables for half a k tile of one row, for the k tile's own unit ``2^exponent``. ``word`` holds
     the scale bytes."""
     if fmt == MXFP4:
-        numbers = []
-        for i in range(2):
-            byte = Int32((word >> 8 * i) & Uint32(0xFF))
-            # A scale below 2^-14 is replaced by zero, because all magnitudes times this scale round to zero.
-            half = Uint32(cutlass.max(byte - exponent - 112, Int32(0))) << 10
-            numbers.append(ptx.select(byte == Int32(0xFF), Uint32(_NAN), half) * Uint32(0x00010001))
+        numbers = [_number_of_byte(word, i, exponent) * Uint32(0x00010001) for i in range(2)]
     else:
-        products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs([word])]
+        products = _products([word], exponent)
         numbers = [ptx.both_halves(product, half) for product in products for half in range(2)]
     return [table_of(number) for number in numbers]
+
+
+def numbers_of_own_unit(words: list, exponent: Int32, fmt: FP4Format) -> list:
+    """Return the scales of a row in a k tile, divided by the k tile's own unit ``2^exponent``: two float16 numbers per
+    word, from which ``table_of`` computes tables. ``words`` holds the scale bytes."""
+    if fmt == MXFP4:
+        numbers = [_number_of_byte(words[0], i, exponent) for i in range(4)]
+        return [numbers[i] | numbers[i + 1] << 16 for i in (0, 2)]
+    return _products(words, exponent)
 
 
 def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
@@ -179,11 +183,16 @@ def table_of(number: Uint32) -> list:
 def table_of_index(index, fmt: FP4Format) -> list:
     """Return the decoding table of a block with prepared scales (``formats.prepared_scales``). ``index`` is the block's
     index."""
+    return table_of(number_of_index(index, fmt) * Uint32(0x00010001))
+
+
+def number_of_index(index, fmt: FP4Format) -> Uint32:
+    """Return the scale of a block with prepared scales, divided by the row's unit, as float16 in the low half of a
+    word."""
     # Indices are the exponent and the first bits of the mantissa of float16 numbers.
     number = Uint32(index + 1) << 10 if fmt == MXFP4 else Uint32(index + 15) << 7
     number = ptx.select(index == INDEX_NAN, Uint32(_NAN), number)
-    number = ptx.select(index == 0, Uint32(0), number & Uint32(0xFFFF))
-    return table_of(number * Uint32(0x00010001))
+    return ptx.select(index == 0, Uint32(0), number & Uint32(0xFFFF))
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:
@@ -195,6 +204,20 @@ def power_of_two(exponent: Int32) -> cutlass.Float32:
 def _pairs(words: list) -> list:
     """Convert e4m3 bytes to pairs of float16."""
     return [ptx.f16x2_of_e4m3x2(part) for word in words for part in (word, word >> 16)]
+
+
+def _number_of_byte(word: Uint32, i: int, exponent: Int32) -> Uint32:
+    """Return the MXFP4 scale in byte ``i`` of a word, divided by ``2^exponent``, as float16 in the low half of a
+    word."""
+    byte = Int32((word >> 8 * i) & Uint32(0xFF))
+    # A scale below 2^-14 is replaced by zero, because all magnitudes times this scale round to zero.
+    half = Uint32(cutlass.max(byte - exponent - 112, Int32(0))) << 10
+    return ptx.select(byte == Int32(0xFF), Uint32(_NAN), half)
+
+
+def _products(words: list, exponent: Int32) -> list:
+    """Return scales of NVFP4 divided by ``2^exponent``, as pairs of float16."""
+    return [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs(words)]
 
 
 def _inverse(exponent: Int32) -> Uint32:
