@@ -192,13 +192,18 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
     for op in ("mm_fp4_weight_only",) if arch.has_tcgen05 else ("mm_fp4", "mm_fp4_weight_only"):
         assert {chosen(op, m) for m in many} == {"wgmma" if arch.has_wgmma else "cublas"}
         assert {chosen(op, m) for m in few} <= ({"wgmma", "mma_sync"} if arch.has_wgmma else {"mma_sync"})
-    if arch.has_wgmma:
+    if not arch.has_wgmma:
+        fastest = "tcgen05" if arch.has_tcgen05 else "mma_sync"
+        assert {chosen("mm_fp8", m) for m in few} == {fastest} and {chosen("mm_fp8", m) for m in many} == {"scaled_mm"}
+        for block_size in (16, 32):
+            assert {chosen("mm_fp8_fp4", m, block_size=block_size) for m in (*few, *many)} == {fastest}
+    else:
         assert {chosen("mm_fp8_fp4", m, block_size=32) for m in few} == {"wgmma_codes"}
         assert {chosen("mm_fp8_fp4", m, block_size=16) for m in few} == {"wgmma_rs"}
     for m in (*few, *many):
         fastest = "wgmma" if arch.has_wgmma else "tcgen05" if arch.has_tcgen05 else "mma_sync"
         assert chosen("mm_fp8_block", m) == fastest
-        assert chosen("mm_fp8", m) in {fastest, "scaled_mm"} - {"mma_sync"}
+        assert chosen("mm_fp8", m) in {fastest, "scaled_mm"}
         if arch.has_wgmma:
             assert chosen("moe_fc2_fp4", m, experts=32) == "routed"
 

@@ -40,7 +40,7 @@ def samples(device: torch.device, m: int = 9, k: int = 576, **given) -> list[tup
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("backend", ["wgmma", "recode"])
+@pytest.mark.parametrize("backend", ["wgmma", "recode", "mma_sync"])
 def test_repeated_calls(backend: str) -> None:
     """Check that a call passes its operands to the kernels in the form that the kernels expect, and that a repeated
     call, which passes its tensors to the compiled function without checks, gives the same result as the first."""
@@ -70,14 +70,15 @@ def test_groups_of_k_are_compared(launches) -> None:  # noqa: F811
 
 
 @pytest.mark.usefixtures("launches")
-def test_signs_of_scales_move_to_the_codes() -> None:
+@pytest.mark.parametrize("backend", ["wgmma", "mma_sync"])
+def test_signs_of_scales_move_to_the_codes(backend: str) -> None:
     """Check calls with negative scales, which prepared scales cannot represent."""
     one = with_tokens(mm_fp8_fp4.sample("", 9, 136, 576, NVFP4, "128x4", CPU, exact=True), exact=True)
     a, b, a_scale, b_scale = one.args
     signs = (torch.randint(2, b_scale.shape) * 0x80).to(torch.uint8)
     b_scale = (b_scale.view(torch.uint8) | signs).view(b_scale.dtype)
     want = OPS["mm_fp8_fp4"].reference(a, b, a_scale, b_scale, **one.kwargs)
-    got = OPS["mm_fp8_fp4"].cuda(a, b, a_scale, b_scale, **one.kwargs, backend="wgmma")
+    got = OPS["mm_fp8_fp4"].cuda(a, b, a_scale, b_scale, **one.kwargs, backend=backend)
     assert torch.equal(got, want)
 
 

@@ -90,11 +90,11 @@ def test_backends():
     for op, sample in calls():
         problem = OPS[op].path.problem(bound(op, sample)[1])
         names = set(select.candidates(problem))
-        assert names == {"reference", "wgmma", "recode", "tcgen05"}
+        assert names == {"reference", "wgmma", "recode", "tcgen05", "mma_sync"}
         assert select.choose(problem, 9, CPU).backend.name == "reference"
         assert select.choose(problem, 9, HOPPER, "reference").backend.name == "reference"
     blocks = OPS["mm_fp8_fp4"].path.problem(bound("mm_fp8_fp4", mm_fp8_fp4.call(9, 24, device=ON_CPU))[1])
-    assert {"wgmma_ss", "wgmma_rs", "recode", "reference"} <= set(select.candidates(blocks))
+    assert {"wgmma_ss", "wgmma_rs", "recode", "mma_sync", "reference"} <= set(select.candidates(blocks))
     assert not blocks.fast_accum
 
 

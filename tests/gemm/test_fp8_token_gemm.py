@@ -11,12 +11,10 @@ from samples.mm_fp8 import sample
 from support.emulated import poisoned
 from support.gemm_problems import BF16, FP16, FP32, HOPPER, backend_for, token_problem
 from support.launch_model import launches  # noqa: F401  (a fixture)
-from support.tactics import check_every_tactic, operands_of
+from support.tactics import check_every_tactic
 
 import torch_cute_ops
 from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
-from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
@@ -95,7 +93,7 @@ def test_a_row_does_not_depend_on_other_rows(device):
 # running.
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["wgmma", "tcgen05", "scaled_mm"])
+@pytest.mark.parametrize("name", ["wgmma", "tcgen05", "mma_sync", "scaled_mm"])
 @pytest.mark.parametrize(
     ("m", "k", "fast_accum", "out_dtype"),
     [
@@ -261,27 +259,9 @@ def test_one_expert_is_the_plain_gemm(device):
     assert torch.equal(got[0], torch_cute_ops.mm_fp8(*one.args))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "masked"])
-@pytest.mark.parametrize("one_scale", [False, True])
-def test_experts_by_the_kernel_of_block_scales(layout, one_scale, monkeypatch):
-    """Check the operands that ``mm_fp8`` with ``mma_sync`` passes to the kernel for block scales. The reference
-    replaces this kernel."""
-    where = torch.device("cpu")
-    if layout == "masked":
-        one = masked("", [5, 0, 8], 8, 40, 320, where, exact=True)
-    else:
-        one = contiguous("", [5, 0, 8], 40, 320, where, exact=True, alignment=1)
-    one = with_token_scales(one, exact=True, one_a_scale=one_scale, one_b_scale=one_scale)
-    call = OPS["grouped_mm_fp8"].bind(*one.args, **one.kwargs)
-    problem = OPS["grouped_mm_fp8"].path.problem(call)
-    monkeypatch.setattr(FP8MmaSync, "launcher", lambda self, problem, *_: Reference().launcher(problem, (), HOPPER))
-    out = torch.empty(*call.a.shape[:-1], 40, dtype=BF16)
-    backend_for("mma_sync", problem).launcher(problem, None, HOPPER)(operands_of(problem, call), out)
-    assert torch.equal(out, torch_cute_ops.grouped_mm_fp8(*one.args, **one.kwargs))
-
-
 @pytest.mark.usefixtures("launches")
-def test_repeated_calls():
+@pytest.mark.parametrize("backend", ["wgmma", "mma_sync"])
+def test_repeated_calls(backend):
     """Check that a repeated call, which passes its tensors to the compiled function without checks, gives the same
     result as the first. Scales must be expanded, flattened or refused as the compiled function requires."""
     where, made = torch.device("cpu"), 0
@@ -290,7 +270,7 @@ def test_repeated_calls():
         *(("mm_fp8", one) for one in plain),
         *(("grouped_mm_fp8", one) for one in _tokens(where) if one.args[0].numel() and one.args[1].numel()),
     ):
-        kwargs = {**given.kwargs, "backend": "wgmma"}
+        kwargs = {**given.kwargs, "backend": backend}
         want = OPS[op].reference(*given.args, **given.kwargs)
         call = OPS[op].bind(*given.args, **kwargs)
         used = torch.ones(want.shape[:-1], dtype=torch.bool)

@@ -106,6 +106,8 @@ def test_some_backend_takes_every_epilogue(alpha, bias_dtype, arch):
             for dtype in (BF16, FP16, FP32)
         ),
         *(fp8_problem(rows=rows, experts=4, **of_experts) for rows in ROW_LAYOUTS[1:]),
+        *(fp8_fp4_problem(fmt, **epilogue) for fmt in (NVFP4, MXFP4)),
+        *(fp8_fp4_problem(rows=rows, experts=4, **of_experts) for rows in ROW_LAYOUTS[1:]),
         *(token_problem(rows=rows, experts=4, bias_dtype=bias_dtype) for rows in ROW_LAYOUTS[1:]),
     ):
         assert select.choose(problem, 16, target).backend.name != "reference"
@@ -186,9 +188,9 @@ def test_backends_on_a_cpu(op):
     names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "tcgen05", "mma_sync")}
     made_input = ("silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
     names |= dict.fromkeys(("mm_fp4_weight_only", *made_input), names["mm_fp4"])
-    names["mm_fp8"] = ("wgmma", "tcgen05", "scaled_mm")
+    names["mm_fp8"] = ("wgmma", "tcgen05", "mma_sync", "scaled_mm")
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
-    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode", "tcgen05")  # for NVFP4
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma_ss", "wgmma_rs", "recode", "tcgen05", "mma_sync")
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"

@@ -13,6 +13,7 @@ from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_tcgen05_gated_experts import FP4Tcgen05GatedExperts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_fp4_mma_sync import FP8FP4MmaSync, FP8FP4TokenMmaSync
 from torch_cute_ops.gemm.backends.fp8_fp4_recode import FP8FP4Recode
 from torch_cute_ops.gemm.backends.fp8_fp4_tcgen05 import FP8FP4Tcgen05, FP8FP4TokenTcgen05
 from torch_cute_ops.gemm.backends.fp8_fp4_token_recode import FP8FP4TokenRecode
@@ -58,6 +59,8 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4TokenTcgen05(),
     FP8MmaSync(),
     FP8TokenMmaSync(),
+    FP8FP4MmaSync(),
+    FP8FP4TokenMmaSync(),
     Cublas(),
     FP8ScaledMM(),
     Reference(),

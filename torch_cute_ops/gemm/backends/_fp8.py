@@ -81,8 +81,13 @@ class FP8Backend(Backend):
         """Return (compiled function, number of CTAs to launch, True if the kernel prefetches) for a tactic."""
         assert target.arch is not None
         (kernel,) = self.kernels(problem, tactic, target.arch)
-        function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
-        return function, tile.clusters(target.sms) * tile.cluster, kernel.config.prefetches
+        function = compile_kernel(kernel, target.arch)
+        return function, self.ctas(problem, tactic, target), kernel.config.prefetches
+
+    def ctas(self, problem: GemmProblem, tactic: Any, target: Target) -> int:
+        """Return the number of CTAs that run at the same time."""
+        tile = self.tile(tactic)
+        return tile.clusters(target.sms) * tile.cluster
 
     def checks_operands(self, problem: GemmProblem, tactic: Any) -> bool:
         return True

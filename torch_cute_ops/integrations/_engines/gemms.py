@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from torch_cute_ops import registry
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn import QuantLinear
@@ -102,16 +101,6 @@ def product_of(form: Form) -> "_Product":
         return _FP8(form.backend, form.has_input_scale)
     of: dict[str, Callable[[str, str], _Product]] = {"16bit": _FP4WeightOnly, "fp4": _FP4, "fp8": _FP8FP4}
     return of[form.activations](form.backend, form.scheme)
-
-
-def has_kernels(form: Form, arch: str) -> bool:
-    """Return True if kernels for an architecture compute every op of the form's product that is a GEMM."""
-    for op, properties in form.calls(1):
-        if registry.OPS[op].has_backends:
-            reasons = registry.backends(op, arch, **properties)
-            if all(reason is not None for name, reason in reasons.items() if name != "reference"):
-                return False
-    return True
 
 
 def tensors_of(module: QuantLinear) -> Mapping[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_cute_ops.checkpoint._layers import READ, Field
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.formats.fp4 import decode_e2m1, decode_ue8m0, unpack_e2m1
-from torch_cute_ops.integrations._engines.gemms import Form, Gemm, has_kernels, tensors_of
+from torch_cute_ops.integrations._engines.gemms import Form, Gemm, tensors_of
 from torch_cute_ops.integrations._engines.invariant import backend_of, gemm_of
 from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
@@ -247,11 +247,6 @@ class LinearMethod:
         has_input_scale = has_input_scale and activations != "16bit" and fmt != "mxfp4"
         form = Form(fmt, activations, sum(parts), k, len(parts), has_input_scale, dtype, has_bias)
         arch = arch_of(device)
-        if activations == "fp8" and fmt in FP4_FORMATS and arch is not None and not has_kernels(form, arch):
-            self.engine.warn(
-                f"no kernel for {arch} multiplies FP8 activations by FP4 weights; activations stay in 16 bits"
-            )
-            form = dataclasses.replace(form, activations="16bit")
         if self._is_invariant and self._reason_decoded(form) is None:
             form = dataclasses.replace(form, backend=backend_of(form, arch))
         return form
