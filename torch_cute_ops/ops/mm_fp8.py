@@ -51,7 +51,8 @@ def mm_fp8(
         fast_accum: False to add partial sums of at most 512 elements of K in fp32, True to accumulate all of K in the
             tensor cores, which keep about 14 bits. Sums of terms of one sign then come out too small: on an H200 by 5.7
             % for K = 4,096 and by 18.7 % for K = 14,336, compared with 0.2 % without ``fast_accum``. On Gaussian data
-            they are off by 0.03 % or less. The corresponding argument in PyTorch is ``use_fast_accum``. On data-center
+            they are off by 0.03 % or less. The corresponding argument in PyTorch is ``use_fast_accum``. The backend
+            ``mma_sync`` ignores ``fast_accum`` and adds partial sums of 128 elements in fp32. On data-center
             Blackwell, the backend ``tcgen05`` ignores ``fast_accum``: it accumulates in fp32 in tensor memory, over all
             of K or, with split-K, over a CTA's range of K. The error of this sum has not been measured.
         out: contiguous (M, N) tensor to write the result into.
