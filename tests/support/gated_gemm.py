@@ -10,8 +10,7 @@ from support.emulated import CPU, POISON, poisoned, written_late
 from support.kernel_grid import FP32, GatedExpertsCase, Tcgen05GatedCase
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear
-from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
-from torch_cute_ops.kernels.fp4_gated_experts import Arguments
+from torch_cute_ops.kernels.common.experts.gated_layouts import Arguments, GatedEpilogue
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS

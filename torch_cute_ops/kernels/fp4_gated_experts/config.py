@@ -1,12 +1,11 @@
 """Configuration of the FP4 GEMM over experts with a gate. No device code."""
 
-from collections import namedtuple
 from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
 from torch_cute_ops.kernels.common.core.layouts import WARP_MMA_TILE_M, WGMMA_M, first_fit
-from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
+from torch_cute_ops.kernels.common.experts.gated_layouts import Arguments, GatedEpilogue
 from torch_cute_ops.kernels.common.experts.layouts import (
     MAX_SCANNED_TOKENS,
     TokenListLayout,
@@ -20,6 +19,8 @@ from torch_cute_ops.kernels.common.fp4.layouts import (
     reason_undecodable,
 )
 from torch_cute_ops.runtime.arch import Arch
+
+__all__ = ["Arguments", "Config", "GatedEpilogue", "plan"]
 
 CONSUMER_WARPS: Final = 16
 """Usual number of consumer warps of a CTA."""
@@ -53,35 +54,6 @@ MAX_TWO_ACC_TILE_M: Final = {True: 24, False: 16}
 """Largest ``tile_m`` for which two sets of accumulators fit into registers, with setmaxnreg and without."""
 TOKEN_GAP_BYTES: Final = 64
 """Number of bytes between the tokens of a stage for mma.sync, to avoid bank conflicts."""
-
-
-class Arguments(
-    namedtuple(
-        "Arguments",
-        "a a_scale b b_scale routing alpha bias global_scale row_scale "
-        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
-    )
-):
-    """Run-time arguments, in order, for M rows of activations, H elements of k, and E experts with I columns each.
-
-    Attributes:
-        a, a_scale: activations, as ``FP4Operands`` describes them.
-        b: (E, H / 2, 2 · I) uint8 FP4 codes, the transposed view of a contiguous weight. In each expert, the columns of
-            the gate precede the columns of up.
-        b_scale: block scales of ``b``: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
-        routing: (M, E) float32 with any strides. Pairs with a factor of zero are not computed.
-        alpha: (E,) float32 factors, or (E, 2) for gate and up, or None.
-        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``, or None.
-        global_scale: (1,) or (E,) float32 encode scale of the result, or None.
-        row_scale: (M,) float32 factors of the rows, or None.
-        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
-            no limit.
-        y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed tokens.
-        scale: block scales of ``y``, or None for 16 bits. They are written for routed tokens, and their padding is
-            zeroed.
-        workspace: ``Config.workspace_bytes`` uint8, written.
-        num_ctas: int32, number of CTAs per token block.
-    """
 
 
 @dataclass(frozen=True)

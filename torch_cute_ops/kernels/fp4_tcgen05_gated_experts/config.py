@@ -1,6 +1,5 @@
 """Configuration of the FP4 GEMM over experts with a gate, by tcgen05. No device code."""
 
-from collections import namedtuple
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,8 +13,10 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
     BlockScaledStage,
     with_most_stages,
 )
-from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
+from torch_cute_ops.kernels.common.experts.gated_layouts import Arguments, GatedEpilogue
 from torch_cute_ops.runtime.arch import Arch
+
+__all__ = ["Arguments", "Config", "GatedEpilogue", "plan"]
 
 TILES_N: Final = (64, 128, 256)
 """Supported ``tile_n``, the number of weight rows of an n tile: half gate, half up."""
@@ -27,42 +28,13 @@ LIST_THREADS: Final = MAX_EXPERTS
 """Number of threads of a CTA that lists touched m tiles: one for each expert that may exist."""
 
 
-class Arguments(
-    namedtuple(
-        "Arguments",
-        "a a_scale b b_scale routing alpha bias global_scale row_scale "
-        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
-    )
-):
-    """Run-time arguments, in order, for M rows of activations, H elements of k in blocks of B, and E experts with I
-    columns each. I is a multiple of 64 and of ``tile_n / 2``. H is a multiple of 64, and with linear scales of 4 · B.
-
-    Attributes:
-        a: (M, H/2) uint8 FP4 codes.
-        a_scale: block scales of ``a``: (M, H/B) if linear, the shape ``ScaleLayout.shape`` if tiled.
-        b: (E, H/2, 2 · I) uint8 FP4 codes, the transposed view of a stack of row-major weights. In each expert, the
-            columns of the gate precede the columns of up.
-        b_scale: block scales of ``b``, in the same layout as ``a_scale``: linear (E, 2 · I, H/B), contiguous, or tiled
-            over (E · 2 · I, H).
-        routing: (M, E) float32 with any strides. Pairs with a factor of zero are not written.
-        alpha: (E,) float32 factors, or (E, 2) for gate and up, or None.
-        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``, or None.
-        global_scale: (1,) or (E,) float32 encode scale of the result, or None.
-        row_scale: (M,) float32 factors of the rows, or None.
-        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
-            no limit.
-        y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed pairs.
-        scale: block scales of ``y``, or None for 16 bits. They are written for routed pairs, and their padding is
-            zeroed.
-        workspace: ``Config.workspace_bytes`` uint8, written.
-        num_ctas: int32, number of persistent CTAs: the number of SMs.
-    """
-
-
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
     """Static properties of the FP4 GEMM over experts with a gate, by tcgen05. M, H, I and the number of experts are
     run-time values.
+
+    I is a multiple of 64 and of ``tile_n / 2``. H is a multiple of 64 and, with linear scales of B elements per block,
+    of 4 · B.
 
     Attributes:
         fmt, layout: format and scale layout of both operands.

@@ -1,5 +1,6 @@
-"""Host side of the epilogue with a gate. No device code."""
+"""Host side of GEMMs over experts with a gate: their arguments and epilogue. No device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,37 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.gates import GemmGate
+
+
+class Arguments(
+    namedtuple(
+        "Arguments",
+        "a a_scale b b_scale routing alpha bias global_scale row_scale "
+        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace num_ctas",
+    )
+):
+    """Run-time arguments of a kernel, in order, for M rows of activations, H elements of k in blocks of B, and E
+    experts with I columns each.
+
+    Attributes:
+        a: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.
+        a_scale: block scales of ``a``, linear (M, H/B) or tiled, or None for 16 bits.
+        b: (E, H / 2, 2 · I) uint8 FP4 codes, the transposed view of a stack of row-major weights. In each expert, the
+            columns of the gate precede the columns of up.
+        b_scale: block scales of ``b``: linear (E, 2 · I, H / B), contiguous, or tiled over (E · 2 · I, H).
+        routing: (M, E) float32 factors with any strides. Pairs with a factor of zero are not written.
+        alpha: (E,) float32 factors, or (E, 2) for gate and up, or None.
+        bias: (E, 2 · I) in float32 or 16 bits, added after the multiplication by ``alpha``, or None.
+        global_scale: (1,) or (E,) float32 encode scale of the result, or None.
+        row_scale: (M,) float32 factors of the rows, or None.
+        swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
+            no limit.
+        y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed pairs.
+        scale: block scales of ``y``, or None for 16 bits. They are written for routed pairs, and their padding is
+            zeroed.
+        workspace: ``Config.workspace_bytes`` uint8, written.
+        num_ctas: int32, number of CTAs of the GEMM, per token block if the kernel's grid has token blocks.
+    """
 
 
 @dataclass(frozen=True)
