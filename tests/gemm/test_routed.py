@@ -69,8 +69,10 @@ def test_choices(arch: Arch, sizes: tuple[int, int, int]) -> None:
         assert gated_weight_only == "routed"
         assert weight_only == ("wgmma" if arch.has_wgmma and m >= 64 and sizes is MIXTRAL else "routed")
         if arch.has_tcgen05:
-            # With many tokens and few of them per expert, tcgen05 reads each weight once per 128 tokens.
-            assert gated == both == ("routed" if sizes is DEEPSEEK and m >= 256 else "tcgen05")
+            # With many tokens and few of them per expert, tcgen05 reads each weight once per 128 tokens. With 256
+            # tokens, both estimates are about equal.
+            names = {256: {"tcgen05", "routed"}, 1024: {"routed"}} if sizes is DEEPSEEK else {}
+            assert {gated, both} <= names.get(m, {"tcgen05"})
         else:
             assert (gated, both) == (gated_weight_only, weight_only)
 

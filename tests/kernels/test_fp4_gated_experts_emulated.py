@@ -202,6 +202,31 @@ WARPS = [
         ),
         *(25, 512, 2, 64, "dense", 2, 8),
     ),
+    # 24 warps with 80 registers each; the widest tile with 16 warps; 8 consumer warps with setmaxnreg
+    Gated(
+        gated(
+            *(BF16, MXFP4, "128x4", None, 32, 8, 32),
+            epilogue=(BF16, None, None, None, None, "swiglu"),
+            arch=DESKTOP,
+        ),
+        *(3, 576, 3, 64, "few", 2, 9),
+    ),
+    Gated(
+        gated(
+            *(BF16, NVFP4, "128x4", None, 256, 32, 32),
+            epilogue=(BF16, None, "expert", None, None, "swiglu"),
+            arch=DESKTOP,
+        ),
+        *(32, 544, 1, 128, "dense", 2, 10),
+    ),
+    Gated(
+        gated(
+            *(FP16, NVFP4, "linear", None, 64, 32, 32),
+            epilogue=(FP16, None, None, None, None, "swiglu"),
+            arch=DATA_CENTER,
+        ),
+        *(32, 512, 2, 64, "dense", 2, 11),
+    ),
 ]
 EVERY = (*GATED, *WARPS)
 

@@ -47,7 +47,7 @@ _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 
 MOST_FEW: Final = 512
 """Largest number of tokens for which only routed pairs are computed: one token block of the kernel that lists each
-expert's tokens. Each additional token block would read the weights again."""
+expert's tokens. Each additional token block reads the weights again. On desktop Blackwell, token blocks are smaller."""
 
 
 def few_tokens(width: int) -> int:

@@ -20,6 +20,9 @@ eight (measured on an H200)."""
 WARP_MMA_FLOPS_PER_CLOCK = 2048.0
 """Highest assumed rate of mma.sync with 16-bit operands, FLOP per SM and clock: the rate of an A100, by its data sheet.
 The data sheets of data-center Blackwell give only the rate of tcgen05."""
+SMEM_BYTES_PER_CLOCK = 128.0
+"""Bandwidth of an SM's shared memory, bytes per clock (CUDA C++ Programming Guide, "Shared Memory": 32 banks of 4
+bytes)."""
 HALF_K_TILE_SLOWDOWN = 1.2
 """Factor on the time if k tiles have half the width (measured on an H200 with the second GEMM)."""
 FIXED_SECONDS = 6e-6
@@ -46,7 +49,8 @@ def clocks_per_weight(tile_m: int, arch: Arch) -> float:
     if arch.has_wgmma:
         return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
     rate = TENSOR_CORE_EFFICIENCY * min(arch.flops_per_clock, WARP_MMA_FLOPS_PER_CLOCK)
-    return overlapped(DECODE_CLOCKS, 2 * tile_m / rate, order=2)
+    # A warp reads the activations of all tokens from shared memory, two bytes each, for every 16 rows of the weight.
+    return overlapped(DECODE_CLOCKS, 2 * tile_m / rate, 2 * tile_m / 16 / SMEM_BYTES_PER_CLOCK, order=2)
 
 
 @functools.cache

@@ -26,15 +26,16 @@ Roles in a CTA of the second kernel, which computes one work tile at a time:
    the m tile's tokens by bulk copies for mma.sync, and by ``cp.async`` into the swizzled operand for wgmma. One or two
    k tiles later, the producer waits for the ``cp.async`` copies of a k tile, executes a fence, and arrives at the k
    tile's full barrier. If no stage is empty, the producer does this at once for all k tiles whose copies have started.
-2. 16 consumer warps multiply. Each warp multiplies the k tiles of one pipeline by 16 rows of the weight: 8 rows of gate
-   and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, and on GPUs without wgmma,
-   each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and multiplies it by each eight tokens.
+2. 8 or 16 consumer warps multiply. Each warp multiplies the k tiles of one pipeline by 16 rows of the weight: 8 rows of
+   gate and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, and on GPUs without
+   wgmma, each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and multiplies it by each eight
+   tokens.
    For more tokens on Hopper, four warps form a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
 | pipeline | gate, up, activations | producer warp | consumer warps | 3 | n_warps | stages |
-| turns | accumulators in shared memory | previous warp of the chain | next warp | 1 | - | 16 |
+| turns | accumulators in shared memory | previous warp of the chain | next warp | 1 | - | consumer_warps |
 
 A warp accumulates a part of k in registers. All warps with the same rows form a *chain*, in the order of the pipelines.
 Each warp adds its accumulators to the sum of earlier warps and earlier parts, and stores the sum in shared memory for
@@ -43,8 +44,8 @@ results through shared memory, quantise whole blocks, and store them.
 
 Blackwell: activations are always copied for mma.sync. If two stages per pipeline do not fit into shared memory, as on
 desktop Blackwell with its 99 KB, k tiles have 128 elements, or a CTA has 8 consumer warps and half of the pipelines.
-Desktop Blackwell has no setmaxnreg: with 16 consumer warps, all warps have 96 registers, so values that depend only on
-the lane are computed again for each work tile. The kernels have run on Blackwell only in the PTX emulator.
+Desktop Blackwell has no setmaxnreg: with 16 consumer warps, all warps have at most 96 registers, so values that depend
+only on the lane are computed again for each work tile. The kernels have run on Blackwell only in the PTX emulator.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 
