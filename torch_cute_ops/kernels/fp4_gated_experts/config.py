@@ -52,6 +52,8 @@ MAX_LIST_CTAS: Final = 64
 BARRIER_BYTES: Final = 512
 MAX_TWO_ACC_TILE_M: Final = {True: 24, False: 16}
 """Largest ``tile_m`` for which two sets of accumulators fit into registers, with setmaxnreg and without."""
+MAX_EARLY_TERMS_TILE_M: Final = 24
+"""Largest ``tile_m`` for which warps that issue the MMAs have registers for the factors and biases of a work tile."""
 TOKEN_GAP_BYTES: Final = 64
 """Number of bytes between the tokens of a stage for mma.sync, to avoid bank conflicts."""
 
@@ -145,6 +147,14 @@ class Config:
     def registers(self) -> tuple[int, int] | None:
         """Numbers of registers per thread, for (consumer warps, other warps), or None without setmaxnreg."""
         return REGISTERS[self.consumer_warps, self.producer_warps] if self.has_setmaxnreg else None
+
+    @property
+    def loads_terms_late(self) -> bool:
+        """True if the factors and biases of a work tile are loaded after its accumulators are complete.
+
+        Otherwise they are loaded before, to hide their latency. In large tiles of kernels by warps, they would spill.
+        """
+        return self.by_warp and self.tile_m > MAX_EARLY_TERMS_TILE_M
 
     @property
     def arranged(self) -> ActivationLayout:

@@ -277,7 +277,7 @@ class FP4GatedExpertsKernel:
         num_ctas, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         experts = routing.shape[1]
-        width = outputs.y.shape[1] * (2 if const_expr(self.epilogue.is_fp4) else 1) // experts
+        width = self._width(outputs.y, experts)
         n_tiles = width // c.out_columns
         siblings = Int32(max(1, SCALE_TILE_ROWS // c.out_columns))
         siblings = ptx.select((n_tiles % siblings == 0) & (num_ctas % siblings == 0), siblings, Int32(1))
@@ -322,6 +322,9 @@ class FP4GatedExpertsKernel:
             smem.m_tiles,
             waits=c.pdl and not c.scans,
         )
+        if const_expr(not c.has_wgmma):
+            # While the m tiles are listed, registers are short. So compute this number again.
+            work = work._replace(width=self._width(outputs.y, ptx.opaque(experts)))
         # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes them
         # before its other work. Therefore a CTA waits only for CTAs with lower indices.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
@@ -345,6 +348,10 @@ class FP4GatedExpertsKernel:
                 threads, grid_cta = Int32(c.consumer_warps * WARP), block_index * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)
             self._consume(warp, tid, work, smem)
+
+    def _width(self, y, experts):
+        """Return the number of an expert's columns in the result ``y``."""
+        return y.shape[1] * (2 if self.epilogue.is_fp4 else 1) // experts
 
     def _allocate(self) -> Smem:
         c = self.config
@@ -565,7 +572,9 @@ class FP4GatedExpertsKernel:
             own = self._recomputed(consumer)
             exists = own.is_last & (own.lane < m_tiles.counts[index] - position)
             token_word = self._load_token_word(work, expert, position, own.lane, exists)
-            terms = self.epilogue.terms(expert, first_column, work, own)
+            terms = None
+            if const_expr(not c.loads_terms_late):
+                terms = self.epilogue.terms(expert, first_column, work, own)
             for k_split in range(work_tile.k_begin, work_tile.k_end):
                 if const_expr(c.by_warp or c.k_tiles // c.split_k < c.pipelines):
                     acc.fill(0.0)
@@ -596,7 +605,10 @@ class FP4GatedExpertsKernel:
                 start_column = expert * work.width + first_column
                 own = self._recomputed(consumer)
                 token = ptx.select(exists, self._token_from_word(token_word, work, position, own.lane), Int32(-1))
-                self.epilogue.store_work_tile(acc, token, terms, start_column, own, smem.values, work.outputs)
+                late = terms
+                if const_expr(c.loads_terms_late):
+                    late = self.epilogue.terms(expert, first_column, work, own)
+                self.epilogue.store_work_tile(acc, token, late, start_column, own, smem.values, work.outputs)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
