@@ -67,7 +67,10 @@ names. All other packages use no tensor cores."""
 
 def instructions_of(kernel: Any, arch: str) -> set[str]:
     """Return the names of the tensor-core instructions that the machine code of a kernel must contain."""
-    package, config = type(kernel).__module__.split(".")[-2], kernel.config
+    *_, package, module = type(kernel).__module__.split(".")
+    config = kernel.config
+    if module == "weight_kernel":
+        return set()  # decodes a weight for the GEMM of its package
     if package == "fp4_mma" and config.a_layout is not None:
         return {"OMMA"}  # multiplies codes by block-scaled MMAs
     if package in ("fp8_mma", "fp8_fp4_mma") and ARCHS[arch].has_block_scaled_mma:
