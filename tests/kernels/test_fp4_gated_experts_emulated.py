@@ -202,7 +202,7 @@ WARPS = [
         ),
         *(25, 512, 2, 64, "dense", 2, 8),
     ),
-    # 24 warps with 80 registers each; the widest tile with 16 warps; 8 consumer warps with setmaxnreg; 1,024 experts
+    # 24 warps with 80 registers each; the widest tile with 16 warps; 8 consumer warps with setmaxnreg
     Gated(
         gated(
             *(BF16, MXFP4, "128x4", None, 32, 8, 32),
@@ -226,14 +226,6 @@ WARPS = [
             arch=DATA_CENTER,
         ),
         *(32, 512, 2, 64, "dense", 2, 11),
-    ),
-    Gated(
-        gated(
-            *(BF16, NVFP4, "128x4", None, 64, 8, 16),
-            epilogue=(BF16, None, None, None, None, "silu"),
-            **{"max_experts": 1024, "arch": DESKTOP},
-        ),
-        *(2, 64, 520, 64, "few", 3, 12),
     ),
 ]
 EVERY = (*GATED, *WARPS)
