@@ -30,6 +30,9 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
     StaticCache,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    T5GemmaModuleConfig,
 )
 from transformers.models.llama import modeling_llama
 
@@ -345,6 +348,22 @@ class Rescaled(modeling_llama.LlamaAttention):
         return modeling_llama.LlamaAttention.forward(self, *given, cache=cache, **kwargs)
 
 
+class TwoInputs(modeling_llama.LlamaAttention):
+    """Attention whose keys are projected from another tensor than queries and values."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(-hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        found, weights = attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(found.flatten(2)), weights
+
+
 ALL_ATTENTION_FUNCTIONS, eager_attention_forward = AttentionInterface(), modeling_llama.eager_attention_forward
 
 
@@ -396,6 +415,54 @@ def test_blocks_that_stay(case):
     assert "model.layers.0.self_attn" in left
     if len(left) == 2:
         assert torch.equal(logits(model, dynamic_cache(config)), want)
+
+
+def test_cross_attention():
+    """Check that projections of cross-attention stay separate, because k and v get the encoder's result, and that only
+    blocks that change are merged."""
+    modules = {
+        name: T5GemmaModuleConfig(**SIZES, head_dim=64, query_pre_attn_scalar=64) for name in ("encoder", "decoder")
+    }
+    torch.manual_seed(0)
+    model = T5GemmaForConditionalGeneration(T5GemmaConfig(**modules, vocab_size=96)).bfloat16().eval()
+    quantize_(model.requires_grad_(False), "nvfp4")
+
+    @torch.no_grad()
+    def run(each: nn.Module) -> torch.Tensor:
+        return each(input_ids=IDS, decoder_input_ids=IDS[:, :5]).logits.double()
+
+    want = run(model)
+    fused = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"layers\.0\.cross_attn.*: its forward takes hidden_states, attention_mask"):
+        fuse_attention_(fused)
+    assert len(summary(fused).replaced) == 4 and len(summary(fused).left) == 2
+    for layer in fused.model.decoder.layers:
+        assert {"q_proj", "k_proj", "v_proj"} <= {*layer.cross_attn._modules}
+        assert "qkv_proj" in layer.self_attn._modules and "gate_proj" in layer.mlp._modules
+    assert error(run(fused), want) < 0.02
+
+
+def test_projections_that_cannot_be_merged():
+    """Check that layers with different inputs, hooks or activations stay separate, and that their blocks still run."""
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 3})
+    model = from_config(config, device="cpu", merge=False)
+    first, second, third = (layer.self_attn for layer in model.model.layers)
+    first.__class__ = TwoInputs
+    want = logits(model, dynamic_cache(config))
+    second.v_proj.register_forward_hook(lambda *_: None)
+    third.k_proj.activations = "fp4"
+    with pytest.warns(UserWarning) as told:
+        fuse_attention_(model)
+    third.k_proj.activations = third.q_proj.activations
+    for i, reason in enumerate(
+        (
+            "its forward refuses a trial: RuntimeError: qkv_proj merges layers that were called with different inputs",
+            "of its v_proj: a forward hook is registered on it",
+            "q_proj, k_proj and v_proj cannot be merged",
+        )
+    ):
+        assert f"model.layers.{i}.self_attn: {reason}" in str(told[0].message)
+    assert torch.equal(logits(model, dynamic_cache(config)), want)
 
 
 def test_unquantised_layers():

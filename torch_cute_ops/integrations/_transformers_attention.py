@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from torch_cute_ops.integrations._transformers_attention_trial import CACHE_NAMES, Block, found_block
+from torch_cute_ops.integrations._transformers_attention_trial import CACHE_NAMES, MERGED_QKV, Block, found_block
 from torch_cute_ops.nn import QuantLinear, _names
 from torch_cute_ops.nn._qkv_steps import PARTS
 from torch_cute_ops.nn._straight_through import needs_gradient
@@ -46,14 +46,14 @@ def fuse_attention_(model: Any) -> Any:
 
     Args:
         model: model of transformers with layers of this package, such as after
-            :func:`torch_cute_ops.nn.quantize_`. Layers q, k and v are merged by :func:`torch_cute_ops.nn.merge_`.
+            :func:`torch_cute_ops.nn.quantize_`. In a block that changes, :func:`torch_cute_ops.nn.merge_` merges
+            q, k and v.
 
     Returns:
         ``model``. A warning names the attention blocks that stay unchanged, except blocks without a rotary embedding
         if others changed. Call the function before :func:`torch_cute_ops.nn.warmup`, which compiles the op's kernel,
         and before ``torch.compile``.
     """
-    merge_(model, {"qkv_proj": _names.MERGED["qkv_proj"]})
     replaced: dict[str, str] = {}
     left: dict[str, str] = {}
     surprising: set[str] = set()
@@ -66,9 +66,12 @@ def fuse_attention_(model: Any) -> Any:
             replaced[name] = f"{kind} with qkv_norm_rope_append"
             continue
         decoder = _decoder_of(model, name)
-        found = _reason_unmerged(module) or _names.reason_bound(module) or found_block(module, decoder)
-        if isinstance(found, str) or decoder is None:
-            left[name] = str(found)
+        found = _reason_unlike(module) or _names.reason_bound(module) or found_block(module, decoder)
+        if not isinstance(found, str):
+            # Only now, because layers of other blocks, as in cross-attention, can have different inputs.
+            merge_(module, dict(MERGED_QKV))
+        if isinstance(found, str) or decoder is None or "qkv_proj" not in module._modules:
+            left[name] = found if isinstance(found, str) else "q_proj, k_proj and v_proj cannot be merged"
             if decoder is not None:
                 surprising.add(name)
             continue
@@ -104,15 +107,22 @@ def _decoder_of(model: nn.Module, name: str) -> nn.Module | None:
     return next((each for each in around if isinstance(each._modules.get("rotary_emb"), nn.Module)), None)
 
 
-def _reason_unmerged(module: nn.Module) -> str | None:
-    """Return the reason why a block has no merged projection of q, k and v, or None if it has one."""
+def _reason_unlike(module: nn.Module) -> str | None:
+    """Return the reason why a block's projections of q, k and v cannot be one layer, or None if they can."""
     projection = module._modules.get("qkv_proj")
-    if projection is None:
-        apart = [name for name in _names.MERGED["qkv_proj"] if not isinstance(module._modules[name], QuantLinear)]
-        return f"{', '.join(apart)} not quantised" if apart else "q_proj, k_proj and v_proj cannot be merged"
-    if not isinstance(projection, QuantLinear):
-        return "qkv_proj is not quantised"
-    return None if len(projection.parts) == PARTS else "qkv_proj does not merge q_proj, k_proj and v_proj"
+    if projection is not None:
+        if not isinstance(projection, QuantLinear):
+            return "qkv_proj is not quantised"
+        return None if len(projection.parts) == PARTS else "qkv_proj does not merge q_proj, k_proj and v_proj"
+    layers: dict[str, Any] = {name: module._modules[name] for name in _names.MERGED["qkv_proj"]}
+    apart = [name for name, layer in layers.items() if not isinstance(layer, QuantLinear)]
+    if apart:
+        return f"{', '.join(apart)} not quantised"
+    for name, layer in layers.items():
+        reason = "it merges layers" if len(layer.parts) != 1 else _names.reason_bound(layer)
+        if reason is not None:
+            return f"of its {name}: {reason}"
+    return None
 
 
 class Tables:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from torch_cute_ops.nn._names import reason_bound
+from torch_cute_ops.nn._names import MERGED, reason_bound
 from torch_cute_ops.nn._qkv_steps import QkvSteps
+from torch_cute_ops.nn.merging import Groups, merging
 from torch_cute_ops.ops.qkv_norm_rope_append import HEAD_DIMS
 
 _RECORDER: Final = "torch_cute_ops_trial"
@@ -42,9 +43,11 @@ _TABLES: Final = (("in halves", False), ("in pairs", True), ("in halves", True),
 """Formulas of the rotation to try, as pairs (table, interleaved). Tables repeat the cosines in a second half, as in
 Llama; in pairs, as in Cohere; or contain them once, as in gpt-oss."""
 _BATCH: Final = 2
-_LAYERS: Final = ("qkv_proj", "o_proj", "q_norm", "k_norm")
+MERGED_QKV: Final[Groups] = (("qkv_proj", MERGED["qkv_proj"]),)
+"""Layers that a block's projection of q, k and v merges."""
+_NORMS: Final = ("q_norm", "k_norm")
+_LAYERS: Final = ("qkv_proj", *MERGED["qkv_proj"], "o_proj", *_NORMS)
 """Layers that a block may contain."""
-_NORMS: Final = _LAYERS[2:]
 _PROBE: Final = "torch_cute_ops_probe"
 """Name of an argument that the block must pass on to attention."""
 _CASES: Final = ((3, True), (1, True), (2, False))
@@ -93,11 +96,11 @@ class Block(NamedTuple):
 
 
 def found_block(module: nn.Module, decoder: nn.Module | None) -> Block | str:
-    """Describe an attention block with a merged ``qkv_proj``, or return the reason why the op does not compute its
-    steps.
+    """Describe an attention block, or return the reason why the op does not compute its steps.
 
     Args:
-        module: attention block.
+        module: attention block with quantised layers ``q_proj``, ``k_proj`` and ``v_proj``, or with a ``qkv_proj`` that
+            merges them. Separate layers are merged in the copy that runs, and stay as they are in ``module``.
         decoder: module with the block's ``rotary_emb``, or None.
     """
     if decoder is None:
@@ -127,8 +130,9 @@ def _tried(module: Any, rotary: Any) -> Block:
     head_dim = module.head_dim
     if head_dim not in HEAD_DIMS:
         raise _Unlike(f"its heads have {head_dim} elements; expected {', '.join(map(str, HEAD_DIMS))}")
-    if any(part % head_dim for part in module.qkv_proj.parts):
-        raise _Unlike(f"qkv_proj computes {module.qkv_proj.parts} columns; expected multiples of {head_dim}")
+    parts, _ = _sizes(module)
+    if any(part % head_dim for part in parts):
+        raise _Unlike(f"q, k and v contain {parts} columns; expected multiples of {head_dim}")
     more = [name for name, _ in module.named_parameters() if name.split(".")[0] not in (*_LAYERS, name)]
     if more:
         raise _Unlike(f"it contains {', '.join(more)}")
@@ -145,6 +149,14 @@ def _tried(module: Any, rotary: Any) -> Block:
         trial.compare(found)
     assert found is not None
     return found
+
+
+def _sizes(module: Any) -> tuple[tuple[int, ...], int]:
+    """Return the columns of q, k and v that a block projects its input to, and the number of input features."""
+    if "qkv_proj" in module._modules:
+        return (*module.qkv_proj.parts,), module.qkv_proj.in_features
+    layers = [getattr(module, name) for name in MERGED["qkv_proj"]]
+    return tuple(layer.out_features for layer in layers), layers[0].in_features
 
 
 class _Projection(nn.Module):
@@ -185,11 +197,12 @@ class _Trial:
 
     def __init__(self, module: Any, rotary: Any, tokens: int, cache_name: str, has_cache: bool) -> None:
         self.head_dim, self.cache_name = module.head_dim, cache_name
-        self.q_heads, kv_heads, _ = (part // self.head_dim for part in module.qkv_proj.parts)
+        parts, features = _sizes(module)
+        self.q_heads, kv_heads, _ = (part // self.head_dim for part in parts)
         lead = (_BATCH, tokens)
         scales = torch.tensor(_MAGNITUDES[-_BATCH * tokens :], dtype=torch.float64).view(*lead, 1)
-        self.qkv = _numbers(*lead, sum(module.qkv_proj.parts)) * scales
-        self.hidden = _numbers(*lead, module.qkv_proj.in_features)
+        self.qkv = _numbers(*lead, sum(parts)) * scales
+        self.hidden = _numbers(*lead, features)
         self.tables = _tables(module, rotary, tokens)
         self.attended = _numbers(*lead, self.q_heads, self.head_dim)
         self.result = _numbers(*lead, module.o_proj.out_features)
@@ -197,7 +210,7 @@ class _Trial:
         new = [_numbers(_BATCH, kv_heads, tokens + 2, self.head_dim) for _ in range(2)]
         self.cache = _Cache(*new) if has_cache else None
         projections: dict[str, nn.Module] = {
-            "qkv_proj": _Projection(self.qkv, module.qkv_proj.parts),
+            "qkv_proj": _Projection(self.qkv, parts),
             "o_proj": _Projection(self.result),
         }
         self.clone = _clone(module, projections)
@@ -339,15 +352,18 @@ def _tables(module: Any, rotary: Any, tokens: int) -> tuple[Tensor, Tensor]:
 
 def _clone(module: Any, projections: dict[str, nn.Module]) -> Any:
     """Return a block with the same class and attributes, random norms and parameters in float64, and other
-    projections."""
-    clone = object.__new__(type(module))
+    projections. If q, k and v are separate layers, the copy has the class that merges them, which raises an error if
+    their inputs differ."""
+    base: Any = type(module)
+    clone: Any = object.__new__(base if "qkv_proj" in module._modules else merging(base, MERGED_QKV))
     clone.__dict__ |= module.__dict__
     clone._parameters = {
         name: None if each is None else nn.Parameter(_numbers(*each.shape), requires_grad=False)
         for name, each in module._parameters.items()
     }
     clone._buffers = {name: None if each is None else each.detach().to("cpu") for name, each in module._buffers.items()}
-    children = {name: child for name, child in module._modules.items() if name not in projections}
+    replaced = (*projections, *MERGED["qkv_proj"])
+    children = {name: child for name, child in module._modules.items() if name not in replaced}
     clone._modules = {name: _random_norm(child) for name, child in children.items()} | projections
     clone.config = copy.copy(module.config)
     clone.config._attn_implementation_internal = _RECORDER
