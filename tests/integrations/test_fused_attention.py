@@ -20,6 +20,7 @@ from transformers import (
     CohereConfig,
     CompileConfig,
     DynamicCache,
+    Ernie4_5Config,
     Gemma3TextConfig,
     GenerationConfig,
     Glm4Config,
@@ -309,8 +310,11 @@ def test_calls_that_compute_separate_steps(case, monkeypatch):
             quantised = [layer for layer in each.modules() if isinstance(layer, QuantLinear)]
             for layer in quantised:  # a layer that takes float32
                 layer.forward = lambda x, layer=layer: nn.functional.linear(x, layer.dequantize(torch.float32))
-        each.model.layers[0].self_attn.q_norm.weight.requires_grad_(case == "gradients")
+        attention, projected = each.model.layers[0].self_attn, []
+        attention.q_norm.weight.requires_grad_(case == "gradients")
+        attention.qkv_proj.register_forward_hook(lambda *args, projected=projected: projected.append(args))
         result = each(IDS).logits
+        assert len(projected) == 1
         if case == "gradients":
             result.float().square().mean().backward()
             results.append(each.model.layers[0].self_attn.q_norm.weight.grad)
@@ -346,6 +350,25 @@ class Rescaled(modeling_llama.LlamaAttention):
         self.scaling = hidden_states.shape[1] ** -0.5
         given = (hidden_states, position_embeddings, attention_mask)
         return modeling_llama.LlamaAttention.forward(self, *given, cache=cache, **kwargs)
+
+
+class ScaledByPosition(modeling_llama.LlamaAttention):
+    """Attention that scales queries at positions from 8,192 on, if it gets the positions."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        positions = kwargs.get("position_ids")
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if positions is not None:
+            q = q * (1 + 0.1 * (positions >= 8192).to(q.dtype))[:, None, :, None]
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        found, weights = attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(found.flatten(2)), weights
 
 
 class TwoInputs(modeling_llama.LlamaAttention):
@@ -392,6 +415,9 @@ def nothing(model):
 
 LEFT = {
     "a clamp": (CONFIGS["llama"], with_class(Clamped), r"its q, k and v differ by \d.\de-\d\d \(relative\)"),
+    "a scale of positions": (
+        CONFIGS["llama"], with_class(ScaledByPosition), r"its q, k and v differ by \d.\de-0\d \(relative\)"
+    ),
     "a scale": (CONFIGS["llama"], with_class(Rescaled), "the arguments of attention depend on the tokens"),
     "a hook": (CONFIGS["qwen3"], with_hook, "a forward hook is registered on it"),
     "a hook of a norm": (CONFIGS["qwen3"], with_a_hook_of_a_norm, "of its Qwen3RMSNorm: a forward hook is registered"),
@@ -519,3 +545,14 @@ def test_warmup_compiles_the_kernel():
     fuse_attention_(model)
     (spec,) = kernels()
     assert "q_norm_dtype=torch.bfloat16" in spec
+
+
+def test_warmup_of_tables_in_float32():
+    """Check that warm-up compiles the kernel for cosines in float32, which Ernie passes, and that the op gets these."""
+    model = fuse_attention_(from_config(Ernie4_5Config(**SIZES, head_dim=64), device="cpu"))
+    steps = model.model.layers[0].self_attn.qkv_steps
+    cos, _ = model.model.rotary_emb(torch.zeros(1, 1, 256).bfloat16(), torch.zeros(1, 1).long())
+    assert cos.dtype == steps.table_dtype == torch.float32
+    found = collect(model, 1, ARCHS["sm_90a"]).kernels.values()
+    (spec,) = (str(each) for specs in found for each in specs if "qkv_rope" in str(each))
+    assert "float32" in spec

@@ -36,6 +36,8 @@ def fuse_attention_(model: Any) -> Any:
       the new tokens fit into the window.
     - With any other cache, such as ``DynamicCache`` or the paged cache of ``generate_batch``, and without a cache, the
       op writes k and v to a temporary tensor, and the cache's own ``update`` copies them.
+    - A static cache that is full takes no further token: on a CPU the call raises ``ValueError``; on a GPU the op drops
+      the token's k and v, and no error is raised.
     - In training mode, if gradients are needed, and for inputs in float32, the block computes its steps one by one, as
       before.
 
@@ -43,6 +45,9 @@ def fuse_attention_(model: Any) -> Any:
     weights, and its queries, keys and values are compared with a float64 formula. docs/models.md names models whose
     blocks pass, such as Llama, Qwen3 and Gemma 3. :func:`torch_cute_ops.nn.summary` lists the changed blocks, and the
     reasons why others stay unchanged.
+
+    Arguments that a block adds to the call of attention, such as its ``scaling``, and the norms' eps are read when the
+    block is changed. If you set these attributes afterwards, only separate steps use the new values.
 
     Args:
         model: model of transformers with layers of this package, such as after
@@ -196,9 +201,12 @@ def _fused(base: Any) -> Any:
         if not _is_supported(self, block, hidden_states, position_embeddings, cached, kwargs):
             return base.forward(self, *given, **kwargs)
         batch, tokens = hidden_states.shape[:2]
-        qkv = self.qkv_proj(hidden_states)
-        if needs_gradient(qkv, *block.steps.weights(self)):  # the op has no gradient
+        # The op has no gradient. Without gradients, do not search the parameters.
+        if torch.is_grad_enabled() and needs_gradient(
+            hidden_states, *block.steps.weights(self), *self.qkv_proj.parameters()
+        ):
             return base.forward(self, *given, **kwargs)
+        qkv = self.qkv_proj(hidden_states)
         own = {name: value for name, value in kwargs.items() if name != block.cache_name}
         cache = cached[0] if cached else kwargs.get(block.cache_name)
         tables = self.shared_tables.of(*position_embeddings, block, batch)

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from torch_cute_ops.nn._names import MERGED, reason_bound
 from torch_cute_ops.nn._qkv_steps import QkvSteps
 from torch_cute_ops.nn.merging import Groups, merging
+from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops.qkv_norm_rope_append import HEAD_DIMS
 
 _RECORDER: Final = "torch_cute_ops_trial"
@@ -51,7 +52,10 @@ _LAYERS: Final = ("qkv_proj", *MERGED["qkv_proj"], "o_proj", *_NORMS)
 _PROBE: Final = "torch_cute_ops_probe"
 """Name of an argument that the block must pass on to attention."""
 _CASES: Final = ((3, True), (1, True), (2, False))
-"""Trials: tokens of each of ``_BATCH`` sequences, and whether there is a cache."""
+"""Trials: tokens of each of ``_BATCH`` sequences, and whether there is a cache. With a cache, the block also gets
+``position_ids``."""
+_LONGEST: Final = 2**20
+"""Smallest bound of ``position_ids`` in trials. Blocks may scale queries only at large positions."""
 
 
 class Block(NamedTuple):
@@ -145,7 +149,7 @@ def _tried(module: Any, rotary: Any) -> Block:
         trial = _Trial(module, rotary, tokens, names[4], has_cache)
         trial.run()
         if found is None:
-            found = trial.block(forward)
+            found = trial.block(forward, _table_dtype(module, rotary))
         trial.compare(found)
     assert found is not None
     return found
@@ -206,6 +210,8 @@ class _Trial:
         self.tables = _tables(module, rotary, tokens)
         self.attended = _numbers(*lead, self.q_heads, self.head_dim)
         self.result = _numbers(*lead, module.o_proj.out_features)
+        longest = getattr(getattr(module, "config", None), "max_position_embeddings", 0)
+        self.positions = _positions(max(longest, _LONGEST), tokens) if has_cache else None
         self.mask, self.weights, self.probe = torch.ones(1), object(), object()
         new = [_numbers(_BATCH, kv_heads, tokens + 2, self.head_dim) for _ in range(2)]
         self.cache = _Cache(*new) if has_cache else None
@@ -223,7 +229,7 @@ class _Trial:
 
     def run(self) -> None:
         """Call the copy, and check everything except the values of q, k and v."""
-        given = {self.cache_name: self.cache, "position_ids": None, _PROBE: self.probe}
+        given = {self.cache_name: self.cache, "position_ids": self.positions, _PROBE: self.probe}
         got = self.clone(self.hidden, position_embeddings=self.tables, attention_mask=self.mask, **given)
         if not isinstance(got, tuple) or len(got) != 2 or got[0] is not self.result or got[1] is not self.weights:
             raise _Unlike("it does not return the results of o_proj and of attention")
@@ -247,14 +253,15 @@ class _Trial:
                 raise _Unlike("it passes other arguments to the cache")
             self.updated, self.passes_kwargs = args[:2], "kwargs" in more
         self.kwargs = {key: value for key, value in kwargs.items() if key not in ("position_ids", _PROBE)}
-        if kwargs.get(_PROBE) is not self.probe or "position_ids" not in kwargs:
+        if kwargs.get(_PROBE) is not self.probe or kwargs.get("position_ids", self) is not self.positions:
             raise _Unlike("it does not pass further arguments to attention")
 
-    def block(self, forward: Any) -> Block:
+    def block(self, forward: Any, table_dtype: torch.dtype | None) -> Block:
         """Return the description of the block with which a formula gives its q, k and v.
 
         Args:
             forward: the function in which the block's class defines its forward.
+            table_dtype: dtype of cosines and sines, as in ``QkvSteps``.
         """
         values, tensors = self._arguments()
         norms = [self.clone._modules.get(name) for name in _NORMS]
@@ -278,6 +285,7 @@ class _Trial:
                 has_k_norm=has_k_norm,
                 eps=next(iter(eps)),
                 norm_plus_one=plus_one,
+                table_dtype=table_dtype,
             )
             if steps.rotary_dim > self.head_dim or (plus_one and not has_q_norm and not has_k_norm):
                 continue
@@ -336,18 +344,39 @@ def _numbers(*shape: int) -> Tensor:
 def _tables(module: Any, rotary: Any, tokens: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines that the decoder passes to a block, (2, S, width) float64, for positions up to the
     longest context."""
-    if any(each.is_meta for each in rotary.buffers()):
-        raise _Unlike("its rotary embedding is on the meta device; load the model first")
-    own = copy.deepcopy(rotary).to("cpu")
-    most = getattr(getattr(module, "config", None), "max_position_embeddings", 4096)
-    positions = torch.arange(_BATCH * tokens, dtype=torch.float64).add(0.7).mul(most / (_BATCH * tokens + 1)).long()
-    given: dict[str, Any] = {}
-    if "layer_type" in inspect.signature(own.forward).parameters:
-        given["layer_type"] = module.config.layer_types[module.layer_idx]
-    cos, sin = own(torch.empty(0, dtype=torch.float64), positions.view(_BATCH, tokens), **given)
+    positions = _positions(getattr(getattr(module, "config", None), "max_position_embeddings", 4096), tokens)
+    cos, sin = _angles(module, rotary, torch.float64, positions)
     if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[:2] != (_BATCH, tokens) or cos.shape[-1] % 2:
         raise _Unlike(f"its rotary embedding returns {tuple(cos.shape)} and {tuple(sin.shape)}")
     return cos, sin
+
+
+def _table_dtype(module: Any, rotary: Any) -> torch.dtype | None:
+    """Return the dtype of the tables of a decoder in 16 bits, or None if it is the dtype of the activations."""
+    found = {dtype: _angles(module, rotary, dtype, torch.zeros(1, 1).long())[0].dtype for dtype in SIXTEEN_BIT}
+    if all(dtype == given for given, dtype in found.items()):
+        return None
+    if {*found.values()} != {torch.float32}:
+        raise _Unlike(f"its rotary embedding returns {', '.join(map(str, found.values()))}")
+    return torch.float32
+
+
+def _angles(module: Any, rotary: Any, dtype: torch.dtype, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of positions (B, S) that the decoder computes for activations in ``dtype``."""
+    if any(each.is_meta for each in rotary.buffers()):
+        raise _Unlike("its rotary embedding is on the meta device; load the model first")
+    own = copy.deepcopy(rotary).to("cpu")
+    given: dict[str, Any] = {}
+    if "layer_type" in inspect.signature(own.forward).parameters:
+        given["layer_type"] = module.config.layer_types[module.layer_idx]
+    cos, sin = own(torch.empty(0, dtype=dtype), positions, **given)
+    return cos, sin
+
+
+def _positions(longest: int, tokens: int) -> Tensor:
+    """Return positions below ``longest``, evenly spaced, (2, S) int64."""
+    count = _BATCH * tokens
+    return torch.arange(count, dtype=torch.float64).add(0.7).mul(longest / (count + 1)).long().view(_BATCH, tokens)
 
 
 def _clone(module: Any, projections: dict[str, nn.Module]) -> Any:

@@ -24,6 +24,7 @@ class QkvSteps(NamedTuple):
         has_k_norm: True if the block normalises the heads of k with the weight ``k_norm.weight``, (D,).
         eps: number that the norms add to the mean square.
         norm_plus_one: True if the norms multiply by ``1 + weight``.
+        table_dtype: dtype of cosines and sines, or None if they have the dtype of the activations.
     """
 
     head_dim: int
@@ -33,6 +34,7 @@ class QkvSteps(NamedTuple):
     has_k_norm: bool = False
     eps: float = 1e-6
     norm_plus_one: bool = False
+    table_dtype: torch.dtype | None = None
 
     def heads(self, projection: Any) -> tuple[int, int]:
         """Return the numbers of heads of q and of k that a merged projection computes."""
@@ -76,13 +78,14 @@ class QkvSteps(NamedTuple):
         return (self._replace(eps=0.0), self.heads(block.qkv_proj), *dtypes, block.qkv_proj.weight.device)
 
     def call(self, block: Any, dtype: torch.dtype) -> None:
-        """Call the op once with zeros, with a cache and a table of cosines in ``dtype``, so that its kernel is
-        compiled. The kernel does not depend on the number of rows."""
+        """Call the op once with zeros, with activations and a cache in ``dtype``, so that its kernel is compiled. The
+        kernel does not depend on the number of rows."""
         projection, device = block.qkv_proj, block.qkv_proj.weight.device
         _, kv_heads = self.heads(projection)
         cache = torch.zeros(2, 1, 1, kv_heads, self.head_dim, dtype=dtype, device=device)
         qkv = torch.zeros(1, projection.out_features, dtype=dtype, device=device)
-        cos_sin, row = torch.zeros(1, self.rotary_dim, dtype=dtype, device=device), torch.zeros(1, device=device).long()
+        cos_sin = torch.zeros(1, self.rotary_dim, dtype=self.table_dtype or dtype, device=device)
+        row = torch.zeros(1, dtype=torch.int64, device=device)
         self.append(block, qkv, cos_sin, row, cache[0], cache[1], row)
 
 
