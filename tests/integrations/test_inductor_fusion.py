@@ -16,9 +16,12 @@ from support.inductor_graphs import (
     numbers,
     torch_norm,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_cute_ops as tco
 from torch_cute_ops.integrations import inductor
+
+aten = torch.ops.aten
 
 QUANTISE = {
     "nvfp4": (lambda x, g: tco.fp4_quantize(x, g), "fp4quant", lambda g: {"global_scale": g}),
@@ -431,3 +434,22 @@ def test_counters(device):
     (merged,) = (node for node in compiler.graphs[0].graph.nodes if "_foreach_add" in str(node.target))
     assert len(merged.args[0]) == 3 and merged.args[1] == 1
     assert compiler.calls().count("aten.add.Tensor") == 2 + 4
+
+
+def test_a_counter_with_two_additions():
+    """Check that a counter with two additions stays apart when the additions to other counters are merged."""
+    graph, mode = torch.fx.Graph(), FakeTensorMode()
+    counters = [graph.placeholder(f"counter_{i}") for i in range(3)]
+    values = [torch.tensor(i) for i in range(3)]
+    for counter, value in zip(counters, values, strict=True):
+        counter.meta["val"] = mode.from_tensor(value)
+    for counter in (*counters, counters[0]):
+        total = graph.call_function(aten.add.Tensor, (counter, 1))
+        total.meta["val"] = counter.meta["val"].clone()
+        graph.call_function(aten.copy_.default, (counter, total))
+    graph.output(())
+    assert inductor._count_at_once(graph)
+    (merged,) = (node for node in graph.nodes if node.target is aten._foreach_add.Scalar)
+    assert merged.args == (counters[1:], 1)
+    torch.fx.GraphModule({}, graph)(*values)
+    assert [int(value) for value in values] == [2, 2, 3]

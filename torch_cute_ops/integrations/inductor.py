@@ -10,7 +10,7 @@ Models need no changes.
 
 import itertools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -511,7 +511,7 @@ def _weight_rows(b: Node) -> Node | None:
 
 
 def _count_at_once(graph: fx.Graph) -> bool:
-    """Add a number to all counters in one launch, instead of one launch for each. A counter is an integer, an input of
+    """Add a number to all counters in one op, instead of one op for each. A counter is an integer, an input of
     the graph, which the sum overwrites at the end. Return True if any additions were merged."""
     groups: defaultdict[Any, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -525,12 +525,18 @@ def _count_at_once(graph: fx.Graph) -> bool:
         is_written_back = len(users) == 1 and is_call(users[0], aten.copy_.default) and users[0].args == (counter, node)
         if is_written_back and value.dim() == 0 and value.dtype in _INTEGERS:
             groups[value.device, value.dtype, number].append(node)
-    found = [(key[2], nodes) for key, nodes in groups.items() if len(nodes) > 1]
-    for number, nodes in found:
+    # A counter with two additions stays apart: Inductor updates no list in place that contains a tensor twice.
+    sums = Counter(node.args[0] for nodes in groups.values() for node in nodes)
+    changed = False
+    for (_, _, number), counted in groups.items():
+        nodes = [node for node in counted if sums[node.args[0]] == 1]
+        if len(nodes) < 2:
+            continue
+        changed = True
         with graph.inserting_before(nodes[0]):
             new = graph.call_function(aten._foreach_add.Scalar, ([node.args[0] for node in nodes], number))
         new.meta["val"] = [value_of(node) for node in nodes]
         for i, node in enumerate(nodes):
             node.replace_all_uses_with(result_of(new, i))
             graph.erase_node(node)
-    return bool(found)
+    return changed
