@@ -266,7 +266,7 @@ def spread(map: Map, at: tuple[int, int], moved: int = 16, counted: int = 0) -> 
 @pytest.mark.parametrize("at", [(0, 0), (128, 1), (128, 4), (0, -3)])
 @pytest.mark.parametrize("swizzle", [0, 3])
 def test_elements_of_4_bits_are_spread(at: tuple[int, int], swizzle: int) -> None:
-    """Check that 16 elements take 16 bytes of shared memory, of which the mbarrier counts only 8 bytes of codes."""
+    """Check that 16 elements take 16 bytes of shared memory, and that the mbarrier counts only the 8 bytes of codes."""
     got, want = spread(SPREAD._replace(swizzle=swizzle), at)
     assert np.array_equal(got, want)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.emulated import poisoned
 from support.gated_gemm import HALF, Gated, expected, operands
-from support.kernel_grid import FP32, Tcgen05GatedCase
+from support.gemm_problems import FP32, gated_problem
+from support.kernel_grid import Tcgen05GatedCase
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
@@ -24,16 +25,8 @@ from torch_cute_ops.runtime.arch import ARCHS
 TILED, LINEAR = SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["linear"]
 (BLACKWELL,) = usual_targets(ARCHS["sm_100a"])
 BACKEND = fp4_tcgen05_gated_experts.FP4Tcgen05GatedExperts()
-LAYER = GemmProblem(
-    Operand(NVFP4, TILED),
-    Operand(NVFP4, TILED),
-    256 * 2048,
-    7168,
-    Epilogue(torch.bfloat16, "expert_half", torch.float32),
-    Grouping("n", 256),
-    gate="swiglu",
-    quantised=Operand(NVFP4, TILED),
-    global_scale="expert",
+LAYER = gated_problem(
+    256 * 2048, 7168, experts=256, alpha="expert_half", bias_dtype=FP32, gate="swiglu", global_scale="expert"
 )
 """First GEMM of the experts of DeepSeek-V3."""
 

@@ -6,31 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from support.gemm_problems import FP32, gated_problem
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats import MXFP4, SCALE_LAYOUTS
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, routed_gated
 from torch_cute_ops.gemm.backends.routed_gated import GatedTactic
 from torch_cute_ops.gemm.operands import GatedOperands
-from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand
+from torch_cute_ops.gemm.problem import Grouping, Operand
 from torch_cute_ops.kernels import fp4_gated_experts
-from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 TILED = SCALE_LAYOUTS["128x4"]
 TARGET = Target(torch.device("cuda", 0), ARCHS["sm_90a"], 132)
 BACKEND = routed_gated.RoutedGated()
-LAYER = GemmProblem(
-    Operand(NVFP4, TILED),
-    Operand(NVFP4, TILED),
-    256 * 256,
-    7168,
-    Epilogue(torch.bfloat16, "expert_half", torch.float32),
-    Grouping("n", 256),
-    gate="swiglu",
-    quantised=Operand(NVFP4, TILED),
-    global_scale="expert",
+LAYER = gated_problem(
+    256 * 256, 7168, experts=256, alpha="expert_half", bias_dtype=FP32, gate="swiglu", global_scale="expert"
 )
 
 

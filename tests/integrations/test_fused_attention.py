@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support.compiling import fresh_compiler  # noqa: F401  (a fixture)
+from support.decoded_models import decode_layers
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -79,14 +80,7 @@ def made(config, change=lambda model: None) -> tuple[nn.Module, nn.Module]:
             parameter.normal_(std=0.08)
     quantize_(model, "nvfp4")
     exact = copy.deepcopy(model)
-    for parent in [*exact.modules()]:
-        for name, layer in [*parent.named_children()]:
-            if isinstance(layer, QuantLinear):
-                twin = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-                twin.weight.data = layer.dequantize(torch.float32)
-                if layer.bias is not None:
-                    twin.bias.data = layer.bias.data
-                parent.add_module(name, twin)
+    decode_layers(exact, torch.float32)
     change(model)
     return merge_(model), exact.float()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.decoded_models import decode_layers
 from support.layers import as_multiplied
 from torch import nn
 
@@ -79,15 +80,8 @@ def saved(config, path: Path, scheme: str = "nvfp4", style: str = "modelopt") ->
     model = bf16_model(config)
     quantize_(model, scheme)
     checkpoint.save(model, path, style)
-    for parent in [*model.modules()]:
-        for name, layer in [*parent.named_children()]:
-            if isinstance(layer, QuantLinear):
-                twin = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-                twin.weight.data = layer.dequantize(torch.bfloat16)
-                if layer.bias is not None:
-                    twin.bias.data = layer.bias.data
-                twin.layer = layer
-                parent.add_module(name, twin)
+    for twin, layer in decode_layers(model, torch.bfloat16).items():
+        twin.layer = layer
     return model
 
 

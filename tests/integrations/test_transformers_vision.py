@@ -11,6 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
+from support.decoded_models import decode_layers
 from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config
 
 from torch_cute_ops import checkpoint
@@ -58,12 +59,7 @@ def saved(config, path: Path, style: str) -> nn.Module:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
     quantize_(model, "nvfp4", ignore=("lm_head", "*vision*", "*multi_modal*"))
     checkpoint.save(model, path, style)
-    for parent in [*model.modules()]:
-        for name, layer in [*parent.named_children()]:
-            if isinstance(layer, QuantLinear):
-                twin = nn.Linear(layer.in_features, layer.out_features, bias=False)
-                twin.weight.data = layer.dequantize(torch.bfloat16)
-                parent.add_module(name, twin)
+    decode_layers(model, torch.bfloat16)
     file = path / "model.safetensors"
     save_file({published(name): each for name, each in load_file(file).items()}, file, metadata={"format": "pt"})
     document = json.loads((path / "config.json").read_text())

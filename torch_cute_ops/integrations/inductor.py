@@ -122,7 +122,7 @@ class FuseQuantization(CustomGraphPass):
       of additions in the GEMM can differ.
     - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
     - Counters that grow by the same number, such as the numbers of tokens in the layers of a static KV cache, are
-      computed in one launch.
+      computed by one op.
 
     Recognised patterns:
 

@@ -64,6 +64,10 @@ class FP8Backend(Backend):
         has_blocks = problem.a.has_fp8_blocks and problem.b.has_fp8_blocks
         return has_blocks and problem.grouping.over in ("none", "rows")
 
+    def epilogue(self, problem: GemmProblem) -> Epilogue:
+        """Return the epilogue for the kernel's configuration."""
+        return problem.epilogue
+
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_kernel(target)
 
@@ -102,7 +106,6 @@ class FP8TokenBackend(FP8Backend):
         return has_token_scales(problem)
 
     def epilogue(self, problem: GemmProblem) -> Epilogue:
-        """Return the epilogue for the kernel's configuration."""
         return epilogue_of_token_scales(problem)
 
     def launcher(self, problem: GemmProblem, tactic: Any, target: Target) -> Launch:
@@ -121,9 +124,17 @@ def has_token_scales(problem: GemmProblem) -> bool:
     return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
 
 
+def has_blocks_and_fp4(problem: GemmProblem) -> bool:
+    """Return True if the problem multiplies FP8 activations with block scales by an FP4 weight, plain or with experts
+    over rows."""
+    return problem.a.has_fp8_blocks and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+
+
 def has_tokens_and_fp4(problem: GemmProblem) -> bool:
-    """Return True if the problem multiplies FP8 activations without block scales by an FP4 weight."""
-    return problem.a.is_fp8 and problem.b.is_fp4 and not problem.a.has_fp8_blocks
+    """Return True if the problem multiplies FP8 activations without block scales by an FP4 weight, plain or with
+    experts over rows."""
+    has_tokens = problem.a.is_fp8 and not problem.a.has_fp8_blocks
+    return has_tokens and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
 
 
 def epilogue_of_token_scales(problem: GemmProblem) -> Epilogue:
@@ -138,7 +149,7 @@ class FP8FP4Backend(FP8Backend):
     """Base class of the Hopper backends with block-scaled FP8 activations and an FP4 weight."""
 
     def handles(self, problem: GemmProblem) -> bool:
-        return problem.a.has_fp8_blocks and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+        return has_blocks_and_fp4(problem)
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_wgmma(target)

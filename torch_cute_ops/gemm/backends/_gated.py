@@ -1,6 +1,6 @@
 """Code that the backends for GEMMs over experts with a gate share."""
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -9,6 +9,19 @@ from torch_cute_ops.gemm.decode import fp4_format
 from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
+
+COLUMN_MULTIPLE: Final = 64
+"""Divisor that an expert's number of columns must have. Then the rows of an expert are whole scale tiles, and n tiles
+of up to 128 weight rows are full."""
+
+
+def reason_ungated(problem: GemmProblem) -> str | None:
+    """Return the reason that no kernel for experts with a gate computes a problem, or None if one might."""
+    if problem.gate is None:
+        return "it computes only GEMMs of experts with a gate"
+    if problem.expert_n % COLUMN_MULTIPLE:
+        return f"an expert has {problem.expert_n} columns; the number must be a multiple of {COLUMN_MULTIPLE}"
+    return None
 
 
 def gated_epilogue(problem: GemmProblem) -> GatedEpilogue:

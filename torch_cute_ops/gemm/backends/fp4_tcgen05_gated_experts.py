@@ -10,7 +10,7 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
-from torch_cute_ops.gemm.backends._gated import gated_arguments, gated_epilogue
+from torch_cute_ops.gemm.backends._gated import gated_arguments, gated_epilogue, reason_ungated
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.problem import GemmProblem
@@ -20,8 +20,6 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 
-COLUMN_MULTIPLE: Final = 64
-"""Divisor that an expert's number of columns must have, so that the rows of an expert are whole scale tiles."""
 GATE_CLOCKS: Final = 48.0
 """Number of clocks in which a warp applies the gate to one column and stores it (a guess)."""
 LIST_SECONDS: Final = 2.5e-6
@@ -49,13 +47,10 @@ class FP4Tcgen05GatedExperts(Tcgen05Backend):
     groupings = ("n",)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        if problem.gate is None:
-            return "it computes only GEMMs of experts with a gate"
-        if problem.experts > MAX_EXPERTS:
-            return f"there are {problem.experts} experts; tcgen05 takes at most {MAX_EXPERTS}"
-        if problem.expert_n % COLUMN_MULTIPLE:
-            return f"an expert has {problem.expert_n} columns; the number must be a multiple of {COLUMN_MULTIPLE}"
-        return super().reason_unfit(problem) or gated_epilogue(problem).reason_unsupported()
+        reason = reason_ungated(problem)
+        if reason is None and problem.experts > MAX_EXPERTS:
+            reason = f"there are {problem.experts} experts; tcgen05 takes at most {MAX_EXPERTS}"
+        return reason or super().reason_unfit(problem) or gated_epilogue(problem).reason_unsupported()
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05GatedTactic, ...]:
         return self.buildable(problem, map(Tcgen05GatedTactic, fp4_tcgen05_gated_experts.TILES_N), target)

@@ -5,14 +5,11 @@ With per-token scales, torch's operations prepare the weight's scales at each ca
 
 from typing import Final
 
-import torch
-
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import has_tokens_and_fp4
-from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import prepared, preparing_seconds
+from torch_cute_ops.gemm.backends._fp8 import has_blocks_and_fp4, has_tokens_and_fp4
+from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import arranging, preparing_seconds
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync, FP8MmaTactic
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
-from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_fp4_mma
 from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
@@ -29,7 +26,7 @@ class FP8FP4MmaSync(FP8MmaSync):
     """Backend for FP8 activations with block scales and an FP4 weight, on every GPU."""
 
     def handles(self, problem: GemmProblem) -> bool:
-        return problem.a.has_fp8_blocks and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+        return has_blocks_and_fp4(problem)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
         return tuple(map(FP8MmaTactic, fp8_fp4_mma.TILES))
@@ -61,7 +58,7 @@ class FP8FP4TokenMmaSync(FP8FP4MmaSync):
     has_blocks = False
 
     def handles(self, problem: GemmProblem) -> bool:
-        return has_tokens_and_fp4(problem) and problem.grouping.over in ("none", "rows")
+        return has_tokens_and_fp4(problem)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         return super().estimate(problem, m, tactic, target) + preparing_seconds(problem, target)
@@ -70,17 +67,7 @@ class FP8FP4TokenMmaSync(FP8FP4MmaSync):
         launch = super().launcher(problem, tactic, target)
         if problem.b.is_prepared and not problem.a.is_interleaved:
             return launch
-
-        def launch_arranged(given: Operands, out: torch.Tensor) -> None:
-            given = Operands(*given)
-            if problem.a.is_interleaved:
-                given = given._replace(a=given.a.flatten(-2))
-            if not problem.b.is_prepared:
-                b, b_scale = prepared(problem, given.b, given.b_scale)
-                given = given._replace(b=b, b_scale=b_scale)
-            launch(given, out)
-
-        return launch_arranged
+        return arranging(launch, problem, lambda a: a.flatten(-2))
 
     def checks_operands(self, problem: GemmProblem, tactic: FP8MmaTactic) -> bool:
         return problem.b.is_prepared

@@ -14,12 +14,11 @@ from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import has_tokens_and_fp4
-from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import prepared, preparing_seconds
+from torch_cute_ops.gemm.backends._fp8 import has_blocks_and_fp4, has_tokens_and_fp4
+from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import arranging, preparing_seconds
 from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8Tcgen05Tactic
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import K_TILE
-from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_fp4_tcgen05, fp8_mxfp4_tcgen05
 from torch_cute_ops.runtime import settings
@@ -41,7 +40,7 @@ class FP8FP4Tcgen05(FP8Tcgen05):
     """Backend for FP8 activations with block scales and an FP4 weight. ``cta_group`` of its tactics is 1."""
 
     def handles(self, problem: GemmProblem) -> bool:
-        return problem.a.has_fp8_blocks and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+        return has_blocks_and_fp4(problem)
 
     def tiles_m(self, problem: GemmProblem) -> Mapping[tuple[bool, int], tuple[int, ...]]:
         return fp8_mxfp4_tcgen05.TILES_M if is_undecoded(problem) else fp8_fp4_tcgen05.TILES_M
@@ -89,7 +88,7 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
     has_blocks = False
 
     def handles(self, problem: GemmProblem) -> bool:
-        return has_tokens_and_fp4(problem) and problem.grouping.over in ("none", "rows")
+        return has_tokens_and_fp4(problem)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tcgen05Tactic, target: Target) -> float:
         seconds = super().estimate(problem, m, tactic, target)
@@ -99,16 +98,7 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
 
     def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
         launch = super().launcher(problem, tactic, target)
-
-        def launch_arranged(given: Operands, out: torch.Tensor) -> None:
-            if problem.a.is_interleaved:
-                given = given._replace(a=deinterleave_k(given.a, problem.k))
-            if not problem.b.is_prepared:
-                b, b_scale = prepared(problem, given.b, given.b_scale)
-                given = given._replace(b=b, b_scale=b_scale)
-            launch(given, out)
-
-        return launch_arranged
+        return arranging(launch, problem, lambda a: deinterleave_k(a, problem.k))
 
     def checks_operands(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic) -> bool:
         return super().checks_operands(problem, tactic) and problem.b.is_prepared and not problem.a.is_interleaved

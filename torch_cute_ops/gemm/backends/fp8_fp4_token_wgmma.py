@@ -55,7 +55,7 @@ class FP8FP4TokenWgmma(FP8Backend):
     name = "wgmma"
 
     def handles(self, problem: GemmProblem) -> bool:
-        return has_tokens_and_fp4(problem) and problem.grouping.over in ("none", "rows")
+        return has_tokens_and_fp4(problem)
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_wgmma(target)
@@ -148,6 +148,26 @@ def interleaved_rows(interleave: Callable[..., None] | None, a: torch.Tensor, k:
     to = allocator(a.device)(shape, contiguous_strides(shape), a.dtype)
     interleave(a.reshape(-1, k), to.view(-1, padded))
     return to
+
+
+def arranging(launch: Launch, problem: GemmProblem, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Launch:
+    """Return a function that launches a GEMM with prepared scales of the weight, which it prepares if they are not.
+
+    Args:
+        launch: function that launches the GEMM.
+        problem: problem whose operands calls pass.
+        arrange: function that returns interleaved activations as ``launch`` takes them.
+    """
+
+    def launch_arranged(given: Operands, out: torch.Tensor) -> None:
+        a, b, a_scale, b_scale, *rest = given
+        if problem.a.is_interleaved:
+            a = arrange(a)
+        if not problem.b.is_prepared:
+            b, b_scale = prepared(problem, b, b_scale)
+        launch(Operands(a, b, a_scale, b_scale, *rest), out)
+
+    return launch_arranged
 
 
 def prepared(problem: GemmProblem, b: torch.Tensor, b_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

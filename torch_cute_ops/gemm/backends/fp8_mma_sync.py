@@ -9,7 +9,7 @@ from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8TokenBackend
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_mma
-from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH, Epilogue
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.kernels.common.fp8.warp_layouts import TILE_N, WarpGemmConfig
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
@@ -66,10 +66,6 @@ class FP8MmaSync(FP8Backend):
     def decoding_clocks(self, problem: GemmProblem) -> float:
         """Return the SM clocks in which a CTA decodes the weight of a k tile."""
         return 0.0
-
-    def epilogue(self, problem: GemmProblem) -> Epilogue:
-        """Return the epilogue for the kernel's configuration."""
-        return problem.epilogue
 
     def config(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> WarpGemmConfig | None:
         """Return the configuration of the kernel, or None if no number of stages fits."""

@@ -14,7 +14,6 @@ from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_tcgen05
 from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
-from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -118,10 +117,6 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
     def fp8_rate(self, problem: GemmProblem) -> float:
         """Return the rate of FP8 MMAs, divided by the rate of 16-bit MMAs."""
         return FP8_RATE
-
-    def epilogue(self, problem: GemmProblem) -> Epilogue:
-        """Return the epilogue for the kernel's configuration."""
-        return problem.epilogue
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         config = fp8_tcgen05.plan(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._gated import gated_arguments, gated_epilogue
+from torch_cute_ops.gemm.backends._gated import gated_arguments, gated_epilogue, reason_ungated
 from torch_cute_ops.gemm.backends._routed import (
     FIXED_SECONDS,
     HALF_K_TILE_SLOWDOWN,
@@ -52,8 +52,6 @@ class Model:
 MODEL = Model()
 """Constants of the estimates. They are the values of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s
 (measured on an H200). ``handover_seconds`` and ``fewer_warps_slowdown`` are guesses."""
-COLUMN_MULTIPLE = 64
-"""Divisor that an expert's number of columns must have, so that n tiles of up to 128 weight rows are full."""
 
 
 class GatedTactic(NamedTuple):
@@ -81,11 +79,8 @@ class RoutedGated(RoutedBackend):
     groupings = ("n",)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        if problem.gate is None:
-            return "it computes only GEMMs of experts with a gate"
-        if problem.expert_n % COLUMN_MULTIPLE:
-            return f"an expert has {problem.expert_n} columns; the number must be a multiple of {COLUMN_MULTIPLE}"
-        return super().reason_unfit(problem) or reason_not_linear(problem, problem.k, "k")
+        reason = reason_ungated(problem) or super().reason_unfit(problem)
+        return reason or reason_not_linear(problem, problem.k, "k")
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[GatedTactic, ...]:
         token_block = smallest_tile(fp4_gated_experts.TOKEN_BLOCKS, m)
