@@ -546,13 +546,16 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     [(BF, NVG[1], HOPPER), (F, MX[0], BLACKWELL), (F, TOKEN, HOPPER), (HF, ROUNDED, BLACKWELL), (F, ROUNDED, HOPPER)],
 )
 def test_special_values_of_gelu(what: str, dtypes: Any, target: tuple[str, str], arch: str) -> None:
-    """Check special values in gate and in up, and gates from where the result is zero to where it is the gate."""
+    """Check special values in gate and in up, gates from where the result is zero to where it is the gate, and
+    subnormal and small gates times every special row. A tiny gate is halved exactly: up to 3e38 times such a result,
+    any other rounding would change the scales."""
     config = Run(what, dtypes, 192, target, arch, 0, 2, 0, {}).config
     special = special_rows(dtypes[0], CPU, 32)
     plain = torch.randn(special.shape).to(dtypes[0])
     slope = torch.linspace(-110, 20, special.numel()).reshape(special.shape).to(dtypes[0])
-    x = torch.cat((torch.cat((special, plain), -1), torch.cat((plain, special), -1), torch.cat((slope, plain), -1)))
-    given = (x, None, *weight_and_factor(config.spec))
+    tiny = torch.cat([torch.cat((special[row].expand_as(special), special), -1) for row in (4, 8)])
+    rows = (torch.cat((special, plain), -1), torch.cat((plain, special), -1), torch.cat((slope, plain), -1), tiny)
+    given = (torch.cat(rows), None, *weight_and_factor(config.spec))
     got = execute(config, arch, *given, 2, 0)
     want = expected(config.spec, *given)
     check(config.spec, got, want)

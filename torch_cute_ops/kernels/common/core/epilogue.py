@@ -17,10 +17,11 @@ GELU_TANH: Final = (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)
 """Coefficients of x and x³ in the argument of the sigmoid that replaces tanh."""
 GELU_SLOPE: Final = 0.305
 GELU_POLYNOMIAL: Final = (
-    *(0.03663887828588486, -0.15274614095687866, 0.18531501293182373, -0.037620749324560165),
-    *(0.12084043025970459, 0.10347368568181992, 0.12245868146419525, 0.12164024263620377),
+    *(0.03663886338472366, -0.15274614095687866, 0.18531501293182373, -0.037620749324560165),
+    *(0.12084043025970459, 0.10347368568181992, 0.12245867401361465, 0.12164025008678436),
 )
-"""Coefficients of P in ``gelu_mul``, highest power first."""
+"""Coefficients of P in ``gelu_mul``, highest power first. Computed in fp32, P(1) is 0.5, so that tiny gates are halved
+exactly."""
 HALF_LOG2E: Final = (-0.7213475108146667, -0.7213475204444817 + 0.7213475108146667)
 """-log2(e)/2 as the sum of two numbers: its fp32 approximation, and the error of this approximation."""
 
@@ -212,7 +213,7 @@ def gelu_mul(gate: Float32, up: Float32) -> Float32:
     2016).
 
     With ``t = 1 / (1 + 0.305 |x|)``, ``Phi(-|x|)`` is ``t * P(t) * exp(-x²/2)``. The polynomial ``P`` was fitted for
-    ``|x|`` up to 14.5, with a relative error of at most 2^-23.3; for larger ``|x|`` the exponential is 0. For negative
+    ``|x|`` up to 14.5, with a relative error of at most 2^-23.0; for larger ``|x|`` the exponential is 0. For negative
     ``x`` the terms do not cancel, as they would in ``(1 + erf(x / sqrt(2))) / 2``. The relative error of the result
     grows with the exponent, because ``x²`` is rounded; docs/numerics.md, "Gate", gives the measured errors.
     """
