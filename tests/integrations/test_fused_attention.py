@@ -15,6 +15,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 import transformers
+from support.transformers_cache import NAME, cached
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -113,7 +114,7 @@ def logits(model: nn.Module, cache, padding: int = 0) -> torch.Tensor:
     for start, end in zip([0, *ends], ends, strict=False):
         given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
         given = {key: value.to(device) for key, value in given.items()}
-        found.append(model(IDS[:, start:end].to(device), cache=cache, use_cache=cache is not None, **given).logits)
+        found.append(model(IDS[:, start:end].to(device), use_cache=cache is not None, **cached(cache), **given).logits)
     return torch.cat(found, 1).double().cpu()
 
 
@@ -192,10 +193,10 @@ def test_more_tokens_than_a_static_cache_takes():
     config = CONFIGS["llama"]
     model, cache = fuse_attention_(made(config)[0]), static_cache(config)
     with torch.no_grad():
-        model(torch.ones(2, LONGEST, dtype=torch.int64), cache=cache)
+        model(torch.ones(2, LONGEST, dtype=torch.int64), **cached(cache))
         before = cache.layers[0].keys.clone()
         with pytest.raises(ValueError, match=r"cute::qkv_norm_rope_append: slots holds 40, out of range"):
-            model(torch.ones(2, 1, dtype=torch.int64), cache=cache)
+            model(torch.ones(2, 1, dtype=torch.int64), **cached(cache))
     assert torch.equal(cache.layers[0].keys, before)
 
 
@@ -320,9 +321,19 @@ def test_calls_that_compute_separate_steps(case, monkeypatch):
 # Blocks that stay unchanged
 
 
+def renamed(forward):
+    """Return the ``forward`` of a block with the installed transformers' name of the cache's parameter."""
+
+    def other(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        return forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+    return forward if NAME == "cache" else other
+
+
 class Clamped(modeling_llama.LlamaAttention):
     """Attention with a clamp of large queries, as with ``clip_qkv``."""
 
+    @renamed
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (
@@ -340,15 +351,17 @@ class Clamped(modeling_llama.LlamaAttention):
 class Rescaled(modeling_llama.LlamaAttention):
     """Attention whose scale depends on the number of tokens."""
 
+    @renamed
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         self.scaling = hidden_states.shape[1] ** -0.5
         given = (hidden_states, position_embeddings, attention_mask)
-        return modeling_llama.LlamaAttention.forward(self, *given, cache=cache, **kwargs)
+        return modeling_llama.LlamaAttention.forward(self, *given, cache, **kwargs)
 
 
 class ScaledByPosition(modeling_llama.LlamaAttention):
     """Attention that scales queries at positions from 8,192 on, if it gets the positions."""
 
+    @renamed
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         positions = kwargs.get("position_ids")
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -368,6 +381,7 @@ class ScaledByPosition(modeling_llama.LlamaAttention):
 class TwoInputs(modeling_llama.LlamaAttention):
     """Attention whose keys are projected from another tensor than queries and values."""
 
+    @renamed
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_proj(hidden_states).view(shape).transpose(1, 2)

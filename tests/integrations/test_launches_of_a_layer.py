@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import get_code
 
 pytest.importorskip("transformers")
+from support.transformers_cache import cached
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -103,9 +104,9 @@ def test_launches_of_a_layer(name, fresh_compiler):  # noqa: F811
     # The program is neither compiled nor run, so it must not get into Inductor's cache.
     options = {"post_grad_custom_pre_pass": inductor.FuseQuantization(), "force_disable_caches": True}
     with torch.no_grad(), inductor_config.patch(options):
-        model(ids, cache=cache)
+        model(ids, **cached(cache))
         step = torch.compile(model, fullgraph=True, dynamic=False)
-        code, *_ = get_code(step, ids[:, :1], cache=cache, position_ids=torch.full((batch, 1), 5))
+        code, *_ = get_code(step, ids[:, :1], **cached(cache), position_ids=torch.full((batch, 1), 5))
     calls = ["".join(names) for names in CALL.findall(code[code.index("def call(") :])]
     *_, start, end = (i for i, call in enumerate(calls) if call == "torch_cute_ops_tests.attention")
     assert Counter(calls[start + 1 : end]) == expected

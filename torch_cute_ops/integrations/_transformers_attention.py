@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from torch_cute_ops.integrations._transformers_attention_trial import CACHE_NAMES, MERGED_QKV, Block, found_block
+from torch_cute_ops.integrations._transformers_attention_trial import MERGED_QKV, Block, found_block
 from torch_cute_ops.nn import QuantLinear, _names
 from torch_cute_ops.nn._qkv_steps import PARTS
 from torch_cute_ops.nn._straight_through import needs_gradient
@@ -251,7 +251,11 @@ def _is_supported(
         return False
     if len(getattr(getattr(module, "qkv_proj", None), "parts", ())) != PARTS:
         return False
-    if len(cached) > 1 or any(name in kwargs for name in CACHE_NAMES if name != block.cache_name):
+    if len(cached) > 1:
+        return False
+    # A decorator of the block's forward renames the argument. (In transformers 5.17, where the cache's argument is
+    # past_key_values, generate_batch passes ``cache`` as well, to the attention function.)
+    if block.cache_name == "cache" and "past_key_values" in kwargs:
         return False
     if not isinstance(embeddings, tuple) or len(embeddings) != 2 or any(each.dim() != 3 for each in embeddings):
         return False
