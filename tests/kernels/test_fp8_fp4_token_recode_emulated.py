@@ -30,7 +30,8 @@ def test_numbers(fmt: Any, experts: int | None, n: int, k: int) -> None:
     index[torch.rand(index.shape) < 0.1] = 255  # NaN
     units = torch.exp2(torch.randint(-30, 31, (count, n)).float())
     numbers = MAGNITUDES.double()[codes % 8] * scale_of(index, fmt).repeat_interleave(fmt.block_size, 2)
-    want = torch.where(codes > 7, -numbers, numbers).float().to(E4M3)
+    # Clamp, because torch 2.11 converts 480 to NaN, and torch 2.13 to 448.
+    want = torch.where(codes > 7, -numbers, numbers).clamp(-448, 448).float().to(E4M3)
     want = interleaved(want.float().flatten(0, 1)).to(E4M3).view(count, n, -1)
     packed, scales = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8), prepared(index, units, fmt.block_size)
     given = (packed.mT, scales) if experts else (packed[0].t(), scales[0])

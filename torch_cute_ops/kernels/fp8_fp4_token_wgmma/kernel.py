@@ -176,6 +176,8 @@ class DecodingLoop:
                 slot, slot_parity = smem.slots.next(slot, slot_parity)
             else:
                 used = stage * LINE_SPAN + k_group + within
+                if i > 0:  # with slots, the wait ends straight code
+                    ptx.end_straight_code(follow < 0)
             multiply(used, words[i % 2], partial, adds=i > 0 or not self.config.promotes)
             # Load the next k tile, and wait for the previous k tile's MMAs, while this k tile's MMAs run.
             read = None

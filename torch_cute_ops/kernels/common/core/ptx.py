@@ -418,6 +418,21 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def end_straight_code(never, *, loc=None, ip=None) -> None:
+    """Keep ptxas from analysing the code before and after this point together.
+
+    ptxas 13.5 serialises warpgroup MMAs (C7513) if straight-line code writes registers of an MMA's A operand while
+    earlier MMAs run, even if those MMAs use other registers. A predicated instruction between the writes and the MMA
+    prevents this.
+
+    Args:
+        never: condition that is false, but that ptxas cannot know to be false.
+    """
+    text = "{.reg .pred p; setp.ne.u32 p, $0, 0; @p nanosleep.u32 0;}"
+    _asm(None, [_u32(never, loc, ip)], text, "r", loc, ip)
+
+
+@dsl_user_op
 def arrive_at_if(barrier, rank, condition, releases: str = "all", *, loc=None, ip=None) -> None:
     """Arrive at an mbarrier of CTA ``rank`` of the cluster if ``condition``.
 
