@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import re
 import warnings
@@ -208,6 +209,8 @@ def assert_equal_results(experts: nn.Module, swiglu: SwiGLU) -> None:
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts(name):
     experts, expected = built(name), EXPERTS[name]
+    if len(inspect.signature(type(experts).forward).parameters) != 4:  # self, tokens, ids, weights
+        pytest.skip(f"in transformers {transformers.__version__} its forward takes other arguments")
     if isinstance(expected, SwiGLU):
         assert_equal_results(experts, expected)
         return
@@ -226,6 +229,8 @@ def test_experts(name):
     ],
 )
 def test_other_settings(name, settings, swiglu):
+    if not transformers.__version__.startswith(VERSION):
+        pytest.skip(f"transformers is {transformers.__version__}; {VERSION} reads these settings")
     assert_equal_results(built(name, **settings), swiglu)
 
 

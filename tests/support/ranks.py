@@ -27,6 +27,8 @@ def _main(
     rank: int, world: int, port: int, timeout_s: float, function: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    # A forked process cannot use the GPU that its parent uses, and torch.compile would read the GPU's random state.
+    torch.cuda.is_available = lambda: False
     method, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=timeout)
     function(rank, *args)
