@@ -320,14 +320,14 @@ def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activat
     modules = torch.nn.ModuleDict({"experts": ModelExperts(model, weights)})
     if weights.shared_up is not None and weights.shared_down is not None:
         gate, up = weights.shared_up.chunk(2)
-        shared_weights = {"gate_proj": gate, "up_proj": up, "down_proj": weights.shared_down}
-        # A layer named "gate" next to the experts would be the router, which quantize_ leaves in bf16.
+        shared_weights = {"gate": gate, "up": up, "down": weights.shared_down}
+        # Next to the experts, a layer named "gate" could be the router, which quantize_ leaves in bf16.
         modules["shared"] = torch.nn.ModuleDict({name: linear(each) for name, each in shared_weights.items()})
     quantize_(modules, model.scheme)
     shared = None
     if model.has_shared:
-        gate_proj, up_proj, down_proj = modules["shared"].values()
-        shared = GatedMLP(merge([gate_proj, up_proj]), down_proj)
+        layers = modules["shared"]
+        shared = GatedMLP(merge([layers["gate"], layers["up"]]), layers["down"])
     experts = modules["experts"]
     if few_tokens(weights.down.shape[-1]):
         if activations == "bf16":

@@ -100,6 +100,13 @@ def test_many_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name:
     assert found == {str(few): {"deepseek-v3": "nvfp4", "gpt-oss": "mxfp4"}[name], str(few + 1): "fp8"}
 
 
+def test_as_many_experts_as_columns_of_the_shared_expert(moe_layer: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    """Check that the shared expert's layers are not taken for a router, as with the default sizes on a GPU."""
+    sizes = ["--tokens", "2", "--hidden", "128", "--experts", "64", "--top", "4", "--intermediate", "64"]
+    _, last = run_main(moe_layer, capsys, "--model", "deepseek-v3", *sizes)
+    assert last == "SUCCESS: every check passed"
+
+
 @by_model
 def test_no_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str) -> None:
     sizes = ["--tokens", "0", "2", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
