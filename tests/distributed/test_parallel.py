@@ -115,7 +115,7 @@ def columns_and_rows(rank: int) -> None:
     down, halves = made(NVFP4Linear, "16bit", False, 136), torch.randn(2, 4, 2, K).bfloat16()
     both = torch.cat([own(half, rank, -1) for half in halves], -1).flatten(0, 1)
     divided = parallelize_module(copied(down), mesh, RowParallel(sums=torch.float32))
-    y = divided(QuantizedRows((both,), (4, 2), x.dtype, is_gate_and_up=True))
+    y = divided(QuantizedRows((both,), (4, 2), x.dtype, "silu"))
     assert_product(y, down, silu_mul(torch.cat([*halves], -1)))
     linear = nn.Linear(K, 64).bfloat16()
     dist.broadcast(linear.weight, 0)
@@ -438,7 +438,7 @@ def test_warmup_of_gates_returns_partial_sums(mesh, monkeypatch):
     dtypes = []
     real = NVFP4Linear._gated_product
     monkeypatch.setattr(
-        NVFP4Linear, "_gated_product", lambda layer, rows, dtype: dtypes.append(dtype) or real(layer, rows, dtype)
+        NVFP4Linear, "_gated_product", lambda layer, *given: dtypes.append(given[1]) or real(layer, *given)
     )
     up = parallelize_module(made(NVFP4Linear, "16bit", False, 2 * K), mesh, ColumnParallel())
     down = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, RowParallel(sums=torch.float32))

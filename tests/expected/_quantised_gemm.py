@@ -11,9 +11,11 @@ _ARGUMENTS = (
 )
 
 
-def schemas(op: str) -> tuple[str, str]:
-    """Return ``SCHEMA`` and ``OUT_SCHEMA`` of ``op``, the schemas that are promised to users."""
-    return f"cute::{op}({_ARGUMENTS}) -> Tensor", f"cute::{op}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+def schemas(op: str, more: str = "") -> tuple[str, str]:
+    """Return ``SCHEMA`` and ``OUT_SCHEMA`` of ``op``, the schemas that are promised to users. ``more`` contains the
+    arguments after those that all ops share."""
+    arguments = _ARGUMENTS + more
+    return f"cute::{op}({arguments}) -> Tensor", f"cute::{op}.out({arguments}, *, Tensor(a!) out) -> ()"
 
 
 def multiplied(value: np.ndarray, given) -> dict:

@@ -7,13 +7,13 @@ import numpy as np
 from expected import Tensors, _fp4_gemm, _quantised_gemm, gated, rows_of
 from torch_cute_ops.testing import GATE_ERROR
 
-SCHEMA, OUT_SCHEMA = _quantised_gemm.schemas("silu_mul_fp4quant_mm_fp4")
+SCHEMA, OUT_SCHEMA = _quantised_gemm.schemas("silu_mul_fp4quant_mm_fp4", ", str gate='silu'")
 
 
 def values(given, error: float = 0.0) -> np.ndarray:
     """Return the gated rows in fp32, with magnitudes increased by the relative ``error``."""
     with np.errstate(all="ignore"):
-        return (gated(rows_of(given["a"]), {}) * np.float64(1 + error)).astype(np.float32)
+        return (gated(rows_of(given["a"]), given) * np.float64(1 + error)).astype(np.float32)
 
 
 def results(given) -> Tensors:

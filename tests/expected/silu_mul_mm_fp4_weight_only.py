@@ -10,7 +10,7 @@ from torch_cute_ops.testing import GATE_ERROR
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, "
     "int block_size=16, str? scale_format=None, str? scale_layout=None, str backend='auto', "
-    "bool static_weight=False, Tensor? prefetch=None"
+    "bool static_weight=False, Tensor? prefetch=None, str gate='silu'"
 )
 SCHEMA = f"cute::silu_mul_mm_fp4_weight_only({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::silu_mul_mm_fp4_weight_only.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
@@ -19,7 +19,7 @@ OUT_SCHEMA = f"cute::silu_mul_mm_fp4_weight_only.out({_ARGUMENTS}, *, Tensor(a!)
 def activations(given, error: float = 0.0) -> torch.Tensor:
     """Return the gated rows (M, K) in the dtype of ``a``, with magnitudes increased by the relative ``error``."""
     with np.errstate(all="ignore"):
-        return torch.from_numpy(gated(rows_of(given["a"]), {}) * np.float64(1 + error)).to(given["a"].dtype)
+        return torch.from_numpy(gated(rows_of(given["a"]), given) * np.float64(1 + error)).to(given["a"].dtype)
 
 
 def results(given) -> Tensors:

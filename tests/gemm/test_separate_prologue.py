@@ -3,6 +3,7 @@ model."""
 
 import importlib
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.gemm_problems import BF16, FP16, H100, HOPPER, fp4_problem
 from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backends.fp4_wgmma import WgmmaTactic
 from torch_cute_ops.gemm.backends.separate_prologue import SEPARATE, SeparatePrologue
@@ -23,11 +25,11 @@ GATE, QUANTISE, BOTH = "silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_m
 by_op = pytest.mark.parametrize("name", [GATE, QUANTISE, BOTH])
 
 
-def made(name, *sizes, quantises="scaled", **kwargs):
+def made(name, *sizes, quantises="scaled", gate="silu", **kwargs):
     """Return the problem of an op's call with these sizes."""
     problem = fp4_problem(*sizes, a_dtype=kwargs.pop("a_dtype", BF16), **kwargs)
     quantises = None if name == GATE else quantises
-    return replace(problem, prologue_gate=name != QUANTISE, prologue_quant=quantises)
+    return replace(problem, prologue_gate=None if name == QUANTISE else gate, prologue_quant=quantises)
 
 
 def behind(name, *sizes, **kwargs):
@@ -112,12 +114,15 @@ def test_other_gpus_have_two_launches(name, arch):
     [
         (GATE, BF16, {}),
         (GATE, FP16, {"block_size": 32}),
+        (GATE, BF16, {"gate": "gelu_tanh"}),
+        (GATE, FP16, {"gate": "relu2"}),
         (QUANTISE, BF16, {}),
         (QUANTISE, FP16, {"global_scale": torch.ones(1, device="meta"), "scale_layout": "linear"}),
         (QUANTISE, FP16, {"block_size": 32}),
         (BOTH, BF16, {"global_scale": torch.ones(1, device="meta")}),
         (BOTH, FP16, {"scale_layout": "linear"}),
         (BOTH, BF16, {"block_size": 32}),
+        (BOTH, BF16, {"gate": "gelu"}),
     ],
 )
 def test_kernels(name, dtype, given):
@@ -134,7 +139,7 @@ def test_kernels(name, dtype, given):
     backend = select.candidates(problem)["wgmma"]
     maker = OPS[{GATE: "silu_mul", QUANTISE: "fp4_quantize", BOTH: "silu_mul_fp4quant"}[name]]
     a = torch.empty(rows, 1024 * (1 + (name != QUANTISE)), dtype=dtype, device="meta")
-    (making,) = maker.kernels(arch, a, **(given if name != GATE else {}))
+    (making,) = maker.kernels(arch, a, **({k: v for k, v in given.items() if k == "gate"} if name == GATE else given))
     tactic = WgmmaTactic(8, 256, 4) if name == GATE or "block_size" in given else WgmmaTactic(1, 208, 4)
     first, second = backend.kernels(problem, (SEPARATE, *tactic), arch)
     assert first == making
@@ -147,6 +152,7 @@ def test_kernels(name, dtype, given):
     (one,) = backend.kernels(problem, tactic, arch)
     operands = one.config.operands
     assert (operands.prologue_gate, operands.prologue_quant) == (problem.prologue_gate, problem.prologue_quant)
+    assert operands.prologue_gate == (None if name == QUANTISE else given.get("gate", "silu"))
     assert (operands.a_dtype, operands.a_layout) == (dtype, None)
     assert replace(one.config, operands=fp4_operands(problem.without_prologue)) == second.config
     assert backend.checks_operands(problem, tactic)
@@ -193,6 +199,29 @@ def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
         with pytest.raises(ValueError, match=text + ("the 512" if name == QUANTISE else "gate and up for each of")):
             op.cuda(**{**given, "a": a[:, :256]})
         assert not launches.calls
+
+
+@pytest.mark.parametrize("name", [GATE, BOTH])
+@pytest.mark.parametrize(("backend", "count"), [("wgmma", 1), ("mma_sync", 2)])
+@pytest.mark.parametrize("m", [1, 5])
+def test_gates(name, backend, count, m, launches: Launches):  # noqa: F811
+    """Check that calls that differ only in the gate launch their own kernels, as many as with SiLU, and give the result
+    of the two separate ops."""
+    op, kernels, results = OPS[name], {}, []
+    given = arguments(op, sample_of(name, m, 136, 512, NVFP4, backend=backend))
+    for gate in (*get_args(Gate), "silu"):
+        launches.calls.clear()
+        call = {**given, "gate": gate}
+        results.append(op.cuda(**call))
+        expected_of(op).assert_results(results[-1:], expected_of(op).results(call), call)
+        first, *_ = (kernel for kernel, _ in launches.calls)
+        assert len(launches.calls) == count + (backend == "mma_sync" and name == BOTH)  # FP4 activations are decoded
+        own = first.config.operands.prologue_gate if count == 1 else first.config.spec.gate
+        assert own == gate
+        assert kernels.setdefault(gate, first.config) == first.config
+    assert len({*kernels.values()}) == 4
+    assert torch.equal(results[0], results[-1])
+    assert all(not torch.equal(results[0], each) for each in results[1:-1])
 
 
 def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from expected import assert_same
+from expected import assert_same, gated
 from expected._fp4_gemm import decoded
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import Weight, fp8_weight, numbers
@@ -389,7 +389,7 @@ def made_by_hand(problem, operands, error=0.0):
     rounded."""
     value, block = operands.a.float().numpy(), problem.b.format.block_size
     if problem.prologue_gate:
-        value = spec.silu_mul(value) * np.float32(1 + error)
+        value = gated(value, {"gate": problem.prologue_gate}) * np.float32(1 + error)
     if problem.prologue_quant is not None:
         blocks = spec.quantise(value, block, 3.0 if problem.prologue_quant == "scaled" else None)
         return torch.from_numpy(spec.dequantise(blocks.codes, blocks.scales)).double().reshape(value.shape)

@@ -1,5 +1,8 @@
 """The Inductor pass and GEMMs: prologues that compute activations, and prefetches of the next weight."""
 
+import functools
+from typing import get_args
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 import torch_cute_ops as tco
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.integrations import inductor
@@ -86,20 +90,30 @@ def test_sum_before_gemms(device):
     assert not any("clone" in name or "copy" in name for name in compiler.calls())
 
 
+by_gate = pytest.mark.parametrize("gate", get_args(Gate))
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@by_gate
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16)])
-def test_gate_before_a_gemm(lead, dtype, device):
+def test_gate_before_a_gemm(lead, dtype, gate, device):
     """Check that for one row a gate and a GEMM become one op, for any other arguments of the GEMM."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias = torch.randn(24, device=device)
 
     def layer(both, codes, scale, bias):
-        gate, up = both.chunk(2, -1)
-        rows = (F.silu(gate) * up).flatten(0, -2)
+        first, up = both.chunk(2, -1)
+        rows = (ACTIVATIONS[gate](first) * up).flatten(0, -2)
         return tco.mm_fp4_weight_only(rows, codes.t(), scale, None, bias, torch.float32, static_weight=True).exp()
 
     got, compiler = compiled(layer, both, codes, scale, bias)
     want = tco.silu_mul_mm_fp4_weight_only(
-        both.flatten(0, -2), codes.t(), scale, None, bias, torch.float32, static_weight=True
+        both.flatten(0, -2), codes.t(), scale, None, bias, torch.float32, static_weight=True, gate=gate
     )
     assert_equal((got,), (want.exp(),))
     assert compiler.ours() == {"silu_mul_mm_fp4_weight_only": 1} and "aten.mul.Tensor" not in compiler.calls()
@@ -130,9 +144,9 @@ def test_gates_that_stay_before_a_gemm(left, monkeypatch):
 
 
 @pytest.mark.parametrize("global_scale", [None, 3.0])
-@pytest.mark.parametrize("gated", [False, True], ids=["quantised", "gated"])
+@pytest.mark.parametrize("gate", [None, *get_args(Gate)])
 @pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16), ((8,), torch.bfloat16)])
-def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
+def test_quantisation_before_a_gemm(lead, dtype, gate, global_scale, device):
     """Check that for few rows a quantisation and a GEMM become one op with the same bits, for any other arguments. For
     one row the op also includes the gate."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
@@ -140,21 +154,22 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
     given = None if global_scale is None else torch.full((1,), global_scale, device=device)
 
     def layer(both, codes, scale, bias, alpha, given):
-        gate, up = both.chunk(2, -1)
-        rows = (F.silu(gate) * up if gated else both[..., :H].contiguous()).flatten(0, -2)
+        first, up = both.chunk(2, -1)
+        rows = (both[..., :H].contiguous() if gate is None else ACTIVATIONS[gate](first) * up).flatten(0, -2)
         a, a_scale = tco.fp4_quantize(rows, given, scale_layout="8x4")
         return tco.mm_fp4(a, codes.t(), a_scale, scale, alpha, bias, scale_layout="8x4", static_weight=True).exp()
 
     got, compiler = compiled(layer, both, codes, scale, bias, alpha, given)
-    rows = both.flatten(0, -2) if gated else both[..., :H].flatten(0, -2)
-    name = "silu_mul_fp4quant_mm_fp4" if gated else "fp4quant_mm_fp4"
-    want = getattr(tco, name)(rows, codes.t(), scale, given, alpha, bias, torch.bfloat16, static_weight=True)
-    quantise = tco.silu_mul_fp4quant if gated else tco.fp4_quantize
-    a, a_scale = quantise(rows, given)
+    rows = both[..., :H].flatten(0, -2) if gate is None else both.flatten(0, -2)
+    name, quantise, named = "fp4quant_mm_fp4", tco.fp4_quantize, {}
+    if gate is not None:
+        name, quantise, named = "silu_mul_fp4quant_mm_fp4", tco.silu_mul_fp4quant, {"gate": gate}
+    want = getattr(tco, name)(rows, codes.t(), scale, given, alpha, bias, torch.bfloat16, static_weight=True, **named)
+    a, a_scale = quantise(rows, given, **named)
     assert got.dtype == torch.bfloat16
     assert_equal((want,), (tco.mm_fp4(a, codes.t(), a_scale, scale, alpha, bias, static_weight=True),))
     assert_equal((got,), (want.exp(),))
-    parts = {"silu_mul_fp4quant": 1, "mm_fp4": 1} if gated and lead == (8,) else {name: 1}
+    parts = {"silu_mul_fp4quant": 1, "mm_fp4": 1} if gate is not None and lead == (8,) else {name: 1}
     assert compiler.ours() == parts and "aten.mul.Tensor" not in compiler.calls()
 
 

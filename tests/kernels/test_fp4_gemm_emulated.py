@@ -36,6 +36,7 @@ from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import activation_tiles, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -336,7 +337,7 @@ def wgmma(
     seed: Any = 0,
     a_dtype: Any = None,
     tile_n: int | None = None,
-    prologue_gate: bool = False,
+    prologue_gate: Gate | None = None,
     prefetches: bool = False,
 ) -> Any:
     """Return a launch as a pytest parameter.
@@ -454,9 +455,18 @@ WGMMAS = [
     # the GEMM gates the rows.
     wgmma(FP16, NVFP4, "128x4", "linear", 1, epilogue=(FP32,), sizes=(1, 264, 2080), split_k=2, prefetches=True),
     wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(9, 264, 2080), split_k=1, seed=1, prefetches=True),
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1, prologue_gate=True),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), split_k=1, prologue_gate="silu"),
     wgmma(
-        FP16, NVFP4, "linear", None, 1, epilogue=(FP32,), sizes=(2, 200, 768), split_k=3, seed=None, prologue_gate=True
+        FP16,
+        NVFP4,
+        "linear",
+        None,
+        1,
+        epilogue=(FP32,),
+        sizes=(2, 200, 768),
+        split_k=3,
+        seed=None,
+        prologue_gate="silu",
     ),
     wgmma(
         BF16,
@@ -469,7 +479,7 @@ WGMMAS = [
         split_k=2,
         tile_n=208,
         seed=5,
-        prologue_gate=True,
+        prologue_gate="silu",
     ),
     wgmma(
         BF16,
@@ -481,10 +491,19 @@ WGMMAS = [
         sizes=(9, 264, 2080),
         split_k=1,
         seed=1,
-        prologue_gate=True,
+        prologue_gate="silu",
     ),
     wgmma(
-        FP16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(8, 424, 2336), split_k=2, tile_n=208, prologue_gate=True
+        FP16,
+        NVFP4,
+        "128x4",
+        None,
+        8,
+        epilogue=(FP32,),
+        sizes=(8, 424, 2336),
+        split_k=2,
+        tile_n=208,
+        prologue_gate="silu",
     ),
     wgmma(
         BF16,
@@ -496,11 +515,13 @@ WGMMAS = [
         sizes=(3, 136, 544),
         split_k=2,
         a_dtype=FP16,
-        prologue_gate=True,
+        prologue_gate="silu",
     ),
-    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "one"), sizes=(9, 296, 1088), split_k=5, prologue_gate=True),
     wgmma(
-        BF16, NVFP4, "128x4", None, 32, epilogue=(FP32,), sizes=(40, 136, 800), split_k=2, seed=1, prologue_gate=True
+        BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "one"), sizes=(9, 296, 1088), split_k=5, prologue_gate="silu"
+    ),
+    wgmma(
+        BF16, NVFP4, "128x4", None, 32, epilogue=(FP32,), sizes=(40, 136, 800), split_k=2, seed=1, prologue_gate="silu"
     ),
     wgmma(
         FP16,
@@ -512,7 +533,7 @@ WGMMAS = [
         sizes=(70, 136, 800),
         num_ctas=2,
         has_partial_sums=True,
-        prologue_gate=True,
+        prologue_gate="silu",
     ),
 ]
 
@@ -608,8 +629,8 @@ STATIC = [
     wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), split_k=1),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), split_k=2, a_dtype=FP16),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(2, 136, 2080), split_k=1),
-    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(1, 136, 2080), split_k=1, prologue_gate=True),
-    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(3, 136, 2336), split_k=2, prologue_gate=True),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(1, 136, 2080), split_k=1, prologue_gate="silu"),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(3, 136, 2336), split_k=2, prologue_gate="silu"),
 ]
 
 

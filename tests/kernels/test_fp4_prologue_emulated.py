@@ -3,7 +3,10 @@
 ``test_fp4_gemm_emulated`` checks the sums over gated activations.
 """
 
+import itertools
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +35,28 @@ from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.kernels import fp4_wgmma, row_quant
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
-GATED = [one for one in WGMMAS if one.values[0].case.prologue_gate]
-READ_AHEAD = [one for one in STATIC if one.values[0].case.prologue_gate]
+READ_AHEAD = [one for one in STATIC if one.values[0].case.prologue_gate is not None]
+OTHER_GATES: tuple[Gate, ...] = ("gelu_tanh", "gelu", "relu2")
+
+
+def with_other_gates(launches: Iterable[Wgmma]) -> list[Any]:
+    """Return the launches with a gate as prologue, as pytest parameters. Each launch appears with SiLU and with one of
+    the other gates, which alternate."""
+    gated = [one for one in launches if one.case.prologue_gate is not None]
+    others = [
+        one._replace(case=replace(one.case, prologue_gate=gate))
+        for one, gate in zip(gated, itertools.cycle(OTHER_GATES), strict=False)
+    ]
+    return [pytest.param(one, id=one.id) for one in (*gated, *others)]
+
+
+GATED = with_other_gates(one.values[0] for one in WGMMAS)
 
 
 @pytest.mark.parametrize("one", READ_AHEAD)
@@ -66,12 +84,12 @@ def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torc
     alpha, bias = operands(case.epilogue, n)
     arch, after = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
     gate = row_quant.RowQuantKernel(
-        row_quant.plan(row_quant.RowQuantSpec.for_gated_rows(rows.dtype, k), arch, pdl=True)
+        row_quant.plan(row_quant.RowQuantSpec.for_gated_rows(rows.dtype, k, case.prologue_gate), arch, pdl=True)
     )
     run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 7, after, *[None] * 3, 0.0, *[None] * 3, 132))
     results = []
     for a, config in (
-        (after, replace(case, prologue_gate=False).kernel.config),
+        (after, replace(case, prologue_gate=None).kernel.config),
         (rows, replace(case.kernel.config, pdl=overlap)),
     ):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
@@ -92,23 +110,30 @@ def test_a_gate_equals_silu_mul(one: Wgmma) -> None:
     second case."""
     (m, n, k), case = one.sizes, one.case
     torch.manual_seed(n)
-    rows = (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype)
+    # Squares of larger numbers would give results that exceed float16's range.
+    rows = (torch.randn(m, 2 * k) * (1 if case.prologue_gate == "relu2" else 4)).to(case.a_dtype or case.dtype)
     _, want, got = gated(one, rows, overlap=[each.values[0] for each in GATED].index(one) % 2 == 0)
     assert want.isfinite().all() and want.any()
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("value", ["overflow", "largest", "gate of -inf", "gate of NaN"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("tile_m", [1, 8])
-def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -> None:
+@pytest.mark.parametrize(
+    ("tile_m", "dtype", "gate"),
+    [
+        *((tile_m, dtype, "silu") for tile_m in (1, 8) for dtype in (BF16, FP16)),
+        *[(1, BF16, "gelu_tanh"), (8, FP16, "gelu_tanh"), (8, BF16, "gelu"), (1, FP16, "gelu"), (1, BF16, "relu2")],
+    ],
+    ids=str,
+)
+def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, gate: Gate, value: str) -> None:
     """Check that gated products equal the products of ``silu_mul`` if they are NaN, or exceed or nearly exceed the
     dtype's largest number.
 
     These products are in the last block of K of one row.
     """
     one = Wgmma(
-        WgmmaCase(dtype, NVFP4, "128x4", None, tile_m, Epilogue(FP32), 1, prologue_gate=True),
+        WgmmaCase(dtype, NVFP4, "128x4", None, tile_m, Epilogue(FP32), 1, prologue_gate=gate),
         (1, 136, 288),
         0,
         False,
@@ -117,21 +142,24 @@ def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, value: str) -
     (_, _, k), most = one.sizes, torch.finfo(dtype).max
     torch.manual_seed(k)
     rows = torch.randn(1, 2 * k).to(dtype)
-    special = {"overflow": (most, 2.0), "largest": (most / 4, 4.0), "gate of -inf": (-torch.inf, 1.0)}
+    largest = (1.0, most) if gate == "relu2" else (most / 4, 4.0)
+    special = {"overflow": (most, 2.0), "largest": largest, "gate of -inf": (-torch.inf, 1.0)}
     rows[0, k - 2], rows[0, -2] = (torch.tensor(each) for each in special.get(value, (torch.nan, 1.0)))
     after, expected, got = gated(one, rows)
     want = {"overflow": torch.inf, "largest": most}.get(value, torch.nan)
+    if (gate, value) == ("relu2", "gate of -inf"):
+        want = 0.0
     torch.testing.assert_close(after[0, k - 2].item(), want, rtol=0, atol=0, equal_nan=True)
-    assert expected.isfinite().any() == (value == "largest")
+    assert expected.isfinite().any() == math.isfinite(want)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # A CTA multiplies more k tiles than its pipelines' stages. ``test_fp4_gemm_emulated`` lists its waits.
 ROW = Wgmma(
-    WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate=True), (1, 136, 7168), 0, False, None
+    WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate="silu"), (1, 136, 7168), 0, False, None
 )
 ROWS = Wgmma(
-    WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prologue_gate=True), (8, 136, 3072), 0, False, None
+    WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prologue_gate="silu"), (8, 136, 3072), 0, False, None
 )
 # Edits of PTX that remove a wait for activations
 by_edit = pytest.mark.parametrize(
@@ -169,7 +197,7 @@ def quantised(
     prologue_quant: Any,
     *,
     epilogue: tuple[Any, ...] = (FP32,),
-    prologue_gate: bool = False,
+    prologue_gate: Gate | None = None,
     tile_n: int | None = None,
     sizes: tuple[int, int, int],
     tile_m: int = 1,
@@ -185,19 +213,24 @@ def quantised(
 
 # Launches with a partial last k tile, several rows, warps that divide k tiles, more k tiles than stages, and clusters
 QUANTISED = [
-    quantised(BF16, "128x4", 1, "scaled", prologue_gate=True, sizes=(1, 136, 544)),
+    quantised(BF16, "128x4", 1, "scaled", prologue_gate="silu", sizes=(1, 136, 544)),
     quantised(FP16, "linear", 2, "plain", epilogue=(FP32, "column", FP32), sizes=(2, 200, 768)),
     quantised(BF16, "128x4", 2, "scaled", epilogue=(FP32, "one"), tile_n=208, sizes=(1, 208, 4640)),
-    quantised(FP16, "128x4", 1, "plain", epilogue=(BF16,), prologue_gate=True, tile_n=224, sizes=(1, 224, 3872)),
-    quantised(FP16, "linear", 3, "scaled", prologue_gate=True, sizes=(2, 136, 768)),
+    quantised(FP16, "128x4", 1, "plain", epilogue=(BF16,), prologue_gate="silu", tile_n=224, sizes=(1, 224, 3872)),
+    quantised(FP16, "linear", 3, "scaled", prologue_gate="silu", sizes=(2, 136, 768)),
     quantised(BF16, "128x4", 1, "plain", epilogue=(FP16, "one"), tile_n=160, sizes=(1, 168, 1056)),
     quantised(BF16, "128x4", 1, "scaled", sizes=(3, 136, 2080), tile_m=8),
-    quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), prologue_gate=True, sizes=(9, 136, 768), tile_m=8),
+    quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), prologue_gate="silu", sizes=(9, 136, 768), tile_m=8),
 ]
 # A block of MXFP4 is four k groups.
 MXFP4_ROWS = [
     quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 1120), tile_m=8, fmt=MXFP4),
-    quantised(BF16, "128x4", 1, "plain", prologue_gate=True, sizes=(5, 264, 544), tile_m=8, fmt=MXFP4),
+    quantised(BF16, "128x4", 1, "plain", prologue_gate="silu", sizes=(5, 264, 544), tile_m=8, fmt=MXFP4),
+]
+# Each launch without a gate, and each launch with a gate, which appears with SiLU and with another gate
+EVERY_QUANTISED = [
+    *(pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS) if one.case.prologue_gate is None),
+    *with_other_gates((*QUANTISED, *MXFP4_ROWS)),
 ]
 by_quantised = pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED])
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -281,7 +314,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     run_kernel(row_quant.RowQuantKernel(row_quant.plan(spec, arch, pdl=True)), arch, *given)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
-    after = replace(case, prologue_gate=False, prologue_quant=None, a_dtype=None, a_layout=case.layout)
+    after = replace(case, prologue_gate=None, prologue_quant=None, a_dtype=None, a_layout=case.layout)
     results = []
     for operand, its_scale, which in ((codes, a_scale, after), (rows, global_scale, case)):
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
@@ -291,7 +324,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     return codes, a_scale, *results
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS)])
+@pytest.mark.parametrize("one", EVERY_QUANTISED)
 def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
     """Check for blocks of any magnitude that a GEMM that quantises its rows gives bitwise the same results as a
     quantising kernel followed by a GEMM, in two orders of threads."""
@@ -361,7 +394,7 @@ def test_special_values_are_quantised(one: Wgmma) -> None:
 
 QUANTISED_AHEAD = [
     quantised(BF16, "128x4", 1, "scaled", sizes=(1, 136, 2080)),
-    quantised(BF16, "128x4", 1, "scaled", prologue_gate=True, sizes=(1, 136, 2080)),
+    quantised(BF16, "128x4", 1, "scaled", prologue_gate="silu", sizes=(1, 136, 2080)),
     quantised(BF16, "128x4", 1, "scaled", sizes=(4, 136, 2080), tile_m=8),
 ]
 
@@ -387,7 +420,7 @@ def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
 
 # Launches with more k tiles than stages, like ``ROW``
 QUANTISED_ROW = quantised(FP16, "128x4", 2, "scaled", sizes=(1, 136, 7168))
-GATED_ROW = quantised(FP16, "128x4", 2, "plain", prologue_gate=True, sizes=(1, 136, 7168))
+GATED_ROW = quantised(FP16, "128x4", 2, "plain", prologue_gate="silu", sizes=(1, 136, 7168))
 QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tile_m=8)
 
 

@@ -9,6 +9,7 @@ import torch
 from support.host_grids import grids, placed
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.kernels.row_quant import RowQuantSpec
 from torch_cute_ops.runtime.arch import ARCHS
@@ -53,14 +54,14 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
 
 
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
-@pytest.mark.parametrize("gated", [False, True], ids=["rows", "gate"])
-def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
+@pytest.mark.parametrize("gate", [None, "silu"], ids=["rows", "gate"])
+def test_few_rows_have_smaller_slices(layout: str, gate: Gate | None) -> None:
     """Check how rows of 14,336 columns are divided: two slices of 7,168, or for up to 128 rows seven slices of 2,048.
 
     A CTA processes a slice of a single row if enough CTAs can run at the same time. With tiled scales, whose padding
     must be zeroed, each slice gets at least 32 CTAs, unless the GPU has too few SMs for that.
     """
-    spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
+    spec = RowQuantSpec.for_fp4_rows(torch.bfloat16, 14_336, gate, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
     kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(spec, HOPPER, pdl=True)).make()
     is_tiled = layout == "128x4"
     for rows, slices in ((1, 7), (8, 7), (128, 7), (129, 2), (4096, 2)):

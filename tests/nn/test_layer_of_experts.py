@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.experts import GPT_OSS, Block, Experts, GptOssExperts, H, I, ops_of
 from torch import nn
 
 from torch_cute_ops import nvfp4_global_scale, silu_mul
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.nn import (
     ExpertLayer,
     GatedMLP,
@@ -241,19 +243,24 @@ def test_compiled(way, scoring):
 @pytest.mark.parametrize("activations", ["16bit", "fp8", "fp4", "fp4_token"])
 @torch.no_grad()
 def test_gated_mlp(activations):
-    """Check results against float64 for all formats of activations, including with gpt-oss's gate."""
-    amax = {"input_amax": 8.0} if activations == "fp4" else {}
+    """Check results against float64 for all formats of activations and all gates, including gpt-oss's gate."""
+    amax = {"input_amax": 64.0} if activations == "fp4" else {}
     layers = {
         name: NVFP4Linear.from_float(nn.Linear(*size, bias=False).bfloat16(), activations=activations, **amax)
         for name, size in (("gate", (H, 128)), ("up", (H, 128)), ("down", (128, H)))
     }
     x = torch.randn(2, 5, H).bfloat16() * 2
-    for swiglu in (SwiGLU(), SwiGLU(*GPT_OSS)):
+    for swiglu in (SwiGLU(), SwiGLU(*GPT_OSS), *(SwiGLU(gate=gate) for gate in ("gelu_tanh", "gelu", "relu2"))):
         mlp = GatedMLP(merge([layers["gate"], layers["up"]]), layers["down"], swiglu=swiglu)
         gate, up = (x.double() @ layers[name].dequantize().double().T for name in ("gate", "up"))
         if swiglu.limit is not None:
             gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
-        h = gate * torch.sigmoid(swiglu.alpha * gate) * (up + swiglu.beta)
+        if swiglu.gate == "silu":
+            h = gate * torch.sigmoid(swiglu.alpha * gate) * (up + swiglu.beta)
+        elif swiglu.gate == "relu2":
+            h = gate.clamp(min=0) ** 2 * up
+        else:
+            h = nn.functional.gelu(gate, approximate="tanh" if swiglu.gate == "gelu_tanh" else "none") * up
         want = h @ layers["down"].dequantize().double().T
         assert mlp(x).shape == x.shape
         assert cosine(mlp(x), want.numpy()) > {"16bit": 0.9999, "fp8": 0.995}.get(activations, 0.97)
@@ -261,17 +268,18 @@ def test_gated_mlp(activations):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear])
-def test_gate_and_up_in_one_op(cls):
+@pytest.mark.parametrize("gate", get_args(Gate))
+def test_gate_and_up_in_one_op(gate, cls):
     """Check that, for any number of rows, a layer called with gate and up gives the same result as the two separate
     ops."""
     layers = [cls.from_float(nn.Linear(*size).bfloat16()) for size in ((H, 128), (H, 128), (128, H))]
-    mlp, calls = GatedMLP(merge(layers[:2]), layers[2]), []
+    mlp, calls = GatedMLP(merge(layers[:2]), layers[2], swiglu=SwiGLU(gate=gate)), []
     mlp.down_proj.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
     for rows in (0, 1, 5, 40):
         x = torch.randn(rows, 2, H).bfloat16()
         got = mlp(x)
-        assert calls.pop().is_gate_and_up and not calls
-        want = layers[2](silu_mul(mlp.gate_up_proj(x)))
+        assert calls.pop().gate == gate and not calls
+        want = layers[2](silu_mul(mlp.gate_up_proj(x), gate=gate))
         assert torch.equal(got, want) and got.shape == (rows, 2, H)
         calls.clear()
     mlp.down_proj._forward_pre_hooks.clear()
@@ -285,7 +293,7 @@ def test_gate_and_up_in_one_op(cls):
 @torch.no_grad()
 def test_other_layers_refuse_gate_and_up():
     layer = NVFP4Linear.from_float(nn.Linear(64, H).bfloat16(), activations="fp8")
-    rows = QuantizedRows((torch.zeros(3, 128).bfloat16(),), (3,), torch.bfloat16, is_gate_and_up=True)
+    rows = QuantizedRows((torch.zeros(3, 128).bfloat16(),), (3,), torch.bfloat16, "silu")
     with pytest.raises(
         ValueError, match="NVFP4Linear: the rows are gate and up, which a layer with activations='fp8' does not"
     ):

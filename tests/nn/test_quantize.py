@@ -14,6 +14,7 @@ from torch_cute_ops.nn import (
     MXFP4Linear,
     NVFP4Linear,
     QuantLinear,
+    fp4_linear,
     fp8_linear,
     prefetch_,
     quantize_,
@@ -347,13 +348,27 @@ def test_warmup_calls_gates_with_gelu(activation, gate, monkeypatch):
     assert seen == sorted(["silu", gate])
 
 
-def test_warmup_calls_gates_with_gemms():
-    """Check that `warmup` also calls GEMMs that gate in their prologue, for one row and 16-bit activations."""
+@pytest.mark.parametrize("activation", [None, nn.GELU("tanh")], ids=["silu", "gelu_tanh"])
+def test_warmup_calls_gates_with_gemms(activation, monkeypatch):
+    """Check that `warmup` also calls GEMMs that gate in their prologue, for one row and 16-bit activations, with the
+    gates of the model's activation functions."""
     block = quantize_(FusedBlock().bfloat16())
+    gates = ["silu"]
+    if activation is not None:
+        block.act_fn, gates = activation, ["gelu_tanh", "silu"]
+    seen = []
+    real = fp4_linear.silu_mul_mm_fp4_weight_only
+    monkeypatch.setattr(
+        fp4_linear,
+        "silu_mul_mm_fp4_weight_only",
+        lambda *args, gate, **named: seen.append(gate) or real(*args, gate=gate, **named),
+    )
     with Calls() as calls:
         warmup(block, rows=(1, 3, 8, 40))
     gated = [call[1:3] for call in calls.every if call[0] == "silu_mul_mm_fp4_weight_only"]
-    assert gated == [(((1, 4 * H), torch.bfloat16), ((H, H), torch.uint8))] * 2  # twice, because one call prefetches
+    # Twice for each gate, because one call prefetches
+    assert gated == [(((1, 4 * H), torch.bfloat16), ((H, H), torch.uint8))] * 2 * len(gates)
+    assert seen == [gate for gate in gates for _ in range(2)]
     with Calls() as calls:
         warmup(block, rows=(1,), fused=False)
         warmup(quantize_(FusedBlock().bfloat16(), activations="fp8"), rows=(1,))

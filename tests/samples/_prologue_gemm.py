@@ -1,7 +1,7 @@
 """Samples and error inputs of the FP4 GEMMs with a prologue: a gate, a quantisation, or both."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from samples._fp4_gemm import GemmSamples
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker
 from samples._rows import short
+from samples._silu_mul import OTHER_GATES, gate_errors
 from torch_cute_ops.formats import MXFP4, NVFP4
 
 
@@ -51,6 +52,13 @@ class PrologueGemmSamples(GemmSamples):
             for name, gate in (("slope", slope), ("special", special)):
                 a = torch.cat((gate.to(dtype), up), 1)
                 yield self.changed(sample, f"gate-{name}-{short(dtype)}", a=a)
+                for activation in OTHER_GATES:
+                    changed = self.changed(sample, f"{activation}-{name}-{short(dtype)}", a=a)
+                    yield replace(changed, kwargs={**changed.kwargs, "gate": activation})
+        for activation, fmt in zip(OTHER_GATES, (NVFP4, MXFP4, NVFP4), strict=True):
+            for rows in (1, m):
+                name = f"{activation}-{fmt.name}-{rows}"
+                yield self.sample(name, rows, n, k, fmt, "128x4", device, gate=activation)
 
     def _quantised(self, device: torch.device) -> Iterator[Sample]:
         m, n, k = self.sizes
@@ -75,15 +83,23 @@ class PrologueGemmSamples(GemmSamples):
             scale = torch.full(shape, 2.5, device=device)
             yield self.sample(f"global-scale-{name}", m, n, k, NVFP4, "128x4", device, global_scale=scale)
 
+    def _all_by_position(self, device: torch.device) -> Iterator[Sample]:
+        for sample in super()._all_by_position(device):
+            yield replace(sample, args=(*sample.args, *["gelu_tanh"] * self.prologue_gate))
+
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
         scale = (torch.rand(1, device=device) + 0.5,) if self.prologue_quant else ()
         return (*scale, *super()._positional(sample, device))
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
         yield from super().errors(device)
+        good = self.sample("good", 4, 24, self.smallest_k, NVFP4, "linear", device)
+        if self.prologue_gate:
+            for error in gate_errors(good.args):
+                if error.kwargs.keys() == {"gate"}:  # These ops take no parameters of SwiGLU.
+                    yield replace(error, kwargs={**good.kwargs, **error.kwargs})
         if not self.prologue_quant:
             return
-        good = self.sample("good", 4, 24, self.smallest_k, NVFP4, "linear", device)
         bad, one = error_maker(self.by_name(good), good.kwargs), torch.ones(1, device=device)
         for name, error, text, scale in (
             ("float64", TypeError, "got global_scale with dtype float64; expected", one.double()),

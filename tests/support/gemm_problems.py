@@ -106,12 +106,14 @@ def problems():
     yield fp4_problem(40, 96, MXFP4, FP16, out_dtype=FP32)
     for fmt, a_dtype in ((NVFP4, BF16), (MXFP4, FP16)):
         plain = fp4_problem(40, 96, fmt, a_dtype, out_dtype=FP32)
-        yield replace(plain, prologue_gate=True)
-        for gates in (False, True):
-            yield replace(plain, prologue_gate=gates, prologue_quant="plain")
-    for a_dtype, layout, gates in ((FP16, "linear", False), (BF16, "128x4", True)):  # only NVFP4 has a global scale
+        for gate in ("silu", "gelu_tanh" if fmt == NVFP4 else "relu2"):
+            yield replace(plain, prologue_gate=gate)
+        for gate in (None, "gelu" if fmt == NVFP4 else "silu"):
+            yield replace(plain, prologue_gate=gate, prologue_quant="plain")
+    # Only NVFP4 has a global scale.
+    for a_dtype, layout, gate in ((FP16, "linear", None), (BF16, "128x4", "silu"), (FP16, "128x4", "gelu_tanh")):
         plain = fp4_problem(40, 96, NVFP4, a_dtype, layout, alpha="column", bias_dtype=FP32)
-        yield replace(plain, prologue_gate=gates, prologue_quant="scaled")
+        yield replace(plain, prologue_gate=gate, prologue_quant="scaled")
     for rows in ROW_LAYOUTS:
         alphas = (None, "one", "column") if rows.is_plain else (None, "one", "expert", "expert_column")
         for alpha, bias in zip(alphas, (None, FP32, BF16, None), strict=False):

@@ -275,10 +275,11 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
     )
     operands, a_scale, a_layout = config.operands, call.a_scale, config.operands.a_layout
     if operands.prologue_quant is not None:
-        value, a_layout = silu_mul_rows(a) if operands.prologue_gate else a.float(), operands.layout
+        gate, a_layout = operands.prologue_gate, operands.layout
+        value = a.float() if gate is None else silu_mul_rows(a, gate=gate)
         a, a_scale = quantize_rows(value, operands.fmt, a_scale, a_layout.name)
-    elif operands.prologue_gate:
-        a = silu_mul_rows(a).to(a.dtype)
+    elif operands.prologue_gate is not None:
+        a = silu_mul_rows(a, gate=operands.prologue_gate).to(a.dtype)
     given = a, a_scale, b.t(), call.b_scale, call.alpha, call.bias, out.dtype, operands.fmt, a_layout, operands.layout
     write(out, fp4_gemm(*given, call.row_scale) if config.expert_k is None else expert_gemm(*given))
 

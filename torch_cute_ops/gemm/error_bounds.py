@@ -52,7 +52,8 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
             left_operand = problem.without_prologue.a
             value, global_scale = unrounded_activations(problem, a), a_scale
             a, a_scale = round_activations(problem, value, global_scale)
-            off = _off_by_gate(problem, value, global_scale, a, a_scale) if problem.prologue_gate else None
+            if problem.prologue_gate is not None:
+                off = _off_by_gate(problem, value, global_scale, a, a_scale)
         a = a if left_operand.is_fp4 else a.to(problem.b.format.operand_dtype(problem.a.format))
     want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=a.device) for _ in range(2))
     factors = _linear_scales(problem, operands.b_scale)

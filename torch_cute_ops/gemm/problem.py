@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, FP8Format, ScaleLayout
-from torch_cute_ops.formats.gates import GemmGate
+from torch_cute_ops.formats.gates import Gate, GemmGate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.prepared_scales import prepared_shape
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -115,8 +115,8 @@ class GemmProblem:
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
         global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
             None without an encode scale.
-        prologue_gate: True if calls pass gate and up, (M, 2K), as ``a``. The activations are ``silu(gate) · up`` of the
-            halves of each row, rounded to their 16-bit dtype unless they are quantised.
+        prologue_gate: activation function if calls pass gate and up, (M, 2K), as ``a``, or None. The activations are
+            ``act(gate) · up`` of the halves of each row, rounded to their 16-bit dtype unless they are quantised.
         prologue_quant: ``"scaled"`` if 16-bit activations are quantised to the weight's format and scale layout with a
             global scale, which calls pass as ``a_scale``; ``"plain"`` if they are quantised without a global scale; or
             None.
@@ -136,7 +136,7 @@ class GemmProblem:
     gate: GemmGate | None = None
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
-    prologue_gate: bool = False
+    prologue_gate: Gate | None = None
     prologue_quant: PrologueQuant | None = None
     static_weight: bool = False
     prefetches: bool = False
@@ -171,19 +171,19 @@ class GemmProblem:
     def has_prologue(self) -> bool:
         """True if a prologue (a gate, a quantisation, or both) computes the activations from the rows that calls
         pass."""
-        return self.prologue_gate or self.prologue_quant is not None
+        return self.prologue_gate is not None or self.prologue_quant is not None
 
     @cached_property
     def without_prologue(self) -> "GemmProblem":
         """The same problem without the prologue. Its ``a`` is the result of the prologue."""
         quantised = self.prologue_quant is not None
         a = Operand(self.b.format, self.b.scale_layout) if quantised else self.a
-        return replace(self, a=a, prologue_gate=False, prologue_quant=None)
+        return replace(self, a=a, prologue_gate=None, prologue_quant=None)
 
     @cached_property
     def a_width(self) -> int:
         """Number of elements of a row of ``a``."""
-        return 2 * self.k if self.prologue_gate else self.k
+        return self.k if self.prologue_gate is None else 2 * self.k
 
     @cached_property
     def weight_rows(self) -> int:

@@ -114,7 +114,7 @@ class FuseQuantization(CustomGraphPass):
       the group has up to 8 ranks on one host, no other node reads the sum, and the residual can be overwritten: the
       op becomes ``all_reduce_add_rmsnorm`` or its FP4 or FP8 form. The ranks' numbers are then added in float32, in the
       order of the ranks, and rounded once.
-    - On Hopper, SiLU·mul of one row and the ``mm_fp4_weight_only`` after it become one op that computes the gate in its
+    - On Hopper, a gate of one row and the ``mm_fp4_weight_only`` after it become one op that computes the gate in its
       prologue. The number of rows must be static in the graph. On other GPUs the gate stays separate, because
       Inductor's kernel is as fast.
     - On Hopper, for NVFP4: if only an ``mm_fp4`` reads the result of ``fp4_quantize`` of up to 8 rows, or of
@@ -273,16 +273,16 @@ def _fuse_input(node: Node) -> bool:
 
 
 def _multiply_gated(node: Node, value: Node, matched: Gate) -> bool:
-    """Fuse a gate of one row into the GEMM ``node``, if it is SiLU and only this GEMM reads the gate's result
-    ``value``. Return True on success."""
+    """Fuse a gate of one row into the GEMM ``node``, if only this GEMM reads the gate's result ``value``. Return True
+    on success."""
     named = named_arguments(node)
     rows = value_of(named.pop("a")).shape[0]
     gated = matched.input
-    is_alone = matched.gate == "silu" and all(user is node for user in readers_of(value))
+    is_alone = all(user is node for user in readers_of(value))
     is_same = value_of(gated).dtype == value_of(value).dtype and value_of(gated).is_contiguous()
     if not is_alone or not is_same or not isinstance(rows, int) or not gates_with_gemm(rows, value_of(value).device):
         return False
-    _multiply_made(node, "silu_mul_mm_fp4_weight_only", gated, named)
+    _multiply_made(node, "silu_mul_mm_fp4_weight_only", gated, {**named, "gate": matched.gate})
     return True
 
 
@@ -306,7 +306,6 @@ def _multiply_quantised(node: Node) -> bool:
         or any(quantisation[name] != named[name] for name in ("block_size", "scale_format"))
         or layout not in (None, quantisation["scale_layout"])
         or (gate and not gates_plainly(*gate))
-        or quantisation.get("gate", "silu") != "silu"
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
         or not isinstance(rows, int)
@@ -316,6 +315,8 @@ def _multiply_quantised(node: Node) -> bool:
         return False
     named["scale_layout"] = None if layout is None else weight_layout(SCALE_LAYOUTS[layout]).name
     named |= {"global_scale": quantisation["global_scale"], "out_dtype": named["out_dtype"] or torch.bfloat16}
+    if "gate" in quantisation:
+        named["gate"] = quantisation["gate"]
     _multiply_made(node, _IN_ONE_LAUNCH[made.target], source, named)
     return True
 

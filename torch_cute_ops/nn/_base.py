@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats import SCALE_LAYOUTS
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._straight_through import RowsDecoder, needs_gradient
 from torch_cute_ops.nn._tracing import one_node
@@ -64,15 +65,15 @@ class QuantizedRows(NamedTuple):
             of the rows, (M,).
         lead: leading dimensions of the original input; their product is M.
         dtype: dtype of the layer's result.
-        is_gate_and_up: True if the rows are gate and up, (M, 2K) in 16 bits, and the layer must compute ``silu(gate) ·
-            up`` before it multiplies. Only layers whose :meth:`QuantLinear.prologue_gates` returns True accept such
-            rows.
+        gate: activation function if the rows are gate and up, (M, 2K) in 16 bits, and the layer must compute
+            ``act(gate) · up`` before it multiplies, or None. Only layers whose :meth:`QuantLinear.prologue_gates`
+            returns True accept such rows.
     """
 
     operands: tuple[Tensor, ...]
     lead: tuple[int, ...]
     dtype: torch.dtype
-    is_gate_and_up: bool = False
+    gate: Gate | None = None
 
 
 class QuantLinear(nn.Module):
@@ -357,8 +358,11 @@ class QuantLinear(nn.Module):
     def compute(self, input: Tensor | QuantizedRows) -> Tensor:
         """Compute :meth:`forward` without gradients."""
         rows = input if isinstance(input, QuantizedRows) else self._prepared(input)
-        multiply = self._gated_product if rows.is_gate_and_up else self._product
-        return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
+        if rows.gate is None:
+            result = self._product(rows.operands, rows.dtype)
+        else:
+            result = self._gated_product(rows.operands, rows.dtype, rows.gate)
+        return result.view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         """Convert ``x``, (..., K), to the input of this layer's GEMM: quantised rows, or 16-bit rows. Raises the same
@@ -439,11 +443,11 @@ class QuantLinear(nn.Module):
         """Multiply by the weight; return (M, N) in ``dtype``."""
         raise NotImplementedError
 
-    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """Compute the gate of rows (M, 2K) and multiply by the weight; return (M, N) in ``dtype``."""
+    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype, gate: Gate) -> Tensor:
+        """Apply the gate to rows (M, 2K) and multiply by the weight; return (M, N) in ``dtype``."""
         raise ValueError(
             f"{type(self).__name__}: the rows are gate and up, which a layer with activations={self.activations!r} "
-            "does not gate; pass silu(gate) · up"
+            "does not gate; pass act(gate) · up"
         )
 
     def extra_repr(self) -> str:

@@ -30,17 +30,18 @@ _GATES: Final[Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {
 
 
 class GatedMLP(nn.Module):
-    """Gated MLP of two quantised linear layers with a SwiGLU between them, such as a shared expert.
+    """Gated MLP of two quantised linear layers with a gate between them, such as a shared expert.
 
     If the second layer quantises its activations to FP4 or FP8, one op computes the gate and quantises. If the second
-    layer multiplies 16-bit activations by an FP4 weight, and the gate is ``silu(gate) · up``, its GEMM computes the
-    gate in the prologue.
+    layer multiplies 16-bit activations by an FP4 weight, and the gate has no parameters of SwiGLU, its GEMM computes
+    the gate in the prologue.
 
     Args:
         gate_up_proj: layer with a weight (2I, H): the gate's rows, then up's rows, as :func:`torch_cute_ops.nn.merge`
             returns.
         down_proj: layer with a weight (H, I).
-        swiglu: parameters of the gate.
+        swiglu: activation function of the gate, and parameters of SwiGLU. A Gemma layer needs
+            ``SwiGLU(gate="gelu_tanh")``.
 
     Raises:
         ValueError: for layers of inconsistent sizes.
@@ -74,8 +75,8 @@ class GatedMLP(nn.Module):
         if needs_gradient(both):  # the fused ops have no backward
             return self.down_proj(self._gated(both))
         lead, quantization, rows = (*x.shape[:-1],), self.down_proj.quantization(), both.reshape(-1, both.shape[-1])
-        if self.swiglu == SwiGLU() and self.down_proj.prologue_gates(rows):
-            return self.down_proj(QuantizedRows((rows,), lead, x.dtype, is_gate_and_up=True))
+        if not self.swiglu.is_general and self.down_proj.prologue_gates(rows):
+            return self.down_proj(QuantizedRows((rows,), lead, x.dtype, self.swiglu.gate))
         if quantization is None:
             return self.down_proj(self._gated(both))
         quantise = _GATES[quantization.to]

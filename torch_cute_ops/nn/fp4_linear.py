@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.prepared_scales import prepare_scales
 from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
 from torch_cute_ops.nn._base import (
@@ -122,19 +123,26 @@ class _FP4Linear(QuantLinear):
             return False
         return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
 
-    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype, gate: Gate) -> Tensor:
         if self.activations in ("fp4_token", "fp8", "fp8_token"):
-            return super()._gated_product(operands, dtype)
-        return self._multiply_16bit(operands[0], dtype, silu_mul_mm_fp4_weight_only, silu_mul_fp4quant_mm_fp4)
+            return super()._gated_product(operands, dtype, gate)
+        ops = silu_mul_mm_fp4_weight_only, silu_mul_fp4quant_mm_fp4
+        return self._multiply_16bit(operands[0], dtype, *ops, gate=gate)
 
     def _multiply_16bit(
-        self, a: Tensor, dtype: torch.dtype, weight_only: Callable[..., Tensor], quantising: Callable[..., Tensor]
+        self,
+        a: Tensor,
+        dtype: torch.dtype,
+        weight_only: Callable[..., Tensor],
+        quantising: Callable[..., Tensor],
+        **more: Any,
     ) -> Tensor:
-        """Multiply 16-bit rows ``a`` by calling the op ``weight_only``, or ``quantising`` for FP4 activations."""
+        """Multiply 16-bit rows ``a`` by calling the op ``weight_only``, or ``quantising`` for FP4 activations. ``more``
+        contains additional arguments of the op."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = (a, self.weight.t(), self.weight_scale)
         epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
-        options = {**epilogue, "block_size": block, "static_weight": True, "prefetch": self._prefetch_weight()}
+        options = {**epilogue, "block_size": block, "static_weight": True, "prefetch": self._prefetch_weight()} | more
         if self.activations == "16bit":
             return weight_only(*operands, **options)
         return quantising(*operands, self._activation_scale(), **options)

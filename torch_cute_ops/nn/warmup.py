@@ -6,8 +6,9 @@ which are then compiled in parallel processes. The second pass loads and launche
 
 import contextlib
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Final
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_cute_ops.collecting import CollectKernels
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, following_of, link
 from torch_cute_ops.nn._qkv_steps import QkvSteps, steps_of
@@ -25,7 +27,7 @@ from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compile_pool import EarlyPool
 
-_ACTIVATIONS: Final = {"GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
+_ACTIVATIONS: Final[Mapping[str, Gate]] = {"GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
 """Gates, keyed by the name of the class of activation functions in transformers."""
 
 
@@ -134,7 +136,7 @@ def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bo
                     if first.can_prefetch and (few or following_of(first) is not None):
                         _call_layer(first, x, first)
             if fused:
-                _call_gated(forms.values(), numbers, dtype)
+                _call_gated(forms.values(), numbers, dtype, _gates_of(model))
         for steps, block in attention.values():
             steps.call(block, dtype)
         if fused:
@@ -199,9 +201,11 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
             module(tokens, ids, torch.ones(ids.shape, device=device))
 
 
-def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call layers whose input is gate and up of one row, because ``integrations.inductor`` may move this gate into
-    their GEMM's prologue. A layer is called if another layer's width suggests a gate before it."""
+def _call_gated(
+    layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype, gates: Sequence[Gate]
+) -> None:
+    """Call layers whose input is gate and up of one row, with each gate, because ``integrations.inductor`` may move
+    this gate into their GEMM's prologue. A layer is called if another layer's width suggests a gate before it."""
     widths = _gated_widths(layers)
     for layer in layers:
         device = layer.weight.device
@@ -209,9 +213,9 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
             for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
                 rows = torch.zeros(layer.rows_for(count), 2 * layer.in_features, dtype=dtype, device=device)
                 if layer.prologue_gates(rows):
-                    for following in (None, layer):
+                    for gate, following in itertools.product(gates, (None, layer)):
                         with _linked(layer, following):
-                            layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
+                            layer(QuantizedRows((rows,), (len(rows),), dtype, gate))
 
 
 def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) -> None:
@@ -235,7 +239,12 @@ def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]
         link(layer, before)
 
 
-def _gate_of(module: nn.Module) -> str:
+def _gates_of(model: nn.Module) -> list[Gate]:
+    """Return the gates that the activation functions of a model's modules suggest, and SiLU, in alphabetical order."""
+    return sorted({"silu", *map(_gate_of, model.modules())})
+
+
+def _gate_of(module: nn.Module) -> Gate:
     """Return the gate that a module may compute as its activation function."""
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
@@ -262,7 +271,6 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
 
     One row is enough, because the kernels do not depend on the number of rows.
     """
-    gates = {"silu", *map(_gate_of, model.modules())}
     norms: dict[int, set[tuple[torch.dtype, bool]]] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -285,5 +293,5 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **named)
             getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **named)
         if quantization is not None and width in gated:
-            for gate in sorted(gates):
+            for gate in _gates_of(model):
                 getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments, gate=gate)

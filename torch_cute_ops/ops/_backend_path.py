@@ -46,7 +46,7 @@ class BackendPath(CallPath[Call]):
     Args:
         a, b: formats of the activations and of the weight.
         prologue_gate: True if a row of ``a`` contains 16-bit gate and up values, from which the GEMM computes the
-            activations by SwiGLU.
+            activations with the activation function ``gate`` of the call.
         prologue_quant: True if the GEMM quantises 16-bit activations to FP4. The field ``a_scale`` of ``GemmCall`` then
             holds the call's ``global_scale``.
 

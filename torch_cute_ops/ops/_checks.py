@@ -590,7 +590,7 @@ def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool =
         raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
 
 
-def check_gate(op: str, gate: str, alpha: float, beta: float, limit: float | None) -> None:
+def check_gate(op: str, gate: str, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None) -> None:
     """Check the name of a gate's activation function, and that only SiLU gets the parameters of SwiGLU."""
     if gate not in get_args(Gate):
         expected = ", ".join(map(repr, get_args(Gate)))

@@ -10,6 +10,7 @@ import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
 from torch_cute_ops.formats.fp8 import is_one_column, new_column_scales
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import Operands
@@ -59,6 +60,7 @@ class GemmCall(NamedTuple):
     backend: str = AUTO
     static_weight: bool = False
     fast_accum: bool = False
+    gate: Gate = "silu"
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -185,6 +187,8 @@ class Gemm(BackendPath[GemmCall]):
         _checks.check_out_dtype(op, call.out_dtype)  # first, because it limits the dtypes of a bias
         self.check_epilogue(call, n, k)
         check_row_scale(op, call.row_scale, call.a)
+        if self.prologue_gate:
+            _checks.check_gate(op, call.gate)
         if call.prefetch is not None:
             self._check_prefetch(call.prefetch, device)
         self.check_backend(call)
@@ -256,7 +260,7 @@ class Gemm(BackendPath[GemmCall]):
             k,
             p.Epilogue(call.result_dtype, self.alpha_kind(call), bias_dtype, call.row_scale is not None),
             self.grouping(call),
-            prologue_gate=self.prologue_gate,
+            prologue_gate=call.gate if self.prologue_gate else None,
             prologue_quant=quant,
             static_weight=call.static_weight,
             prefetches=call.prefetch is not None,
@@ -283,7 +287,7 @@ class Gemm(BackendPath[GemmCall]):
             "out_dtype": dtype(lambda call: call.result_dtype),
             **self.arguments_as_properties("block_size", "scale_format"),
             **self.declare_layout(),
-            **self.arguments_as_properties("backend", "static_weight"),
+            **self.arguments_as_properties("backend", "static_weight", "gate"),
         }
         if "prefetch" in self.signature.names:
             declared["prefetch"] = flag(lambda call: call.prefetch is not None)

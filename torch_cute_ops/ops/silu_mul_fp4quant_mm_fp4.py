@@ -1,8 +1,9 @@
-"""``silu_mul_fp4quant_mm_fp4``: SwiGLU's gate, FP4 quantisation, and the GEMM with an FP4 weight."""
+"""``silu_mul_fp4quant_mm_fp4``: a gate, FP4 quantisation, and the GEMM with an FP4 weight."""
 
 import torch
 from torch import Tensor
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._fp4_gemm import FP4Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
@@ -23,15 +24,16 @@ def silu_mul_fp4quant_mm_fp4(
     backend: str = "auto",
     static_weight: bool = False,
     prefetch: Tensor | None = None,
+    gate: Gate = "silu",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Apply SwiGLU's gate to activations, quantise the result to FP4 and multiply it by an FP4 weight.
+    """Apply a gate, by default SwiGLU's, to activations, quantise the result to FP4 and multiply it by an FP4 weight.
 
-    This is the down projection of a SwiGLU layer, computed from the output of the merged gate and up projection. The
-    gate is computed in fp32 and not rounded before it is quantised; sums are accumulated in fp32 and rounded once::
+    This is the down projection of a gated MLP, computed from the output of the merged gate and up projection. The gate
+    is computed in fp32 and not rounded before it is quantised; sums are accumulated in fp32 and rounded once::
 
-        h = silu(gate) · up
+        h = silu(gate) · up  # or gelu(gate) · up, or max(gate, 0)² · up
         q = fp4_quantize(h, global_scale)  # codes times block scales
         out[m, n] = alpha · Σ_k q[m, k] · b[k, n] + bias[n]
 
@@ -68,6 +70,8 @@ def silu_mul_fp4quant_mm_fp4(
             next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
             change during the call.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
+            (GELU with the error function) or ``"relu2"`` (squared ReLU).
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
@@ -75,9 +79,9 @@ def silu_mul_fp4quant_mm_fp4(
         column of NaN.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not a transposed view; if the backend is
-            unknown or cannot compute the call (the message gives the reason); or if an input requires grad while
-            gradients are enabled.
+        ValueError: If a shape, device, format or layout is wrong; if ``gate`` is unknown; if ``b`` is not a transposed
+            view; if the backend is unknown or cannot compute the call (the message gives the reason); or if an input
+            requires grad while gradients are enabled.
         TypeError: If a dtype is wrong.
 
     Example:

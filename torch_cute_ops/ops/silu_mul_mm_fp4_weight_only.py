@@ -1,8 +1,9 @@
-"""``silu_mul_mm_fp4_weight_only``: SwiGLU's gate, and the GEMM of its 16-bit result and an FP4 weight."""
+"""``silu_mul_mm_fp4_weight_only``: a gate, and the GEMM of its 16-bit result and an FP4 weight."""
 
 import torch
 from torch import Tensor
 
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._fp4_gemm import FP4Gemm
 from torch_cute_ops.ops._signature import ScaleFormat, WeightScaleLayout
@@ -22,15 +23,16 @@ def silu_mul_mm_fp4_weight_only(
     backend: str = "auto",
     static_weight: bool = False,
     prefetch: Tensor | None = None,
+    gate: Gate = "silu",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Apply SwiGLU's gate to activations and multiply the result, in 16 bits, by an FP4 weight.
+    """Apply a gate, by default SwiGLU's, to activations and multiply the result, in 16 bits, by an FP4 weight.
 
-    This is the down projection of a SwiGLU layer, computed from the output of the merged gate and up projection. ``h``
-    is rounded to the dtype of ``a``; sums are accumulated in fp32 and rounded once::
+    This is the down projection of a gated MLP, computed from the output of the merged gate and up projection. ``h`` is
+    rounded to the dtype of ``a``; sums are accumulated in fp32 and rounded once::
 
-        h = silu(gate) · up
+        h = silu(gate) · up  # or gelu(gate) · up, or max(gate, 0)² · up
         out[m, n] = alpha · Σ_k h[m, k] · b[k, n] + bias[n]
 
     With the same backend and tactic, the result equals :func:`mm_fp4_weight_only` of :func:`silu_mul` bit for bit. On
@@ -64,15 +66,17 @@ def silu_mul_mm_fp4_weight_only(
             next GEMM. Its rows are a multiple of 16 bytes long. On Hopper, GEMMs with tiles of up to 16 rows load the
             first 8 MB of this matrix into L2 after their own operands. Its contents do not affect the result, and may
             change during the call.
+        gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
+            (GELU with the error function) or ``"relu2"`` (squared ReLU).
         out: contiguous (M, N) tensor to write the result into.
 
     Returns:
         (M, N) in ``out_dtype``. A NaN scale gives a column of NaN.
 
     Raises:
-        ValueError: If a shape, device, format or layout is wrong; if ``b`` is not a transposed view; if the backend is
-            unknown or cannot compute the call (the message gives the reason); or if an input requires grad while
-            gradients are enabled.
+        ValueError: If a shape, device, format or layout is wrong; if ``gate`` is unknown; if ``b`` is not a transposed
+            view; if the backend is unknown or cannot compute the call (the message gives the reason); or if an input
+            requires grad while gradients are enabled.
         TypeError: If a dtype is wrong.
 
     Example:

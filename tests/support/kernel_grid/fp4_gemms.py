@@ -24,6 +24,7 @@ from support.kernel_grid.common import (
 )
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import fp4_experts, fp4_gated_experts, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -134,7 +135,7 @@ class WgmmaCase(KernelCase):
     a_dtype: torch.dtype | None = None
     static_weight: bool = False
     tile_n: int | None = None
-    prologue_gate: bool = False
+    prologue_gate: Gate | None = None
     prologue_quant: PrologueQuant | None = None
     prefetches: bool = False
 
@@ -143,10 +144,16 @@ class WgmmaCase(KernelCase):
         tile = f"{self.tile_m}by{self.split_k}" if self.expert_k is None else f"{self.tile_m}of{self.expert_k}"
         tile += "" if self.tile_n is None else f"x{self.tile_n}"
         quant = self.prologue_quant
-        made = (*["gated"] * self.prologue_gate, *[f"quantised-{quant}"] * (quant is not None))
+        made = (*self.gate_id, *[f"quantised-{quant}"] * (quant is not None))
         hints = (*["static"] * self.static_weight, *["prefetching"] * self.prefetches)
         kind = "-".join(("wgmma", *hints, *made))
         return fp4_gemm_id(kind, self, activations_id(self), tile, epilogue_id(self.epilogue))
+
+    @property
+    def gate_id(self) -> list[str]:
+        """Part of the id for a gate as prologue: empty without a gate, and without a name for SiLU."""
+        gate = self.prologue_gate
+        return [] if gate is None else ["gated" if gate == "silu" else f"gated-{gate}"]
 
     @property
     def role(self) -> Any:
@@ -337,7 +344,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
     sixteen_bit = [kind for kind in WARPGROUP_KINDS if kind[3] is None]
     tiles = [(1, 2, 208), (8, 2, 256), (8, 2, 224), (16, 2, 192), (32, 3, 256), (64, 0, None), (128, 0, None)]
     gated = [
-        WgmmaCase(*kind, tile_m, next(heavy if tile_n == 224 else light), split_k, tile_n=tile_n, prologue_gate=True)
+        WgmmaCase(*kind, tile_m, next(heavy if tile_n == 224 else light), split_k, tile_n=tile_n, prologue_gate="silu")
         for kind, (tile_m, split_k, tile_n) in together(sixteen_bit, tiles, every)
         if tile_m > 1 or kind[1] is NVFP4
     ]
@@ -345,15 +352,26 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         WgmmaCase(FP16, NVFP4, layout, None, 1, next(heavy if n == 224 else light), split_k, tile_n=n, **given)
         for given, (layout, split_k, n) in together(
             [
-                {"a_dtype": dtype, "prologue_gate": gated, "prologue_quant": quantises}
+                {"a_dtype": dtype, "prologue_gate": gate, "prologue_quant": quantises}
                 for dtype in (BF16, FP16)
-                for gated in (True, False)
+                for gate in ("silu", None)
                 for quantises in QUANTISES
             ],
             (("128x4", 2, 208), ("linear", 1, 224), ("128x4", 3, 256)),
             every,
         )
     ]
+    # Cases with another gate than SiLU: tiles of one row and of few rows, with and without a quantisation, and the
+    # kernel before the GEMM
+    kind = FP16, NVFP4, "128x4", None
+    tiles = ((1, 2, 224, "scaled"), (1, 1, 208, None), (8, 2, 224, None), (32, 3, 256, None), (64, 0, None, None))
+    other_gates = [
+        WgmmaCase(
+            *kind, tile_m, next(light), split_k, a_dtype=BF16 if quantises else FP16, tile_n=tile_n,
+            prologue_gate=gate, prologue_quant=quantises,
+        )
+        for gate, (tile_m, split_k, tile_n, quantises) in together(("gelu_tanh", "gelu", "relu2"), tiles, every)
+    ]  # fmt: skip
     outs, experts_k = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return (
         plain
@@ -362,6 +380,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         + static
         + gated
         + quantised
+        + other_gates
         + [
             WgmmaCase(*kind, tile_m, Epilogue(next(outs)), expert_k=next(experts_k))
             for kind, tile_m in together(WARPGROUP_KINDS, (16, 32, 64, 128), every)

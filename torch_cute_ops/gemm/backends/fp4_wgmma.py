@@ -138,7 +138,7 @@ class FP4Wgmma(FP4KernelBackend):
         )
         if schedule.rearranges:
             rearranged = (REARRANGE_FP4_SECONDS if problem.a.is_fp4 else REARRANGE_16_BIT_SECONDS)[tile_m]
-            rearranged += GATE_SECONDS * tile_m if problem.prologue_gate else 0.0
+            rearranged += GATE_SECONDS * tile_m if problem.prologue_gate is not None else 0.0
             rearranged += QUANTISE_SECONDS * tile_m if problem.prologue_quant is not None else 0.0
             computed = cost.overlapped(computed, rearranged, order=4)
         if over_k:

@@ -123,7 +123,7 @@ def _fp4(problem: GemmProblem, given: Operands) -> Tensor:
 
 def unrounded_activations(problem: GemmProblem, rows: Tensor) -> Tensor:
     """Return the activations that a prologue computes from a call's input rows, in fp32, before they are rounded."""
-    return silu_mul_rows(rows) if problem.prologue_gate else rows.float()
+    return rows.float() if problem.prologue_gate is None else silu_mul_rows(rows, gate=problem.prologue_gate)
 
 
 def round_activations(problem: GemmProblem, value: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:

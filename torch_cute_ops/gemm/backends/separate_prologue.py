@@ -88,14 +88,13 @@ class SeparatePrologue(Backend):
 def prologue_kernel(problem: GemmProblem, arch: Arch) -> KernelSpec:
     """Return the kernel that computes the prologue: the kernel of ``silu_mul``, ``fp4_quantize`` or
     ``silu_mul_fp4quant``."""
-    given = activation_dtype(problem), problem.k
+    given, gate = (activation_dtype(problem), problem.k), problem.prologue_gate
     if problem.prologue_quant is None:
-        rows = row_quant.RowQuantSpec.for_gated_rows(*given)
+        assert gate is not None
+        rows = row_quant.RowQuantSpec.for_gated_rows(*given, gate)
     else:
         is_scaled, fmt = problem.prologue_quant == "scaled", fp4_format(problem)
-        rows = row_quant.RowQuantSpec.for_fp4_rows(
-            *given, problem.prologue_gate, fmt, weight_scales(problem), is_scaled
-        )
+        rows = row_quant.RowQuantSpec.for_fp4_rows(*given, gate, fmt, weight_scales(problem), is_scaled)
     return KernelSpec(row_quant.KERNEL, row_quant.plan(rows, arch, pdl=settings.PDL))
 
 

@@ -20,7 +20,7 @@ If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activa
 write them to the stages in the layout that the MMAs read. The GEMM then takes one launch and no workspace. For up to 8
 tokens, three decoder warps take turns at the k tiles. For 16 tokens, three pairs of warps take turns. For 32 tokens,
 four warps divide each k tile. With 16-bit activations of up to eight tokens, all consumers together rearrange the first
-k tiles. The warps may also gate 16-bit activations: they read gate and up, and write the rounded ``silu(gate) · up``.
+k tiles. The warps may also gate 16-bit activations: they read gate and up, and write the rounded ``act(gate) · up``.
 
 Pipelines
 ---------

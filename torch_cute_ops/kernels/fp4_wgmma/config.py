@@ -257,7 +257,7 @@ class Config:
     def max_k_groups(self) -> int:
         """Largest number of k groups of activations that a decoder's lane loads before it stores them. Registers limit
         this number."""
-        return 4 // self.other_groups // (1 + self.operands.prologue_gate)
+        return 4 // self.other_groups // (1 if self.operands.prologue_gate is None else 2)
 
     @cached_property
     def reduces(self) -> bool:

@@ -112,17 +112,25 @@ class RowQuantSpec:
     has_fp32_residual: bool = False
 
     @classmethod
-    def for_gated_rows(cls, dtype: torch.dtype, width: int) -> "RowQuantSpec":
-        """Return the specification that maps rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in
+    def for_gated_rows(cls, dtype: torch.dtype, width: int, gate: Gate = "silu") -> "RowQuantSpec":
+        """Return the specification that maps rows of gate and up, (M, 2 · width), to ``act(gate) * up`` in
         ``dtype``."""
-        return cls("silu_mul", dtype, None, width, width, None, writes_norm=True)
+        return cls("silu_mul", dtype, None, width, width, None, writes_norm=True, gate=gate)
 
     @classmethod
     def for_fp4_rows(
-        cls, dtype: torch.dtype, width: int, gated: bool, fmt: FP4Format, layout: ScaleLayout, has_factor: bool
+        cls,
+        dtype: torch.dtype,
+        width: int,
+        gate: Gate | None,
+        fmt: FP4Format,
+        layout: ScaleLayout,
+        has_factor: bool,
     ) -> "RowQuantSpec":
-        """Return the specification that quantises rows (M, width) to FP4, or gated rows (M, 2 · width) if ``gated``."""
-        return cls("silu_mul" if gated else "rows", dtype, None, width, width, fmt, layout, has_factor=has_factor)
+        """Return the specification that quantises rows (M, width) to FP4, or rows of gate and up (M, 2 · width) if
+        ``gate`` is not None."""
+        rows = cls("rows", dtype, None, width, width, fmt, layout, has_factor=has_factor)
+        return rows if gate is None else replace(rows, source="silu_mul", gate=gate)
 
     @classmethod
     def for_gated_experts(

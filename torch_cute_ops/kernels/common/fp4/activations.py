@@ -21,7 +21,7 @@ bytes: for each quarter, the 16 bytes that a lane needs in two MMAs. K group ``p
 xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If each token is copied
 separately, k group ``p`` is stored at place ``p``, and the distance between tokens is an odd number of k groups.
 
-With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, computes ``silu(gate) · up``, rounds
+With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, computes ``act(gate) · up``, rounds
 it to the dtype of ``a``, and rearranges it. With ``prologue_quant``, 16-bit activations are first quantised to FP4. The
 lanes that hold the k groups of a block compute the block's scale together, so all lanes of a warp must call ``store``,
 each with one k group.
@@ -34,7 +34,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.epilogue import silu_mul
+from torch_cute_ops.kernels.common.core.epilogue import GATES
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4.codes import decode, fp4_block, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES, ActivationLayout
@@ -64,7 +64,7 @@ class Activations:
         quantisation."""
         c, m = self.config, Dim("m")
         if c.layout is None:
-            k = Dim("k", divisibility=64 if c.prologue_gate else 32)
+            k = Dim("k", divisibility=64 if c.prologue_gate is not None else 32)
             scale = TensorArg("Float32", (1,), (1,), align=4) if c.prologue_quant == "scaled" else None
             return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), scale
         half = Dim("a_bytes", divisibility=16)
@@ -73,7 +73,7 @@ class Activations:
 
     def width(self, a):
         """Return K, the number of elements of a row of rearranged activations."""
-        if self.config.prologue_gate:
+        if self.config.prologue_gate is not None:
             return a.shape[1] // 2
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
@@ -117,13 +117,13 @@ class Activations:
     def offset(self, a, token, k):
         """Return the offset of a token's row in elements. A row has ``k`` elements, or 2 ``k`` if it consists of gate
         and up."""
-        return Int64(token) * (a.shape[1] if self.config.prologue_gate else k)
+        return Int64(token) * (k if self.config.prologue_gate is None else a.shape[1])
 
     def places(self, a, offset, k) -> list[cute.Pointer]:
         """Return the addresses of the elements at ``offset``: one address or, with ``prologue_gate``, one in gate and
         one in up."""
         at = a.iterator + cute.assume(offset, divby=8)
-        return [at, at + cute.assume(k, divby=8)] if self.config.prologue_gate else [at]
+        return [at] if self.config.prologue_gate is None else [at, at + cute.assume(k, divby=8)]
 
     def words(self, places: list[cute.Pointer], exists, offset: int = 0) -> list:
         """Load the eight elements that begin ``offset`` bytes after each address in ``places``, or return zeros if not
@@ -133,17 +133,18 @@ class Activations:
     def gated(self, loaded: list) -> list:
         """Return eight packed 16-bit elements from ``loaded``, a result of ``words``.
 
-        With ``prologue_gate``, the elements are ``silu(gate) · up``, computed as in ``kernels.row_quant``.
+        With ``prologue_gate``, the elements are ``act(gate) · up``, computed as in ``kernels.row_quant``.
         """
-        return pack(self.values(loaded), self.a_dtype) if self.config.prologue_gate else loaded
+        return loaded if self.config.prologue_gate is None else pack(self.values(loaded), self.a_dtype)
 
     def values(self, words: list) -> list[Float32]:
-        """Return eight elements in fp32 from ``words``. With ``prologue_gate``, they are ``silu(gate) · up``, not yet
+        """Return eight elements in fp32 from ``words``. With ``prologue_gate``, they are ``act(gate) · up``, not yet
         rounded."""
-        if not self.config.prologue_gate:
+        if self.config.prologue_gate is None:
             return unpack(words, self.a_dtype)
+        gate_mul = GATES[self.config.prologue_gate]
         gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
-        return [silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
+        return [gate_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
 
     def quantised(self, words: list) -> list:
         """Quantise eight elements that ``read`` loaded. Return their codes in a word, and the scale byte of their

@@ -8,6 +8,7 @@ from typing import Final, Literal
 import torch
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
+from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.runtime.arch import Arch
 
@@ -43,8 +44,8 @@ class ActivationLayout:
         layout: scale layout of activations in FP4, or None for 16-bit activations.
         by_warp: True for the operand layout of mma.sync, False for the operand layout of wgmma.
         k_tile: number of elements along K that are rearranged together.
-        prologue_gate: True if a row of ``a`` consists of gate and up, 2K 16-bit elements. A row of activations is then
-            ``silu(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
+        prologue_gate: activation function if a row of ``a`` consists of gate and up, 2K 16-bit elements, or None. A row
+            of activations is then ``act(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
         prologue_quant: kind of quantisation of 16-bit activations to FP4 (see ``PrologueQuant``), or None without
             quantisation.
     """
@@ -55,7 +56,7 @@ class ActivationLayout:
     layout: ScaleLayout | None
     by_warp: bool
     k_tile: int
-    prologue_gate: bool = field(default=False, kw_only=True)
+    prologue_gate: Gate | None = field(default=None, kw_only=True)
     prologue_quant: PrologueQuant | None = field(default=None, kw_only=True)
 
     @property
@@ -70,7 +71,7 @@ class ActivationLayout:
             return (
                 f"activations in {self.a_dtype} with {scales}: FP4 activations are uint8 and have scales, 16-bit none"
             )
-        if (self.prologue_gate or self.prologue_quant) and self.layout is not None:
+        if (self.prologue_gate is not None or self.prologue_quant is not None) and self.layout is not None:
             return "a gate or a quantisation before the GEMM takes 16-bit activations, not FP4"
         held = torch.float16 if self.prologue_quant else self.a_dtype
         if self.layout is None and self.dtype != self.fmt.operand_dtype(held):
@@ -157,8 +158,8 @@ class FP4Operands:
         dtype: dtype of the MMAs' operands (decoded weight, activations): bfloat16, or float16 (NVFP4 only).
         fmt, layout: format and scale layout of the weight.
         a_layout: scale layout of activations in FP4, or None for 16-bit activations.
-        prologue_gate: True if the activations are ``silu(gate) · up``, where gate and up are the two halves of each row
-            of ``a``.
+        prologue_gate: activation function if the activations are ``act(gate) · up``, where gate and up are the two
+            halves of each row of ``a``, or None.
         prologue_quant: kind of quantisation of the activations to ``fmt`` before the GEMM, or None without
             quantisation.
     """
@@ -168,7 +169,7 @@ class FP4Operands:
     fmt: FP4Format
     layout: ScaleLayout
     a_layout: ScaleLayout | None
-    prologue_gate: bool = False
+    prologue_gate: Gate | None = None
     prologue_quant: PrologueQuant | None = None
 
     @cached_property
@@ -179,8 +180,9 @@ class FP4Operands:
     def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:
         """Return the layout of the rearranged activations, for mma.sync if ``by_warp``, otherwise for wgmma."""
         kinds = self.a_dtype, self.dtype, self.fmt, self.a_layout
-        prologue = {"prologue_gate": self.prologue_gate, "prologue_quant": self.prologue_quant}
-        return ActivationLayout(*kinds, by_warp, k_tile, **prologue)
+        return ActivationLayout(
+            *kinds, by_warp, k_tile, prologue_gate=self.prologue_gate, prologue_quant=self.prologue_quant
+        )
 
     def reason_unsupported(
         self, arranged: ActivationLayout, weight_tile: WeightTile, smem_bytes: int, arch: Arch
