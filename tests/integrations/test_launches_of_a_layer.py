@@ -55,8 +55,11 @@ AttentionMaskInterface.register("one_launch", lambda *args, **kwargs: None)
 
 CALL = re.compile(r"torch\.ops\.(\w+\.\w+)(?:\.default)?\(|(extern_kernels\.\w+)\(|\b(cpp_fused)_\w+\(")
 """Call of an op, of an external kernel, or of a kernel of Inductor, in a program that Inductor generated."""
-LAUNCHES = {
-    "llama": (
+NORMS = {"cpp_fused": 2}
+"""Launches for Gemma's norms before the additions to the residual."""
+LAUNCHES = [
+    (
+        "llama",
         "16bit",
         1,
         {
@@ -66,7 +69,8 @@ LAUNCHES = {
             "cute.silu_mul_mm_fp4_weight_only": 1,
         },
     ),
-    "qwen3": (
+    (
+        "qwen3",
         "fp4",
         1,
         {
@@ -77,7 +81,33 @@ LAUNCHES = {
             "cute.silu_mul_fp4quant_mm_fp4": 1,
         },
     ),
-    "gemma3": (
+    (
+        "gemma3",
+        "16bit",
+        1,
+        {
+            "cute.add_rmsnorm": 2,
+            "cute.mm_fp4_weight_only": 3,
+            "cute.qkv_norm_rope_append": 1,
+            "cute.silu_mul_mm_fp4_weight_only": 1,
+            **NORMS,
+        },
+    ),
+    (
+        "gemma3",
+        "fp4",
+        1,
+        {
+            "cute.add_rmsnorm_fp4quant": 2,
+            "cute.fp4quant_mm_fp4": 1,
+            "cute.mm_fp4": 2,
+            "cute.qkv_norm_rope_append": 1,
+            "cute.silu_mul_fp4quant_mm_fp4": 1,
+            **NORMS,
+        },
+    ),
+    (
+        "gemma3",
         "fp8",
         2,
         {
@@ -86,18 +116,17 @@ LAUNCHES = {
             "cute.mm_fp8_fp4": 4,
             "cute.qkv_norm_rope_append": 1,
             "cute.silu_mul_fp8quant": 1,
-            "cpp_fused": 2,  # the norms before the additions to the residual
+            **NORMS,
         },
     ),
-}
-"""Activations, sequences, and the calls of a layer: our ops, and kernels that Inductor compiles."""
+]
+"""Model, activations, sequences, and the calls of a layer: our ops, and kernels that Inductor compiles."""
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_of_a_layer(name, fresh_compiler):  # noqa: F811
+@pytest.mark.parametrize(("name", "activations", "batch", "expected"), LAUNCHES)
+def test_launches_of_a_layer(name, activations, batch, expected, fresh_compiler):  # noqa: F811
     """Count the calls of a layer in Inductor's program for a decode step with a static cache: from attention of one
     layer to attention of the next layer. docs/models.md contains these numbers."""
-    activations, batch, expected = LAUNCHES[name]
     config = CONFIGS[name]
     model = fuse_attention_(from_config(config, "nvfp4", activations=activations, device="cpu"))
     cache, ids = StaticCache(config=config, max_cache_len=12), torch.ones(batch, 5, dtype=torch.int64)
