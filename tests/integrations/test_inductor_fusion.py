@@ -12,6 +12,7 @@ from support.inductor_graphs import (
     by_norm,
     compiled,
     fresh,  # noqa: F401  (a fixture)
+    late_norm,
     llama_norm,
     numbers,
     torch_norm,
@@ -66,6 +67,21 @@ def test_norm(norm, device):
     got, compiler = compiled(lambda x, weight, g: tco.fp4_quantize(norm(x, weight).flatten(0, 1), g), x, weight, g)
     assert_equal(got, tco.rmsnorm_fp4quant(x.flatten(0, 1), weight, g, EPS))
     assert compiler.quantising() == {"rmsnorm_fp4quant": 1} and "aten.rsqrt" not in compiler.calls()
+
+
+@pytest.mark.parametrize(("dtype", "result"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_norm_in_another_dtype_that_is_read(dtype, result):
+    """Check that a norm is not fused if another node reads it in another dtype than the dtype of the input, in which
+    our op would return it."""
+    x, weight = numbers(4, H, dtype=dtype), numbers(H, dtype=torch.float32)
+
+    def layer(x, weight):
+        y = late_norm(x.float(), weight).to(result)
+        return *tco.fp4_quantize(y), y
+
+    got, compiler = compiled(layer, x, weight)
+    assert_equal(got, layer(x, weight))
+    assert compiler.ours() == {"fp4_quantize": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

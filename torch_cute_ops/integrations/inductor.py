@@ -246,7 +246,8 @@ def _fuse(node: Node) -> bool:
     # Insert the fused op right after the RMSNorm, because other nodes that read the normalised rows can precede the
     # quantisation.
     ending, count, anchor = (suffix, outputs, node) if is_alone else (f"{suffix}_with_norm", outputs + 1, value.next)
-    results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
+    dtype = None if is_alone else value_of(value).dtype
+    results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor, dtype)
     if results is None:
         return False
     _take_over(node, results[:outputs])
@@ -263,9 +264,9 @@ def _fuse_input(node: Node) -> bool:
     if gated is not None:
         return _multiply_gated(node, value, gated)
     norm = match_norm(value)
-    if norm is None or value_of(norm.input).dtype != value_of(value).dtype or not value_of(value).is_contiguous():
+    if norm is None or not value_of(value).is_contiguous():
         return False
-    results = _normalised(norm, "rmsnorm", {}, 1, value)
+    results = _normalised(norm, "rmsnorm", {}, 1, value, value_of(value).dtype)
     if results is None:
         return False
     value.replace_all_uses_with(results[0])
@@ -337,13 +338,18 @@ def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -
     node.graph.erase_node(node)
 
 
-def _normalised(norm: Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:
+def _normalised(
+    norm: Norm, name: str, named: dict[str, Any], count: int, anchor: Node, dtype: torch.dtype | None
+) -> list[Node] | None:
     """Insert the op that computes the norm. Return its results, or None if one of its arguments comes after
-    ``anchor``.
+    ``anchor``, or if the op would not return normalised rows in ``dtype``. If ``dtype`` is None, the op returns no
+    normalised rows.
 
     If possible, the op also computes the addition before the norm and replaces it. Otherwise the op is inserted before
     ``anchor``.
     """
+    if dtype not in (None, value_of(norm.input).dtype):
+        return None
     weight = _weight_without_elements(norm.input, anchor.graph) if norm.weight is None else norm.weight
     named = {**named, "weight": weight, "eps": norm.eps, "weight_plus_one": norm.weight_plus_one}
     if norm.subtract_mean:
