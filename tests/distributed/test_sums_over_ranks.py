@@ -160,12 +160,22 @@ def check_what_the_pass_leaves(rank: int) -> None:
         dist.all_reduce(y)
         return torch_cute_ops.fp8_quantize(llama_norm(start + y, weight))  # must not be overwritten
 
+    def without_weight(x: torch.Tensor, start: torch.Tensor) -> Any:
+        y = x * 1.0
+        dist.all_reduce(y)
+        return torch_cute_ops.fp8_quantize(torch.nn.functional.rms_norm(torch.tanh(start) + y, (H,), None, EPS))
+
+    def with_float32(x: torch.Tensor, start: torch.Tensor) -> Any:
+        y = x * 1.0
+        dist.all_reduce(y)
+        return torch_cute_ops.fp8_quantize(llama_norm(torch.tanh(start.float()) + y, weight))
+
     def of_maxima(x: torch.Tensor, start: torch.Tensor) -> Any:
         y = x * 1.0
         dist.all_reduce(y, op=dist.ReduceOp.MAX)
         return torch_cute_ops.fp8_quantize(llama_norm(torch.tanh(start) + y, weight))
 
-    for program in (read_again, of_an_input, of_maxima):
+    for program in (read_again, of_an_input, without_weight, with_float32, of_maxima):
         compiler = Compiler()
         with torch.no_grad(), torch._inductor.config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()):
             torch.compile(program, backend=compiler, fullgraph=True)(x, start)

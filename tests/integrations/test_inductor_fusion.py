@@ -125,6 +125,69 @@ def test_gelu(approximate, gate, dtype, device):
     assert compiler.ours() == {"silu_mul_fp4quant": 1, "silu_mul_fp8quant": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_without_weight(dtype, device):
+    """Check that an RMSNorm without a weight becomes one op, with and without a residual, and before a 16-bit GEMM."""
+    x, residual = (numbers(4, H, device=device, dtype=dtype) for _ in range(2))
+    codes, scale = tco.fp4_quantize(numbers(H, H, device=device))
+
+    def layer(x, residual):
+        total = x * 2 + residual
+        results = *tco.fp4_quantize(F.rms_norm(x, (H,), None, EPS)), *tco.fp8_quantize(F.rms_norm(total, (H,), eps=EPS))
+        if dtype == torch.float32:
+            return results
+        return *results, tco.mm_fp4_weight_only(F.rms_norm(residual, (H,), None, EPS), codes.t(), scale)
+
+    got, compiler = compiled(layer, x, residual)
+    nothing = x.new_empty(0)
+    want = *tco.rmsnorm_fp4quant(x, nothing, eps=EPS), *tco.rmsnorm_fp8quant(x * 2 + residual, nothing, eps=EPS)
+    ours = {"rmsnorm_fp4quant": 1, "add_rmsnorm_fp8quant": 1}
+    if dtype == torch.bfloat16:
+        want = *want, tco.mm_fp4_weight_only(tco.rmsnorm(residual, nothing, EPS), codes.t(), scale)
+        ours |= {"rmsnorm": 1, "mm_fp4_weight_only": 1}
+    assert_equal(got, want)
+    assert compiler.ours() == ours and "aten.rsqrt" not in compiler.calls()
+
+
+@pytest.mark.parametrize("converts", [False, True], ids=["promoted", "converted"])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32, None])
+@pytest.mark.parametrize("read", ["codes", "bfloat16", "float32", "GEMM"])
+def test_a_float32_residual(read, weight_dtype, converts, device):
+    """Check that 16-bit rows, their addition to a float32 residual and the norm become one op, unless another node
+    reads the norm in float32, in which the op would not return it."""
+    x, residual = numbers(4, H, device=device), numbers(4, H, device=device, dtype=torch.float32)
+    weight = None if weight_dtype is None else numbers(H, device=device, dtype=weight_dtype)
+    codes, scale = tco.fp4_quantize(numbers(H, H, device=device))
+
+    def layer(x, residual):
+        total = residual * 2 + (x.float() if converts else x)
+        norm = F.rms_norm(total, (H,), None, EPS)
+        norm = norm if weight is None else weight * norm
+        if read == "GEMM":
+            return tco.mm_fp4_weight_only(norm.bfloat16(), codes.t(), scale), total
+        norm = norm if read == "float32" else norm.bfloat16()
+        return *tco.fp4_quantize(norm), total, *([] if read == "codes" else [norm])
+
+    got, compiler = compiled(layer, x, residual)
+    if read == "float32" and not (converts and weight_dtype != torch.bfloat16):
+        assert not any("add_" in name for name in compiler.ours())
+        assert got[-1].dtype == torch.float32
+        torch.testing.assert_close(got[-1], layer(x, residual)[-1])
+        return
+    total = residual * 2
+    given = x.float() if read == "float32" else x
+    gain = given.new_empty(0) if weight is None else weight
+    if read == "GEMM":
+        want = tco.mm_fp4_weight_only(tco.add_rmsnorm(given, total, gain, EPS), codes.t(), scale), total
+        ours = {"add_rmsnorm": 1, "mm_fp4_weight_only": 1}
+    else:
+        *want, norm = tco.add_rmsnorm_fp4quant_with_norm(given, total, gain, eps=EPS)
+        want = *want, total, *([] if read == "codes" else [norm])
+        ours = {"add_rmsnorm_fp4quant" + ("" if read == "codes" else "_with_norm"): 1}
+    assert_equal(got, want)
+    assert compiler.ours() == ours and "aten.add.Tensor" not in compiler.calls()
+
+
 @pytest.mark.parametrize("terms", ["weight and bias", "weight", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layer_norm(terms, dtype, device):

@@ -21,7 +21,8 @@ class Norm(NamedTuple):
 
     Attributes:
         input: tensor that is normalised.
-        weight: factor of each column, or None.
+        weight: factor of each column, or None. If the input is float32, the weight may have 16 bits, which our ops
+            take only after the addition of 16-bit rows to a float32 residual.
         eps: number added to the mean square or the variance.
         weight_plus_one: True if the factor is ``1 + weight``.
         bias: summand of each column, or None.
@@ -56,8 +57,8 @@ def match_layer_norm(node: Node) -> Norm | None:
         if found is None:
             continue
         x, eps = found
-        source = _unwidened(x)
-        vectors = [None if each is None else _unwidened(each) for each in (weight, bias)]
+        source = unwidened(x)
+        vectors = [None if each is None else unwidened(each) for each in (weight, bias)]
         allowed = (value_of(source).dtype, torch.float32)
         if (
             value_of(source).dtype in _FLOATS
@@ -111,7 +112,13 @@ def _squared(node: Any) -> Any:
 
 def match_rms_norm(node: Node) -> Norm | None:
     """Match ``x · rsqrt(mean(x²) + eps) · weight``, with dtype conversions anywhere in between. The last factor may
-    also be ``1 + weight``, if it is added in float32."""
+    also be ``1 + weight``, if it is added in float32, or may be missing."""
+    for x, root in _factors(_unconverted(node)):
+        eps = _eps_of_root(root, x)
+        if eps is not None:
+            source = unwidened(x)
+            is_same = value_of(source).dtype in _FLOATS and value_of(source).shape == value_of(node).shape
+            return Norm(source, None, eps) if is_same else None
     for weight, scaled in _factors(_unconverted(node)):
         if not isinstance(weight, fx.Node) or value_of(weight).dim() != 1:
             continue
@@ -120,13 +127,13 @@ def match_rms_norm(node: Node) -> Norm | None:
             if eps is None:
                 continue
             addend = _without_one(weight)
-            source, factor = _unwidened(x), _unwidened(weight if addend is None else addend)
+            source, factor = unwidened(x), unwidened(weight if addend is None else addend)
             dtype = value_of(source).dtype
             if value_of(factor).dtype not in (dtype, torch.float32):
                 factor = weight if addend is None else addend
             if (
                 dtype in _FLOATS
-                and value_of(factor).dtype in (dtype, torch.float32)
+                and (value_of(factor).dtype in (dtype, torch.float32) or dtype == torch.float32)
                 and value_of(factor).shape == value_of(source).shape[-1:]
                 and value_of(source).shape == value_of(node).shape
             ):
@@ -157,7 +164,7 @@ def _eps_of_root(node: Any, x: Node) -> float | None:
     if [dim % value_of(square).dim() for dim in dims] != [value_of(square).dim() - 1]:
         return None
     squared = _squared(square)
-    is_same = squared is not None and _unwidened(squared) is _unwidened(x)
+    is_same = squared is not None and unwidened(squared) is unwidened(x)
     return eps if is_same else None
 
 
@@ -183,7 +190,7 @@ def match_gate(node: Node) -> Gate | None:
         if found is None:
             continue
         gate, name = found
-        first, second = _half(_unwidened(gate)), _half(_unwidened(up))
+        first, second = _half(unwidened(gate)), _half(unwidened(up))
         if first is not None and second is not None and first[0] is second[0] and (first[1], second[1]) == (0, 1):
             return Gate(first[0], name) if value_of(first[0]).dtype in _FLOATS else None
     return None
@@ -299,7 +306,7 @@ def _unconverted(node: Node) -> Any:
     return node
 
 
-def _unwidened(node: Node) -> Node:
+def unwidened(node: Node) -> Node:
     """Skip a lossless conversion to float32: return the node before it."""
     is_wider = is_call(node, *_CONVERT) and value_of(node).dtype == torch.float32
     return node.args[0] if is_wider and value_of(node.args[0]).dtype in _FLOATS else node

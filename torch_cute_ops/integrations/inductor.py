@@ -39,7 +39,7 @@ from torch_cute_ops.integrations._inductor_graph import (
     value_of,
     without_reshape,
 )
-from torch_cute_ops.integrations._inductor_patterns import Gate, Norm, match_gate, match_norm
+from torch_cute_ops.integrations._inductor_patterns import Gate, Norm, match_gate, match_norm, unwidened
 from torch_cute_ops.ops import _row_quant, _with_gemm
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._define import as_tuple
@@ -126,15 +126,16 @@ class FuseQuantization(CustomGraphPass):
 
     Recognised patterns:
 
-    - RMSNorm of the last dimension with a weight (H,), as computed by ``torch.nn.functional.rms_norm`` and Hugging Face
-      decoders, with any rounding in between, or with ``1 + weight``, added in float32, as in Gemma. The fused ops round
-      only once, so results differ in the last bits of the normalised rows. If other nodes also read the normalised
-      rows, an FP4 op writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is
-      then not fused.
+    - RMSNorm of the last dimension with a weight (H,), or without a weight, as computed by
+      ``torch.nn.functional.rms_norm`` and Hugging Face decoders, with any rounding in between, or with ``1 + weight``,
+      added in float32, as in Gemma. The fused ops round only once, so results differ in the last bits of the normalised
+      rows. If other nodes also read the normalised rows in the dtype of the norm's input, an FP4 op writes them as an
+      additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is then not fused.
     - LayerNorm of the last dimension, as computed by ``torch.nn.functional.layer_norm``, with weight and bias, with a
-      weight alone, or without both. A sum over ranks before it is not fused.
+      weight alone, or without both. A sum over ranks before it, or before a norm without a weight, is not fused.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
-      afterwards. The sum overwrites this tensor. An input of the graph is never overwritten.
+      afterwards. The sum overwrites this tensor. An input of the graph is never overwritten. 16-bit rows may also be
+      added to a float32 residual, which the sum then overwrites.
     - ``silu(gate) * up``, ``gelu(gate) * up`` or ``relu(gate)² * up`` of the two halves of one tensor, as a merged
       ``gate_up_proj`` returns it (:func:`torch_cute_ops.nn.merge_`).
 
@@ -348,18 +349,23 @@ def _normalised(
     If possible, the op also computes the addition before the norm and replaces it. Otherwise the op is inserted before
     ``anchor``.
     """
-    if dtype not in (None, value_of(norm.input).dtype):
-        return None
     weight = _weight_without_elements(norm.input, anchor.graph) if norm.weight is None else norm.weight
     named = {**named, "weight": weight, "eps": norm.eps, "weight_plus_one": norm.weight_plus_one}
     if norm.subtract_mean:
         named |= {"subtract_mean": True, "bias": norm.bias}
-    results = _add_norm(norm, f"add_{name}", named, count)
+    results = _add_norm(norm, f"add_{name}", named, count, dtype)
     if results is not None or not are_before(anchor, named.values()):
         return results
+    if dtype not in (None, value_of(norm.input).dtype) or not _is_weight_for(norm.input, weight):
+        return None
     with anchor.graph.inserting_before(anchor):
         new = call_op(anchor.graph, name, input=norm.input, **named)
     return [new] if count == 1 else [result_of(new, i) for i in range(count)]
+
+
+def _is_weight_for(rows: Node, weight: Node) -> bool:
+    """Return True if the weight has a dtype that ops take for these rows."""
+    return value_of(weight).dtype in (value_of(rows).dtype, torch.float32)
 
 
 def _weight_without_elements(input: Node, graph: fx.Graph) -> Node:
@@ -373,10 +379,11 @@ def _weight_without_elements(input: Node, graph: fx.Graph) -> Node:
     return weight
 
 
-def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[Node] | None:
+def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int, dtype: torch.dtype | None) -> list[Node] | None:
     """Replace an addition and the norm after it by one op. Return the op's results except the sum.
 
-    Return None if the norm's input is not a sum, or the sum cannot overwrite either operand.
+    Return None if the norm's input is not a sum, or the sum cannot overwrite either operand, or the op would not return
+    normalised rows in ``dtype``. If ``dtype`` is None, the op returns no normalised rows.
     """
     total = norm.input
     if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
@@ -384,19 +391,22 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     operands = [each for each in total.args if isinstance(each, fx.Node)]
     if len(operands) < 2 or operands[0] is operands[1]:
         return None
-    if any(
-        value_of(each).dtype != value_of(total).dtype or value_of(each).dim() != value_of(total).dim()
-        for each in operands
-    ):
+    # The operands may be a float32 residual and 16-bit rows.
+    allowed = (torch.float32, *SIXTEEN_BIT) if value_of(total).dtype == torch.float32 else (value_of(total).dtype,)
+    if any(value_of(each).dtype not in allowed or value_of(each).dim() != value_of(total).dim() for each in operands):
         return None
     # Refuse broadcasting. Tuples of symbolic sizes can be compared, because equal sizes are equal expressions.
     if any(tuple(value_of(each).shape) != tuple(value_of(total).shape) for each in operands):
         return None
-    # The sum will overwrite an operand. Nodes that read the sum rely on its strides, so the operand must have the same
-    # strides.
-    alike = [each for each in operands if value_of(each).stride() == value_of(total).stride()]
-    # Rather overwrite the residual than a sum over ranks, which can then be fused.
-    alike.sort(key=lambda each: _sum_over_ranks(each, total) is not None)
+    # The sum will overwrite an operand. Nodes that read the sum rely on its dtype and its strides, so the operand must
+    # have the same.
+    alike = [
+        each
+        for each in operands
+        if value_of(each).dtype == value_of(total).dtype and value_of(each).stride() == value_of(total).stride()
+    ]
+    # Rather overwrite the residual than a sum over ranks, which can then be fused, or than converted rows.
+    alike.sort(key=lambda each: (_sum_over_ranks(each, total) is not None, unwidened(each) is not each))
     spent = next((each for each in alike if ends_at(each, total)), None)
     if spent is None or not are_before(total, named.values()):
         return None
@@ -404,8 +414,14 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int) -> list[
     if storage_of(other) is storage_of(spent):
         return None
     summed = _sum_over_ranks(other, total)
+    if dtype != value_of(total).dtype:
+        other = unwidened(other)
+    if dtype not in (None, value_of(other).dtype) or not _is_weight_for(other, named["weight"]):
+        return None
     unused: Any = other
-    if summed is not None and hasattr(cute, f"all_reduce_{name}") and not norm.subtract_mean:
+    # The ops with an all-reduce compute RMSNorm with a weight, and take a residual in the rows' dtype.
+    is_general = norm.subtract_mean or norm.weight is None or value_of(other).dtype != value_of(total).dtype
+    if summed is not None and hasattr(cute, f"all_reduce_{name}") and not is_general:
         name, named = f"all_reduce_{name}", {**named, "group": summed.group}
         other = _reshaped(summed.input, value_of(total).shape, total)
     op = getattr(cute, name).default
