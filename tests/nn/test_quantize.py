@@ -274,7 +274,7 @@ class FusedBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.other_norm = nn.RMSNorm(H), nn.LayerNorm(2 * H)
+        self.norm, self.other_norm = nn.RMSNorm(H), nn.LayerNorm((2, H))
         self.gate_up_proj, self.down_proj = nn.Linear(H, 4 * H), nn.Linear(2 * H, H)
 
 
@@ -318,6 +318,30 @@ def test_warmup_calls_fused_ops(activations, expected):
     with Calls() as calls:
         warmup(block, rows=(1, 40), fused=False)
     assert calls.sizes and not calls.fused
+
+
+@pytest.mark.parametrize(
+    ("norm", "vectors", "subtract_mean"),
+    [
+        (nn.LayerNorm(H), 2, True),
+        (nn.LayerNorm(H, bias=False), 1, True),
+        (nn.LayerNorm(H, elementwise_affine=False), 0, True),
+        (nn.RMSNorm(H, elementwise_affine=False), 0, False),
+    ],
+    ids=["LayerNorm", "weight", "LayerNorm without weight", "RMSNorm without weight"],
+)
+def test_warmup_calls_norms_of_torch(norm, vectors, subtract_mean, monkeypatch):
+    """Check that `warmup` also calls the ops for LayerNorm, and for norms without a weight."""
+    block = FusedBlock()
+    block.norm, seen = norm, []
+    quantize_(block.bfloat16(), "fp8_channel")
+    for name in ("rmsnorm_fp8quant", "add_rmsnorm_fp8quant"):
+        monkeypatch.setattr(torch.ops.cute, name, lambda *args, **named: seen.append((args[-1], named)))
+    warmup(block, rows=(1,))
+    assert len(seen) == 2
+    for weight, named in seen:
+        assert weight.shape == ((H,) if vectors else (0,)) and ("bias" in named) == (vectors == 2)
+        assert named["weight_plus_one"] is False and named["subtract_mean"] == subtract_mean
 
 
 def test_warmup_calls_norms_of_gemma():

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,12 @@ def warmup(
             only one number per bucket is called.
         dtype: dtype of the activations.
         tune: True to select backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
-        fused: True to also call the fused ops that the pass of ``integrations.inductor`` may insert: RMSNorm and
-            SiLU·mul with quantised results; for one row, GEMMs that compute SiLU·mul and the quantisation in their
-            prologue; for few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if its only
-            parameter is a ``weight`` (K,). A gate is expected before a layer with K input features if another layer has
-            2 · K columns.
+        fused: True to also call the fused ops that the pass of ``integrations.inductor`` may insert: norms and gates
+            with quantised results; for one row, GEMMs that compute a gate and the quantisation in their prologue; for
+            few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if it is torch's RMSNorm or
+            LayerNorm of rows, or if its only parameter is a ``weight`` (K,). Gates are SiLU, and GELU if the model
+            contains a module that computes GELU. A gate is expected before a layer with K input features if another
+            layer has 2 · K columns.
         workers: number of processes; None for one per processor, at most 32, divided among the ranks of the machine.
 
     Raises:
@@ -251,6 +252,40 @@ def _gate_of(module: nn.Module) -> Gate:
     return _ACTIVATIONS.get(type(module).__name__, "silu")
 
 
+class _Norm(NamedTuple):
+    """Norm that a module may compute.
+
+    Attributes:
+        width: number of elements of a row.
+        weight_dtype: dtype of the weight and of the bias, or None without a weight.
+        weight_plus_one: True if the norm multiplies by 1 + weight.
+        subtract_mean: True for LayerNorm, False for RMSNorm.
+        has_bias: True if the norm adds a bias.
+    """
+
+    width: int
+    weight_dtype: torch.dtype | None
+    weight_plus_one: bool = False
+    subtract_mean: bool = False
+    has_bias: bool = False
+
+
+def _norms_of(module: nn.Module) -> Iterator[_Norm]:
+    """Yield the norms of rows that a module may compute. There are none unless the module is torch's, or its only
+    parameter is a ``weight`` (K,)."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        if len(module.normalized_shape) == 1:
+            dtype = None if module.weight is None else module.weight.dtype
+            is_layer_norm = isinstance(module, nn.LayerNorm)
+            has_bias = isinstance(module, nn.LayerNorm) and module.bias is not None
+            yield _Norm(module.normalized_shape[0], dtype, False, is_layer_norm, has_bias)
+        return
+    own = dict(module.named_parameters(recurse=False))
+    if [*own] == ["weight"] and own["weight"].dim() == 1:
+        for plus_one in dict.fromkeys((False, _adds_one(type(module)))):
+            yield _Norm(own["weight"].shape[0], own["weight"].dtype, plus_one)
+
+
 def _adds_one(norm: type[nn.Module]) -> bool:
     """Return True if the source of a norm adds 1 to its weight, as Gemma's norm does. A wrong result costs the time to
     compile a kernel, at warm-up or at the first call."""
@@ -271,12 +306,7 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
 
     One row is enough, because the kernels do not depend on the number of rows.
     """
-    norms: dict[int, set[tuple[torch.dtype, bool]]] = {}
-    for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
-        if [*own] == ["weight"] and own["weight"].dim() == 1:
-            known = norms.setdefault(own["weight"].shape[0], set())
-            known.update((own["weight"].dtype, plus_one) for plus_one in {False, _adds_one(type(module))})
+    norms = dict.fromkeys(norm for module in model.modules() for norm in _norms_of(module))
     gated = _gated_widths(layers)
     done = set()
     for layer in layers:
@@ -287,9 +317,14 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             continue
         done.add(form)
         x = torch.zeros(1, width, dtype=dtype, device=device)
-        for weight_dtype, plus_one in norms.get(width, ()):
-            weight = torch.ones(width, dtype=weight_dtype, device=device)
-            named = {**arguments, "weight_plus_one": plus_one}
+        for norm in norms:
+            if norm.width != width:
+                continue
+            columns = 0 if norm.weight_dtype is None else width
+            weight = torch.ones(columns, dtype=norm.weight_dtype or dtype, device=device)
+            named = {**arguments, "weight_plus_one": norm.weight_plus_one, "subtract_mean": norm.subtract_mean}
+            if norm.has_bias:
+                named["bias"] = torch.zeros_like(weight)
             getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **named)
             getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **named)
         if quantization is not None and width in gated:
