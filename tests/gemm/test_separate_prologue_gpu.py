@@ -31,12 +31,15 @@ def call(name, m, n, k, fmt, dtype, layout="128x4", **kwargs):
     return samples.sample("", m, n, k, fmt, layout, device(), dtype=dtype, **kwargs)
 
 
-def activations(name, rows, fmt, layout, global_scale):
+def activations(name, rows, fmt, layout, global_scale, gate="silu"):
     """Compute the activations with the op that is the prologue, and their scales if they are FP4."""
     if name == GATE:
-        return torch_cute_ops.silu_mul(rows), None
-    quantise = torch_cute_ops.fp4_quantize if name == QUANTISE else torch_cute_ops.silu_mul_fp4quant
-    codes, scale = quantise(rows, global_scale, block_size=fmt.block_size, scale_layout=layout)
+        return torch_cute_ops.silu_mul(rows, gate=gate), None
+    named = {"block_size": fmt.block_size, "scale_layout": layout}
+    if name == QUANTISE:
+        codes, scale = torch_cute_ops.fp4_quantize(rows, global_scale, **named)
+    else:
+        codes, scale = torch_cute_ops.silu_mul_fp4quant(rows, global_scale, **named, gate=gate)
     return codes, scale.view(fmt.scale_dtype)
 
 
@@ -92,6 +95,33 @@ def test_every_tactic(fmt, dtype, name, m, n, k):
                 assert torch.equal(got, want) and want.isfinite().all(), (which, tactic)
                 compared += 1
         assert compared > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["gelu_tanh", "gelu", "relu2"])
+@pytest.mark.parametrize(("fmt", "dtype"), [(NVFP4, torch.bfloat16), (MXFP4, torch.float16)])
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+@pytest.mark.parametrize("name", [GATE, BOTH])
+def test_tactics_with_other_gates(name, m, n, k, fmt, dtype, gate):
+    """Check that a selection of tactics gives the same bits with other gates than SiLU as two ops whose GEMM uses the
+    same tactic."""
+    op, target = OPS[name], select.target_of(device())
+    sample = call(name, m, n, k, fmt, dtype, gate=gate)
+    rows, b, b_scale = sample.args
+    scale, (a, a_scale) = b_scale.view(fmt.scale_dtype), activations(name, rows, fmt, "128x4", None, gate)
+    problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
+    assert problem.prologue_gate == gate
+    plain = problem.without_prologue
+    for which, backend in select.candidates(problem).items():
+        if which == "reference" or backend.reason_unsupported(problem, target) is not None:
+            continue
+        for tactic in some(backend.tactics(problem, bucket(m), target), 4):
+            _, own = backend._multiplied(problem, tactic)
+            got, want = (torch.full((m, n), torch.nan, dtype=dtype, device=device()) for _ in range(2))
+            backend.launcher(problem, tactic, target)(Operands(rows, b, None, scale), got)
+            launch = select.candidates(plain)[which].launcher(plain, own, target)
+            launch(Operands(a, b, a_scale, scale), want)
+            assert torch.equal(got, want) and want.any(), (which, tactic)
 
 
 def layer_of(name, dtype, static):
