@@ -2,6 +2,7 @@
 outputs that overlap another tensor, and weights with wrong strides."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,31 +67,51 @@ class Place:
         forms: available forms of a call.
         fakes: mode that makes fake tensors, or None if calls use real tensors.
         launches: launches recorded by the model of kernels.
+        made: tensors and their fake tensors, keyed by the id of the tensor. The tensor stays alive, so that its id
+            names no other tensor.
     """
 
     device: str
     forms: tuple[Any, ...] = (as_function, as_op)
     fakes: FakeTensorMode | None = None
     launches: Launches = field(default_factory=Launches)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def anew(self):
         """Restore the initial state, so that the cases of one test do not affect each other."""
         self.launches.anew()
         if self.fakes is not None:
             self.fakes = FakeTensorMode()
+            self.made.clear()
 
     def call(self, form, op, given, outputs=None):
         if self.fakes is None:
             return form(op, given, outputs)
-        with self.fakes as mode:
-            return form(op, *(None if each is None else changed(each, mode.from_tensor) for each in (given, outputs)))
+        given, outputs = (None if each is None else changed(each, self.faked) for each in (given, outputs))
+        with self.fakes:
+            return form(op, given, outputs)
+
+    def faked(self, tensor):
+        """Return the fake tensor of a tensor. Most calls of a check differ in one tensor, and making the fake tensors
+        of all others again would take two fifths of its time."""
+        if id(tensor) not in self.made:
+            self.made[id(tensor)] = tensor, self.fakes.from_tensor(tensor)
+        return self.made[id(tensor)][1]
 
     def good_call(self, op, has=()):
         """Return valid arguments that include the optional tensors ``has``, and tensors for the outputs."""
-        sample = sample_with(op, self.device.replace("meta", "cpu"), *has)
-        given = changed(sample.kwargs, on_meta) if self.device == "meta" else sample.kwargs
-        outputs = poisoned(run(op, named(op, given))[: len(op.outputs)])
+        device = self.device.replace("meta", "cpu")
+        given, outputs = sample_with(op, device, *has).kwargs, poisoned(outputs_with(op.name, device, tuple(has)))
+        if self.device == "meta":
+            given, outputs = changed(given, on_meta), tuple(map(on_meta, outputs))
         return given, dict(zip(op.out_names, outputs, strict=True))
+
+
+@cache
+def outputs_with(name, device, has):
+    """Return the outputs of a call with the optional tensors ``has``, for their shapes, dtypes and strides."""
+    op = OPS[name]
+    return run(op, sample_with(op, device, *has))[: len(op.outputs)]
 
 
 def callable_on(op, given, device):
