@@ -294,8 +294,8 @@ UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
 
 def utils_for(op, name):
     """Return the opcheck tests to run. ``AOT`` takes a third of a second, so for each op it runs only on the form of a
-    call with the most features. test_compiled_is_eager covers all forms with fixed sizes, and test_fake_is_real covers
-    all forms with symbolic sizes."""
+    call with the most features. test_compiled_is_eager runs AOTAutograd with fixed sizes for all features of calls
+    except strides of tensors that the op only reads, and test_fake_is_real covers all forms with symbolic sizes."""
     first = next(case for case in form_cases() if case.values[0] is op)
     return [util for util in UTILS if util != AOT or name == first.values[1]]
 
