@@ -135,9 +135,19 @@ def samples() -> Iterator[tuple[str, Sample]]:
         yield "mm_fp8_fp4" if one.name.endswith("plain") else "grouped_mm_fp8_fp4", one
 
 
-@pytest.mark.parametrize(
-    ("op", "sample"), [pytest.param(*one, id=f"{one[1].name}-{i}") for i, one in enumerate(samples())]
-)
+CALLS = [pytest.param(*one, id=f"{one[1].name}-{i}") for i, one in enumerate(samples())]
+COVERING = [CALLS[i] for i in (0, 3, 5, 10, 12, 15, 17, 19, 20, 22)]
+"""Calls with every layout of rows and every format, for both kinds of scales. The calls with per-token scales have all
+six combinations of ``prepared``, ``one_a_scale`` and ``interleaved``."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run calls of ``CALLS`` that combine the same cases in other ways only with ``--more-emulated``."""
+    if metafunc.function is test_a_call:
+        more = metafunc.config.getoption("more_emulated")
+        metafunc.parametrize(("op", "sample"), CALLS if more else COVERING)
+
+
 def test_a_call(op, sample, monkeypatch) -> None:
     """Call the backend's launcher with operands arranged as by the op, and check its kernel in the emulator."""
     spec = OPS[op]
