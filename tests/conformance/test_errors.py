@@ -1,5 +1,6 @@
 """Error inputs of every op: each form of a call raises the expected error and launches nothing."""
 
+import functools
 import itertools
 
 import pytest
@@ -30,8 +31,10 @@ def raises(op, error):
     return pytest.raises(error.error, match=rf"(?s)cute::{op.name}\b.*{error.match}")
 
 
+@functools.cache
 def good_outputs(op, device):
-    """Return valid output tensors for a call that the op accepts."""
+    """Return valid output tensors for a call that the op accepts. All checks share these tensors, so none may write to
+    them."""
     return call(op, good_outputs_error(op, device))
 
 
