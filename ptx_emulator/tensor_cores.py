@@ -1,13 +1,14 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Block-scaled MMAs (``ScaledShape``) and FP8 MMAs (``FP8Shape``) are implemented. NVIDIA documents neither the order of
-additions nor intermediate rounding. The emulator adds the exact products and the accumulator in float64, and rounds the
-sum once.
+Implemented are block-scaled MMAs (``ScaledShape``), and MMAs of FP8, fp16 and bf16 without scales (``PlainShape``), for
+which A may be in tensor memory. NVIDIA documents neither the order of additions nor intermediate rounding. The emulator
+adds the exact products and the accumulator in float64, and rounds the sum once.
 
 The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
 
 - Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
   column n.
+- A in tensor memory, with 128 rows per CTA: row r is in lane r, and each column holds 32 bits of consecutive elements.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
   consecutive blocks along k. For K = 96, the scales continue in a second word, four columns further per 128 rows.
 - For K = 96, the leading dimension in the descriptor may be an absolute address. It locates the second 128 bytes of a
@@ -25,7 +26,7 @@ import numpy as np
 from ptx_emulator.memory import ALLOCATED, WRITTEN, EmulationError, Fault, OutOfBounds
 from ptx_emulator.races import Agent
 from ptx_emulator.tensor_memory import COPIED, LANES, Part, Pipe
-from ptx_emulator.values import E2M1, E4M3, E5M2, SCALES, Array, canonical, product
+from ptx_emulator.values import E2M1, E4M3, E5M2, SCALES, Array, canonical, from_bf16, product
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -69,7 +70,7 @@ class Shape:
         m, n, k: sizes of the MMA.
         a_negated, b_negated: True if an operand is negated.
         group: number of CTAs.
-        a_format, b_format: formats of the elements: e2m1, e4m3 or e5m2.
+        a_format, b_format: formats of the elements: e2m1, e2m1 spread, e4m3, e5m2, f16 or bf16.
     """
 
     m: int
@@ -97,37 +98,44 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """Return the number of bytes of a row of A or B."""
-        return self.k // 2 if self.a_format == "e2m1" else self.k
+        return self.k * _BITS.get(self.a_format, 8) // 8
 
 
-FP8_FORMATS = ("e4m3", "e5m2")
-"""Formats of the operands of ``kind::f8f6f4``, by their number in the descriptor. The formats of 4 and 6 bits, with the
-numbers 3 to 5, are not implemented: their elements are padded in shared memory."""
+_BITS = {"e2m1": 4, "f16": 16, "bf16": 16}
+"""Number of bits that an element takes in memory, if it is not 8."""
+PLAIN_FORMATS = {"kind::f8f6f4": ("e4m3", "e5m2"), "kind::f16": ("f16", "bf16")}
+"""Formats of the operands of MMAs without scales, by their number in the descriptor. The formats of 4 and 6 bits of
+``kind::f8f6f4``, with the numbers 3 to 5, are not implemented: their elements are padded in shared memory."""
 MX_FORMATS = {0: "e4m3", 1: "e5m2", 5: "e2m1 spread"}
 """Formats of the operands of ``kind::mxf8f6f4``, by their number in the descriptor. In shared memory, 16 elements of
 e2m1 take 8 bytes of codes and 8 bytes that are ignored. The formats of 6 bits are not implemented."""
 
 
 @dataclass(frozen=True)
-class FP8Shape(Shape):
-    """Fields of the instruction descriptor of an FP8 MMA (``kind::f8f6f4``) with fp32 accumulators."""
+class PlainShape(Shape):
+    """Fields of the instruction descriptor of an MMA without scales (``kind::f8f6f4`` or ``kind::f16``) with fp32
+    accumulators."""
 
     @classmethod
-    def of(cls, descriptor: int, group: int) -> FP8Shape:
+    def of(cls, descriptor: int, group: int, kind: str) -> PlainShape:
         if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 23 & 1 or descriptor >> 29:
             raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: reserved bits, or sparsity")
-        formats = descriptor >> 7 & 7, descriptor >> 10 & 7
-        if descriptor >> 4 & 3 != 1 or descriptor >> 15 & 3 or max(formats) >= len(FP8_FORMATS):
-            raise NotImplementedError(f"instruction descriptor {descriptor:#x}: not K-major FP8 to fp32")
+        formats, known = (descriptor >> 7 & 7, descriptor >> 10 & 7), PLAIN_FORMATS[kind]
+        if descriptor >> 4 & 3 != 1 or descriptor >> 15 & 3 or max(formats) >= len(known):
+            raise NotImplementedError(
+                f"instruction descriptor {descriptor:#x}: not K-major {' or '.join(known)} to fp32"
+            )
+        if kind == "kind::f16" and formats[0] != formats[1]:
+            raise NotImplementedError(f"instruction descriptor {descriptor:#x}: fp16 times bf16")
         shape = cls(
             m=(descriptor >> 24 & 31) * 16,
             n=(descriptor >> 17 & 63) * 8,
-            k=32,
+            k=16 if kind == "kind::f16" else 32,
             a_negated=bool(descriptor >> 13 & 1),
             b_negated=bool(descriptor >> 14 & 1),
             group=group,
-            a_format=FP8_FORMATS[formats[0]],
-            b_format=FP8_FORMATS[formats[1]],
+            a_format=known[formats[0]],
+            b_format=known[formats[1]],
         )
         shape.check(descriptor)
         return shape
@@ -260,13 +268,26 @@ class TensorCores:
         memory.issue(thread, execute, [part.cta for part in parts])
 
     def multiply(
-        self, thread: int, accumulator: int, a: int, b: int, instruction: int, accumulates: bool, group: int
+        self,
+        thread: int,
+        accumulator: int,
+        a: int,
+        b: int,
+        instruction: int,
+        accumulates: bool,
+        group: int,
+        kind: str,
+        a_in_tensor_memory: bool,
     ) -> None:
-        """Execute a ``tcgen05.mma`` of FP8 with both operands in shared memory: ``A @ B``, or ``A @ B + D``.
+        """Execute a ``tcgen05.mma`` without scales: ``A @ B``, or ``A @ B + D``.
 
-        Each CTA of a pair holds the rows of A for its half of D, and half of the rows of B.
+        Each CTA of a pair holds the rows of A for its half of D, and half of the rows of B. ``a`` is a descriptor of
+        shared memory or an address of tensor memory, and ``b`` is a descriptor of shared memory.
         """
-        self._multiply(thread, accumulator, a, b, FP8Shape.of(instruction, group), accumulates, None)
+        shape = PlainShape.of(instruction, group, kind)
+        if a_in_tensor_memory and shape.n % (16 * group):
+            raise Fault(EmulationError, 0, f"{shape.m} x {shape.n} with A in tensor memory")
+        self._multiply(thread, accumulator, a, b, shape, accumulates, None, a_in_tensor_memory)
 
     def multiply_scaled(
         self,
@@ -296,51 +317,56 @@ class TensorCores:
         accumulator: int,
         a: int,
         b: int,
-        shape: FP8Shape | ScaledShape,
+        shape: PlainShape | ScaledShape,
         accumulates: bool,
         scales_at: tuple[int, int] | None,
+        a_in_tensor_memory: bool = False,
     ) -> None:
         memory, threads = self.memory, np.array([thread])
         a_rows, b_rows = shape.rows
         ctas = memory.ctas_of(thread, shape.group)
-        for address in (accumulator, *(one & 0x3FFFFFFF for one in scales_at or ())):
+        lefts = [a] if a_in_tensor_memory else []
+        for address in (accumulator, *lefts, *(one & 0x3FFFFFFF for one in scales_at or ())):
             if address >> 16:
                 raise Fault(EmulationError, 0, f"an operand at lane {address >> 16} of tensor memory")
         pipe, number = memory.next_operation(thread)
         agent = self.machine.races.begin(thread)
         how = hash((accumulator, shape.m, shape.n, shape.group)) | 1
-        operands = [operand_chunks(one, rows, shape.row_bytes) for one, rows in ((a, a_rows), (b, b_rows))]
+        b_chunks = operand_chunks(b, b_rows, shape.row_bytes)
+        a_chunks = None if a_in_tensor_memory else operand_chunks(a, a_rows, shape.row_bytes)
         sums = [memory.part(cta, accumulator, shape.n) for cta in ctas]
-        scales: list[list[Part]] = [[] for _ in ctas]
+        # ``reads`` are the parts of tensor memory that the MMA reads: A, or scales of A and B.
+        reads: list[list[Part]] = [[memory.part(cta, one, shape.row_bytes // 4) for one in lefts] for cta in ctas]
         if isinstance(shape, ScaledShape) and scales_at is not None:
             places = (scales_at[0], a_rows, shape.a_id), (scales_at[1], shape.n, shape.b_id)
-            scales = [
+            reads = [
                 [memory.part(cta, first, shape.scale_columns(rows, one)) for first, rows, one in places] for cta in ctas
             ]
-        for cta, total, both in zip(ctas, sums, scales, strict=True):
-            for chunks in operands:
+        for cta, total, parts in zip(ctas, sums, reads, strict=True):
+            for chunks in (b_chunks,) if a_chunks is None else (a_chunks, b_chunks):
                 self._read_later(agent, cta, chunks, pipe, number)
-            for part in both:
-                memory.check_read(threads, part, "tcgen05.mma with scales", pipe)
+            for part in parts:
+                memory.check_read(threads, part, f"tcgen05.mma with {'A' if lefts else 'scales'}", pipe)
             memory.check_write(threads, total, "tcgen05.mma", pipe, (COPIED, how))
-            for part in both:
+            for part in parts:
                 if self._overlap(part, total):
-                    raise Fault(EmulationError, 0, "the accumulator is where the scales are")
-        for total, both in zip(sums, scales, strict=True):
+                    raise Fault(EmulationError, 0, f"the accumulator is where {'A is' if lefts else 'the scales are'}")
+        for total, parts in zip(sums, reads, strict=True):
             memory.mark_written(total, pipe.column, number, how)
-            for part in both:
+            for part in parts:
                 memory.used.set(part, pipe.column, number)
 
         def execute() -> None:
-            found = [self._operand(cta, operands[1], shape.b_format, shape.b_negated) for cta in ctas]
+            found = [self._operand(self._bytes(cta, b_chunks), shape.b_format, shape.b_negated) for cta in ctas]
             right, right_there = (np.concatenate(one) for one in zip(*found, strict=True))
-            for total, both in zip(sums, scales, strict=True):
-                left, left_there = self._operand(total.cta, operands[0], shape.a_format, shape.a_negated)
+            for total, parts in zip(sums, reads, strict=True):
+                data = self._words(parts[0], a_rows) if a_chunks is None else self._bytes(total.cta, a_chunks)
+                left, left_there = self._operand(data, shape.a_format, shape.a_negated)
                 factors = right
                 there = left_there[:, None] & right_there
                 if isinstance(shape, ScaledShape):
-                    a_scale, a_there = self._scales(both[0], a_rows, shape, shape.a_id)
-                    b_scale, b_there = self._scales(both[1], shape.n, shape, shape.b_id)
+                    a_scale, a_there = self._scales(parts[0], a_rows, shape, shape.a_id)
+                    b_scale, b_there = self._scales(parts[1], shape.n, shape, shape.b_id)
                     there = there & a_there[:, None] & b_there
                     left, factors = left * a_scale, right * b_scale
                 result = product(left, factors.T)
@@ -357,14 +383,29 @@ class TensorCores:
     def _overlap(a: Part, b: Part) -> bool:
         return a.columns.start < b.columns.stop and b.columns.start < a.columns.stop
 
-    def _operand(self, cta: int, chunks: Array, fmt: str, negated: bool) -> tuple[Array, Array]:
-        """Return the values of an operand's rows, and a mask of the rows that are completely initialised."""
-        data, there = self._bytes(cta, chunks)
+    def _words(self, part: Part, rows: int) -> tuple[Array, Array]:
+        """Return the first ``rows`` lanes of a part of tensor memory as (rows, width) bytes, and a mask of the
+        initialised bytes."""
+        where = part.cta, slice(0, rows), part.columns
+        words = np.ascontiguousarray(self.memory.data[where])
+        return words.view(np.uint8), np.repeat(self.memory.there[where], 4, 1)
+
+    @staticmethod
+    def _operand(found: tuple[Array, Array], fmt: str, negated: bool) -> tuple[Array, Array]:
+        """Decode an operand. Return the values of its rows, and a mask of the rows that are completely initialised.
+
+        ``found`` contains the operand as (rows, width) bytes, and a mask of the initialised bytes.
+        """
+        data, there = found
         if fmt == "e2m1 spread":
             used = np.arange(data.shape[1]) % 16 < 8
             data, there = data[:, used], there[:, used]
         if fmt.startswith("e2m1"):
             numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
+        elif fmt == "f16":
+            numbers = np.ascontiguousarray(data).view(np.float16).astype(np.float64)
+        elif fmt == "bf16":
+            numbers = from_bf16(np.ascontiguousarray(data).view(np.uint16)).astype(np.float64)
         else:
             numbers = (E4M3 if fmt == "e4m3" else E5M2)[data]
         return -numbers if negated else numbers, there.all(1)

@@ -10,7 +10,8 @@ import numpy as np
 from ptx_emulator.decoder import Decoder, Source, Step, acts, effect, unknown
 from ptx_emulator.instructions.warps import warp_step
 from ptx_emulator.memory import EmulationError, Fault
-from ptx_emulator.parser import Imm, Instruction, Vec
+from ptx_emulator.parser import Imm, Instruction, Mem, Vec
+from ptx_emulator.tensor_cores import PLAIN_FORMATS
 from ptx_emulator.tensor_memory import Part
 from ptx_emulator.values import TYPES, Array, distinct, of_each, positions
 
@@ -210,11 +211,11 @@ _BLOCKS = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::2X": 3
 
 @effect("tcgen05.mma")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode a block-scaled MMA, or an FP8 MMA. Hints for the collector buffers are ignored, because they do not
+    """Decode an MMA with or without block scales. Hints for the collector buffers are ignored, because they do not
     change the result."""
     kind, *rest = [part for part in parts if not part.startswith(("cta_group", "collector"))]
-    if kind == "kind::f8f6f4":
-        return _mma_of_fp8(d, ins, rest)
+    if kind in PLAIN_FORMATS and not rest:
+        return _plain_mma(d, ins, kind)
     if kind == "kind::mxf8f6f4" and rest in (
         ["block_scale"],
         ["block_scale", "scale_vec::1X"],
@@ -249,17 +250,17 @@ def _scaled_mma(d: Decoder, ins: Instruction, block: int | None) -> Step:
     )
 
 
-def _mma_of_fp8(d: Decoder, ins: Instruction, rest: list[str]) -> Step:
-    """Decode an MMA without scales, with both operands in shared memory. The optional vector of lanes whose results are
-    not written must be zero."""
+def _plain_mma(d: Decoder, ins: Instruction, kind: str) -> Step:
+    """Decode an MMA without scales. A is in shared memory, or in tensor memory if its operand is an address. The
+    optional vector of lanes whose results are not written must be zero."""
     total, a, b, shape, *lanes, accumulates = ins.operands
-    m, group = d.machine, _cta_group(ins)
+    m, group, in_tensor_memory = d.machine, _cta_group(ins), isinstance(a, Mem)
     disabled = [item for one in lanes if isinstance(one, Vec) for item in one.items]
-    if rest or len(disabled) != 4 * group * len(lanes):
+    if len(disabled) != 4 * group * len(lanes):
         raise unknown(ins)
     sources = [
         d.address(total),
-        d.source(a, B64),
+        d.address(a) if in_tensor_memory else d.source(a, B64),
         d.source(b, B64),
         d.source(shape, U32),
         d.source(accumulates, TYPES["pred"]),
@@ -269,7 +270,7 @@ def _mma_of_fp8(d: Decoder, ins: Instruction, rest: list[str]) -> Step:
     def act(thread: int, *values: int) -> None:
         if any(values[5:]):
             raise NotImplementedError("an MMA that does not write all lanes")
-        m.tensor_cores.multiply(thread, *values[:4], bool(values[4]), group)
+        m.tensor_cores.multiply(thread, *values[:4], bool(values[4]), group, kind, in_tensor_memory)
 
     return _by_threads(ins, sources, act)
 

@@ -28,7 +28,7 @@ def entry(body: str, shared: int = 0, params: int = 2) -> str:
 .address_size 64
 .visible .entry kernel({names})
 {{
-    .reg .pred %p<20>; .reg .b16 %h<20>; .reg .b32 %r<40>; .reg .b64 %rd<40>;
+    .reg .pred %p<20>; .reg .b16 %h<20>; .reg .b32 %r<72>; .reg .b64 %rd<40>;
     {memory}
     {loads}
     mov.u32 %r0, %tid.x;

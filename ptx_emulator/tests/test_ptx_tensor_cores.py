@@ -10,10 +10,10 @@ from programs import entry, launch
 
 from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitialised
 
-N, K = 16, 64
-ACCUMULATOR, A_SCALES, B_SCALES = 0, 32, 36
+N, K = 32, 64
+ACCUMULATOR, A_SCALES, B_SCALES, A_COLUMNS = 0, 48, 52, 40
 """Columns of tensor memory, relative to the first allocated column."""
-A, B, A_SCALE, B_SCALE, BYTES = 0, 4096, 4608, 5120, 5632
+A, B, A_SCALE, B_SCALE, BYTES = 0, 4096, 5120, 5632, 6144
 FULL, READY, DONE, FREE, POINTER = (BYTES + 8 * i for i in range(5))
 """Offsets in shared memory of four mbarriers and, last, of the address of the allocated tensor memory. The operands
 precede them."""
@@ -34,18 +34,20 @@ def descriptor(target: str, offset: int, leading: int, stride: int) -> str:
     return f"{start} or.b64 {target}, {target}, {constant};"
 
 
-NUMBERS = {"e4m3": 0, "e5m2": 1, "e2m1": 5}
-"""Numbers of the formats of operands in the descriptor of ``kind::f8f6f4`` and ``kind::mxf8f6f4``."""
+NUMBERS = {"e4m3": 0, "e5m2": 1, "e2m1": 5, "f16": 0, "bf16": 1}
+"""Numbers of the formats of operands in the descriptor of ``kind::f8f6f4``, ``kind::mxf8f6f4`` and ``kind::f16``."""
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Kind(NamedTuple):
-    """Kind of an MMA of ``group`` CTAs: FP4 with a scale per ``block`` elements, FP8 without scales, or
-    ``kind::mxf8f6f4`` with scales.
+    """Kind of an MMA of ``group`` CTAs: FP4 with a scale per ``block`` elements, FP8 or 16-bit formats without scales,
+    or ``kind::mxf8f6f4`` with scales.
 
     Attributes:
         scale: format of the scales.
         formats: formats of A and B, or None for FP4.
         ids: bytes of a word that hold the scales of A and B in ``kind::mxf8f6f4``.
+        stores_a: True if A is in tensor memory, to which each thread stores its row.
     """
 
     group: int
@@ -53,6 +55,7 @@ class Kind(NamedTuple):
     scale: str
     formats: tuple[str, str] | None = None
     ids: tuple[int, int] = (0, 0)
+    stores_a: bool = False
 
     @property
     def is_mx(self) -> bool:
@@ -83,7 +86,7 @@ def epilogue(kind: Kind, turn: int) -> str:
     return f"""
     {wait(DONE, turn)}
     {AFTER}
-    tcgen05.ld.sync.aligned.32x32b.x16.b32 {{{", ".join(WORDS)}}}, [%r6];
+    tcgen05.ld.sync.aligned.32x32b.x{N}.b32 {{{", ".join(WORDS)}}}, [%r6];
     {WAIT_LD}
     {stores}
     add.u64 %rd9, %rd9, {128 * kind.group * 4 * N};
@@ -99,8 +102,9 @@ def mma(kind: Kind, accumulates: str) -> str:
         [%r3], %rd10, %rd11, {kind.instruction}, [%r3+{A_SCALES}], [%r3+{B_SCALES}], {accumulates};
     """
     if kind.formats is not None:
+        name, a = "f16" if kind.formats[0] in HALVES else "f8f6f4", f"[%r3+{A_COLUMNS}]" if kind.stores_a else "%rd10"
         return f"""
-    tcgen05.mma.cta_group::{kind.group}.kind::f8f6f4 [%r3], %rd10, %rd11, {kind.instruction}, {accumulates};
+    tcgen05.mma.cta_group::{kind.group}.kind::{name} [%r3], {a}, %rd11, {kind.instruction}, {accumulates};
     """
     return f"""
     tcgen05.mma.cta_group::{kind.group}.kind::mxf4nvf4.block_scale.block{kind.block}
@@ -118,6 +122,26 @@ def copy(kind: Kind, column: int, source: str) -> str:
     if kind.formats is not None and not kind.is_mx:
         return ""
     return f"tcgen05.cp.cta_group::{kind.group}.32x128b.warpx4 [%r3+{column}], {source};"
+
+
+STORE_A, WAIT_ST = "tcgen05.st.sync.aligned.32x32b.x8.b32", "tcgen05.wait::st.sync.aligned;"
+
+
+def store_a(kind: Kind) -> str:
+    """Return code in which each thread stores its row of A to tensor memory, if ``kind`` needs it there."""
+    if not kind.stores_a:
+        return ""
+    halves = [", ".join(WORDS[i : i + 4]) for i in (0, 4)]
+    return f"""
+    {wait(FULL, 0)}
+    shr.u32 %r8, %r0, 3; shl.b32 %r8, %r8, 8; and.b32 %r9, %r0, 7; mad.lo.u32 %r8, %r9, 16, %r8; add.u32 %r8, %r8, %r1;
+    ld.shared.v4.b32 {{{halves[0]}}}, [%r8]; ld.shared.v4.b32 {{{halves[1]}}}, [%r8+128];
+    {STORE_A} [%r6+{A_COLUMNS}], {{{", ".join(WORDS[:8])}}};
+    {WAIT_ST}
+    {BEFORE}
+    barrier.cluster.arrive; barrier.cluster.wait;
+    {AFTER}
+    """
 
 
 def program(kind: Kind) -> str:
@@ -144,10 +168,13 @@ ALLOCATED:
     ld.shared.u32 %r3, [%r1+{POINTER}];
     mad.lo.s32 %r5, %r20, 128, %r0; mul.wide.u32 %rd8, %r5, {4 * N}; add.u64 %rd9, %rd0, %rd8;
     shr.u32 %r5, %r0, 5; shl.b32 %r5, %r5, 21; add.u32 %r6, %r3, %r5;
-    @%p0 bra EPILOGUE;
+    @%p0 bra COPIED;
     mbarrier.arrive.expect_tx.shared.b64 _, [%r1+{FULL}], {BYTES};
     mul.wide.u32 %rd8, %r20, {BYTES}; add.u64 %rd8, %rd8, %rd1;
     cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd8], {BYTES}, [%r1+{FULL}];
+COPIED:
+    {store_a(kind)}
+    @%p0 bra EPILOGUE;
     {wait(FULL, 0)}
     @%p2 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r22+{READY}];
     @%p2 bra EPILOGUE;
@@ -182,6 +209,12 @@ class Operands(NamedTuple):
     product: np.ndarray
 
 
+def coded(numbers: np.ndarray, fmt: str) -> np.ndarray:
+    """Encode numbers in FP8 or in 16 bits. Return the bytes of each row."""
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, **HALVES}
+    return torch.from_numpy(numbers).to(dtypes[fmt]).view(torch.uint8).numpy()
+
+
 def in_rows_of_8(data: np.ndarray) -> np.ndarray:
     """Arrange rows of 32 bytes as 16-byte chunks of 8 rows each, for ``descriptor(…, 128, 256)``."""
     return data.astype(np.uint8).reshape(-1, 8, 2, 16).swapaxes(1, 2).reshape(-1)
@@ -206,7 +239,7 @@ def operands(kind: Kind, seed: int = 0) -> Operands:
     if kind.is_mx:
         return mx_operands(kind, random)
     if kind.formats is not None:
-        return fp8_operands(kind, random)
+        return plain_operands(kind, random)
     rows, count = 128 * kind.group, K // kind.block
     codes = [random.integers(0, 16, (size, K)) for size in (rows, N)]
     few = (0x28, 0x30, 0x38, 0x40, 0x48) if kind.scale == "e4m3" else range(125, 130)
@@ -225,15 +258,12 @@ def operands(kind: Kind, seed: int = 0) -> Operands:
     return Operands(data, a @ b.T)
 
 
-def fp8_operands(kind: Kind, random: np.random.Generator) -> Operands:
-    """Return operands in FP8: rows of 32 codes of small numbers, without scales."""
+def plain_operands(kind: Kind, random: np.random.Generator) -> Operands:
+    """Return operands without scales: rows of 32 bytes with codes of small numbers."""
     assert kind.formats is not None
-    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-    numbers = [random.integers(-8, 9, (size, K // 2)) / 4 for size in (128 * kind.group, N)]
-    codes = [
-        torch.from_numpy(one).to(dtypes[fmt]).view(torch.uint8).numpy()
-        for one, fmt in zip(numbers, kind.formats, strict=True)
-    ]
+    k = K // 4 if kind.formats[0] in HALVES else K // 2
+    numbers = [random.integers(-8, 9, (size, k)) / 4 for size in (128 * kind.group, N)]
+    codes = [coded(one, fmt) for one, fmt in zip(numbers, kind.formats, strict=True)]
     data = np.zeros((kind.group, BYTES), np.uint8)
     for rank, row in enumerate(data):
         part = N // kind.group
@@ -290,11 +320,18 @@ def test_block_scaled_mma(kind: Kind, seed: int | None) -> None:
 
 FP8 = Kind(1, 0, "", ("e4m3", "e4m3"))
 FP8_KINDS = [FP8, FP8._replace(formats=("e4m3", "e5m2")), FP8._replace(group=2), Kind(2, 0, "", ("e5m2", "e4m3"))]
+BF16, F16 = FP8._replace(formats=("bf16", "bf16")), FP8._replace(formats=("f16", "f16"))
+HALF_KINDS = [BF16, F16, BF16._replace(group=2)]
+STORED_KINDS = [one._replace(stores_a=True) for one in (FP8, BF16, F16, BF16._replace(group=2), FP8._replace(group=2))]
 
 
-@pytest.mark.parametrize("kind", FP8_KINDS, ids=lambda kind: f"{kind.group}-{'-'.join(kind.formats)}")
+@pytest.mark.parametrize(
+    "kind",
+    [*FP8_KINDS, *HALF_KINDS, *STORED_KINDS],
+    ids=lambda kind: f"{kind.group}-{'-'.join(kind.formats)}{'-stored' * kind.stores_a}",
+)
 @pytest.mark.parametrize("seed", [None, 0])
-def test_mma_of_fp8(kind: Kind, seed: int | None) -> None:
+def test_mma_without_scales(kind: Kind, seed: int | None) -> None:
     product = operands(kind).product
     assert np.array_equal(run(kind, program(kind), seed, strict=True), [product, 2 * product])
 
@@ -360,11 +397,11 @@ def test_special_values_of_fp8() -> None:
 FP8_FAULTS = {
     "reserved bits": (1 << 23, EmulationError, "reserved"),
     "sparsity": (1 << 2, EmulationError, "reserved"),
-    "fp16 accumulators": (1 << 4, NotImplementedError, "FP8 to fp32"),
-    "another format": (3 << 7, NotImplementedError, "FP8 to fp32"),
-    "M-major": (1 << 15, NotImplementedError, "FP8 to fp32"),
-    "rows": (1 << 25, EmulationError, "160 x 16"),
-    "no columns": (2 << 17, EmulationError, "128 x 0"),
+    "fp16 accumulators": (1 << 4, NotImplementedError, "e5m2 to fp32"),
+    "another format": (3 << 7, NotImplementedError, "e5m2 to fp32"),
+    "M-major": (1 << 15, NotImplementedError, "e5m2 to fp32"),
+    "rows": (1 << 25, EmulationError, "160 x 32"),
+    "no columns": (4 << 17, EmulationError, "128 x 0"),
 }
 
 
@@ -374,6 +411,61 @@ def test_fp8_descriptors_that_do_not_exist(name: str) -> None:
     text = program(FP8).replace(str(FP8.instruction), str(FP8.instruction ^ bits))
     with pytest.raises(error, match=message):
         run(FP8, text, strict=True)
+
+
+def test_16_bit_descriptors_that_do_not_exist() -> None:
+    for bits, error, message in (
+        (3 << 7, NotImplementedError, "f16 or bf16 to fp32"),
+        (1 << 7, NotImplementedError, "fp16 times bf16"),
+        (1 << 16, NotImplementedError, "K-major"),
+        (1 << 29, EmulationError, "reserved"),
+    ):
+        with pytest.raises(error, match=message):
+            run(F16, program(F16).replace(str(F16.instruction), str(F16.instruction ^ bits)), strict=True)
+
+
+STORED = BF16._replace(stores_a=True)
+A_STORED = f"{STORE_A} [%r6+{A_COLUMNS}], {{{', '.join(WORDS[:8])}}};"
+A_FAULTS = {
+    "no wait::st": (WAIT_ST, "", Race, "mma with A .* without tcgen05.wait"),
+    "no fence before the barrier": (
+        f"{WAIT_ST}\n    {BEFORE}",
+        WAIT_ST,
+        Race,
+        "mma with A .* without tcgen05.fence::before_thread_sync",
+    ),
+    "no fence behind the barrier": (
+        f"barrier.cluster.wait;\n    {AFTER}",
+        "barrier.cluster.wait;",
+        Race,
+        "mma with A .* without tcgen05.fence::after_thread_sync",
+    ),
+    "no store": (A_STORED, "", Uninitialised, ""),
+    "a store under the MMA": (
+        "EPILOGUE:",
+        f"EPILOGUE: {A_STORED}",
+        Race,
+        "tcgen05.st .* used by an MMA",
+    ),
+    "A in the accumulator": (f"[%r3+{A_COLUMNS}], %rd11", f"[%r3+{N - 1}], %rd11", EmulationError, "where A is"),
+    "A in another lane": (
+        f"[%r3+{A_COLUMNS}], %rd11",
+        f"[%r3+{A_COLUMNS + 0x200000}], %rd11",
+        EmulationError,
+        "lane 32",
+    ),
+    "A beyond the allocation": (f"[%r3+{A_COLUMNS}], %rd11", "[%r3+58], %rd11", OutOfBounds, "not all allocated"),
+    "columns": (str(STORED.instruction), str(STORED.instruction - (1 << 17)), EmulationError, "128 x 24 with A in"),
+}
+
+
+@pytest.mark.parametrize("name", A_FAULTS)
+def test_faults_of_stored_operands_are_found(name: str) -> None:
+    before, after, kind, message = A_FAULTS[name]
+    text = program(STORED)
+    assert before in text
+    with pytest.raises(kind, match=message or None):
+        run(STORED, text.replace(before, after), strict=True)
 
 
 PLAIN = program(NVFP4)
