@@ -12,9 +12,9 @@ import numpy as np
 from ptx_emulator.decoder import Decoder, Source, Step, acts, effect, modifiers, unknown
 from ptx_emulator.instructions.accesses import split_space
 from ptx_emulator.instructions.warps import warp_step
-from ptx_emulator.memory import RANK_SHIFT, EmulationError, Fault
+from ptx_emulator.memory import RANK_SHIFT, EmulationError, Fault, Misaligned
 from ptx_emulator.parser import Imm, Instruction, Vec
-from ptx_emulator.values import TINY, TYPES, Array, canonical, from_bf16, of_each, positions
+from ptx_emulator.values import TINY, TYPES, Array, any_true, canonical, from_bf16, of_each, positions
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -39,12 +39,21 @@ def matrix_step(
 
 @effect("ldmatrix.sync.aligned")
 def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """Decode a load of matrices of 8 rows of 16 bytes.
+
+    ``m8n16…b8x16.b4x16_p64`` reads 16 codes of 4 bits, which are the first 8 bytes of a row, and extends each code by
+    zeros to a byte.
+    """
     space, rest = split_space(parts)
-    mods, types = modifiers(ins, rest, "m8n8 x1 x2 x4 trans")
+    mods, types = modifiers(ins, rest, "m8n8 m8n16 x1 x2 x4 trans b8x16 b4x16_p64")
     first = ins.operands[0]
     items = first.items if isinstance(first, Vec) else (first,)
-    count = len(items)
-    if types != [TYPES["b16"]] or not {"m8n8", f"x{count}"} <= mods:
+    count, extends = len(items), "m8n16" in mods
+    if extends:
+        known = mods == {"m8n16", f"x{count}", "b8x16", "b4x16_p64"} and not types
+    else:
+        known = types == [TYPES["b16"]] and {"m8n8", f"x{count}"} <= mods and not mods & {"b8x16", "b4x16_p64"}
+    if not known:
         raise unknown(ins)
     machine = d.machine
 
@@ -61,7 +70,13 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         # Lane 8 i + j holds the address of row j of matrix i.
         at = positions(machine.lane[threads] < 8 * count)
         address = of_each(address, threads)[at]
-        words = machine.checked(at, machine.load, space, threads[at], address, 4, 4)
+        words = machine.checked(at, machine.load, space, threads[at], address, 4, 2 if extends else 4)
+        if extends:
+            if any_true(address % 16 != 0):
+                raise Fault(Misaligned, at[0], "a row of ldmatrix")
+            words = _extended(words)
+            if machine.unwritten is not None:
+                machine.unwritten = [which for which in machine.unwritten for _ in range(2)]
         if machine.unwritten is not None:
             marks = [np.where(which, np.uint32(0xFFFFFFFF), np.uint32(0)) for which in machine.unwritten]
             machine.unwritten = [mark != 0 for mark in spread(marks)]
@@ -69,6 +84,12 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     targets = [d.target(item, TYPES["b32"]) for item in items]
     return matrix_step(d, ins, [d.address(ins.operands[1])], targets, run, "load")
+
+
+def _extended(words: list[Array]) -> list[Array]:
+    """Extend eight codes of 4 bits in each word by zeros to bytes in two words."""
+    codes = np.stack(words, -1).view(np.uint8)
+    return list(np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).view(np.uint32).T)
 
 
 @effect("stmatrix.sync.aligned")

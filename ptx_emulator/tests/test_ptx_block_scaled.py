@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from formats import e2m1_value, scale_value
 from programs import AT, entry, launch, zeros
 
@@ -81,6 +82,93 @@ def test_block_scaled_products(kind: str, threads: tuple[int, int]) -> None:
         words, expected = lanes(kind, a_at, b_at)
         out, _ = launch(product(kind, a_at, b_at), zeros(128), words.reshape(-1))
         assert np.array_equal(of_lanes(out), expected)
+
+
+BYTES = "mxf8f6f4.block_scale.scale_vec::1X"
+
+
+def product_of_bytes(a: str, b: str, selectors: str = "{0, 0}, {0, 0}") -> str:
+    """Return a program that multiplies operands of ``kind::mxf8f6f4`` with the formats ``a`` and ``b``."""
+    a_at, b_at = selectors.split(", {")
+    text = product(next(iter(KINDS))).replace(next(iter(KINDS)), BYTES).replace("m16n8k64", "m16n8k32")
+    text = text.replace("e2m1.e2m1.f32.ue4m3", f"{a}.{b}.f32.ue8m0")
+    return text.replace("{%r20}, {0, 0}", f"{{%r20}}, {a_at}").replace("{%r21}, {0, 0}", f"{{%r21}}, {{{b_at}")
+
+
+def lanes_of_bytes(
+    formats: tuple[str, str], a_at: tuple[int, int], b_at: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return random operands of ``kind::mxf8f6f4`` as the words that each lane holds, and their product."""
+    random = np.random.default_rng(2)
+    codes, values = [], []
+    for fmt, rows in zip(formats, (16, 8), strict=True):
+        some = random.integers(0, 16, (rows, 32)).astype(np.uint8)
+        if fmt == "e2m1":
+            codes.append(some << 2)
+            values.append(e2m1_value(some).astype(np.float64))
+        else:
+            numbers = torch.from_numpy(some.astype(np.float32) - 8).to(getattr(torch, FP8[fmt]))
+            codes.append(numbers.view(torch.uint8).numpy())
+            values.append(numbers.double().numpy())
+    scales = [random.integers(125, 130, rows).astype(np.uint8) for rows in (16, 8)]
+    c = random.integers(-9, 9, (16, 8)).astype(np.float32)
+    words = np.zeros((32, 12), np.uint32)
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        near, far = slice(4 * t, 4 * t + 4), slice(16 + 4 * t, 20 + 4 * t)
+        a, b = codes
+        fours = (a[g, near], a[g + 8, near], a[g, far], a[g + 8, far], b[g, near], b[g, far])
+        words[lane, :6] = [np.ascontiguousarray(one).view(np.uint32)[0] for one in fours]
+        words[lane, 6:10] = c[[g, g, g + 8, g + 8], [2 * t, 2 * t + 1] * 2].view(np.uint32)
+        some = np.full((2, 4), 0x70, np.uint8)
+        if t // 2 == a_at[1]:
+            some[0, a_at[0]] = scales[0][g + 8 * (t % 2)]
+        if t == b_at[1]:
+            some[1, b_at[0]] = scales[1][g]
+        words[lane, 10:] = some.view(np.uint32)[:, 0]
+    left, right = (v * scale_value(s, "ue8m0")[:, None] for v, s in zip(values, scales, strict=True))
+    return words, left @ right.T + c
+
+
+FP8 = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
+@pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e2m1", "e4m3"), ("e4m3", "e2m1")])
+@pytest.mark.parametrize(("a_at", "b_at"), [((0, 0), (0, 0)), ((3, 1), (1, 3)), ((2, 0), (3, 2))])
+def test_products_of_bytes(formats: tuple[str, str], a_at: tuple[int, int], b_at: tuple[int, int]) -> None:
+    words, expected = lanes_of_bytes(formats, a_at, b_at)
+    selectors = f"{{{a_at[0]}, {a_at[1]}}}, {{{b_at[0]}, {b_at[1]}}}"
+    for text in (
+        product_of_bytes(*formats, selectors),
+        product_of_bytes(*formats, selectors).replace(".scale_vec::1X", ""),
+    ):
+        out, _ = launch(text, zeros(128), words.reshape(-1))
+        assert np.array_equal(of_lanes(out), expected)
+
+
+def test_padding_of_codes_in_bytes_is_zero() -> None:
+    words, _ = lanes_of_bytes(("e2m1", "e4m3"), (0, 0), (0, 0))
+    for bit in (0, 1, 6, 7):
+        changed = words.copy()
+        changed[5, 2] ^= 1 << 8 + bit
+        with pytest.raises(EmulationError, match="bits 0, 1, 6 and 7"):
+            launch(product_of_bytes("e2m1", "e4m3"), zeros(128), changed.reshape(-1))
+
+
+def test_other_forms_of_products_of_bytes() -> None:
+    text = product_of_bytes("e4m3", "e4m3")
+    for before, after in (
+        ("ue8m0", "ue4m3"),
+        ("m16n8k32", "m16n8k64"),
+        ("scale_vec::1X", "scale_vec::2X"),
+        ("e4m3.e4m3", "e3m2.e4m3"),
+        ("block_scale.scale_vec::1X.", ""),
+    ):
+        assert before in text
+        with pytest.raises(NotImplementedError):
+            launch(text.replace(before, after), zeros(128), zeros(384))
+    with pytest.raises(EmulationError, match="selectors 4, 0, 0, 0"):
+        launch(product_of_bytes("e4m3", "e4m3", "{4, 0}, {0, 0}"), zeros(128), zeros(384))
 
 
 def test_wrong_selectors() -> None:

@@ -222,6 +222,44 @@ def test_ldmatrix(form: str, seed: int | None) -> None:
         assert (got == (want if i < int(form[1]) else 0)).all()
 
 
+FP4_FORM = "m8n16.x4.shared.b8x16.b4x16_p64"
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_ldmatrix_of_codes_of_4_bits(seed: int | None) -> None:
+    """Check that the first 8 bytes of each row become 16 bytes, and that the 8 bytes that follow are not read."""
+    codes = np.random.default_rng(0).integers(0, 16, (64, 16), np.uint8)
+    rows = np.full((64, 16), 0xFF, np.uint8)
+    rows[:, :8] = codes[:, ::2] | codes[:, 1::2] << 4
+    text = matrix_loads("x4").replace("m8n8.x4.b16", FP4_FORM)
+    assert FP4_FORM in text
+    (_, out) = launch(text, rows.reshape(-1).view(np.uint32), zeros(256), block=64, seed=seed, strict=True)
+    found = out.view(np.uint8).reshape(2, 8, 4, 4, 4)  # warp, row, lane of the row, matrix, byte
+    want = codes.reshape(2, 32, 16)[:, (5 * np.arange(32) + 3) % 32].reshape(2, 4, 8, 4, 4)
+    assert np.array_equal(found, want.transpose(0, 2, 3, 1, 4))
+
+
+def test_ldmatrix_of_codes_of_4_bits_reads_no_padding() -> None:
+    rows = np.zeros((64, 4), np.uint32)
+    text = matrix_loads("x4").replace("m8n8.x4.b16", FP4_FORM)
+    stores = f"st.shared.v4.b32 [%r9], {registers(10, 14)};"
+    for store, fails in (
+        (f"st.shared.v2.b32 [%r9], {registers(10, 12)};", False),
+        ("st.shared.b32 [%r9], %r10;", True),
+    ):
+        changed = text.replace(stores, store)
+        if fails:
+            with pytest.raises(Uninitialised):
+                launch(changed, rows.reshape(-1), zeros(256), block=64)
+        else:
+            launch(changed, rows.reshape(-1), zeros(256), block=64)
+    with pytest.raises(Misaligned):
+        launch(text.replace("add.u32 %r7, %r7, 0;", "add.u32 %r7, %r7, 8;"), rows.reshape(-1), zeros(256), block=64)
+    for form in ("m8n16.x4.shared.b16", "m8n16.x4.trans.shared.b8x16.b4x16_p64", "m8n16.x4.shared.b8x16.b6x16_p32"):
+        with pytest.raises(NotImplementedError):
+            launch(matrix_loads("x4").replace("m8n8.x4.b16", form), rows.reshape(-1), zeros(256), block=64)
+
+
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_ldmatrix_races(seed: int | None) -> None:
     data = np.arange(64 * 4, dtype=np.uint32)
