@@ -178,6 +178,13 @@ class Barriers:
             self._check(cta, offset, barrier)
         return phases
 
+    def expect_copies(self, threads: Array, ctas: Array, offsets: Array, more: int) -> None:
+        """Let each thread's current phase of an mbarrier expect ``more`` arrivals, because copies will arrive."""
+        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
+            barrier = self._found(i, cta, offset)
+            self.machine.races.read(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8)
+            barrier.pending += more
+
     def arrive_later(self, cta: int, offset: int) -> None:
         """Arrive once at the mbarrier at ``offset`` of a CTA, because an asynchronous operation has completed."""
         barrier = self._found(0, cta, offset)

@@ -464,6 +464,16 @@ class Races:
             self.clocks[threads, self.grouped + self.column[threads]] = groups
             self.dirty[self.machine.warp[threads]] = True
 
+    def groups_arrive(self, thread: int, groups: int, cta: int, offset: int) -> None:
+        """Let a thread's first ``groups`` groups of ``cp.async`` arrive at an mbarrier of its CTA.
+
+        Threads that wait for the mbarrier learn of these copies, and of no other access of the thread.
+        """
+        known = np.zeros(self.clocks.shape[1], self.clocks.dtype)
+        if self.fenced > self.grouped:
+            known[self.grouped + self.column[thread]] = groups
+        self._gather(mbarrier_key(cta, offset), known)
+
     def copy_arrives(self, agent: Agent, cta: int, offset: int, tells: bool) -> None:
         """Let a copy arrive at an mbarrier of CTA ``cta``, so that threads that wait for the mbarrier know of the copy.
 

@@ -49,6 +49,17 @@ class Copy:
     pipe: deque[Copy] | None = None
 
 
+@dataclass
+class Arrival:
+    """Arrival of a thread at an mbarrier of a CTA, as soon as its first ``groups`` groups of ``cp.async`` are
+    complete."""
+
+    thread: int
+    groups: int
+    cta: int
+    offset: int
+
+
 class UnderWay:
     """All asynchronous operations of one launch."""
 
@@ -65,13 +76,16 @@ class UnderWay:
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
+        # Arrivals that wait for cp.async copies, and for each thread the number of groups that such arrivals cover.
+        self.arrivals: list[Arrival] = []
+        self.covered = np.zeros(machine.threads, np.int64)
         # Shared-memory reads by warpgroup MMAs: for each warp, keyed by its first thread, a list of groups. The last
         # group is not committed yet.
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
         """Check that threads that end have waited for their copies. Bulk copies must have read their source, and
-        ``cp.async`` copies must have written their target.
+        ``cp.async`` copies must have written their target, or make the thread arrive at an mbarrier when they have.
 
         NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """
@@ -80,7 +94,7 @@ class UnderWay:
         for thread in {*self.groups, *self.open}.intersection(threads.tolist()):
             if any(group.reads for group in (*self.groups.get(thread, ()), self.open.get(thread, Group()))):
                 raise self.machine.error(EmulationError, thread, "ended before it waited for its bulk copies")
-        late = threads[self.newest[threads] >= self.waited[threads]]
+        late = threads[self.newest[threads] >= np.maximum(self.waited[threads], self.covered[threads])]
         if len(late):
             raise self.machine.error(EmulationError, late[0], "ended before it waited for its cp.async")
 
@@ -128,6 +142,8 @@ class UnderWay:
             raise self.machine.error(fault.kind, copy.threads[fault.position], fault.message) from None
         if copy.group is not None:
             copy.group.under_way -= 1
+        if copy.groups is not None:
+            self._arrive()
         self.machine.retry_those(copy.threads, FOR_COPIES)
 
     def commit_group(self, threads: Array) -> None:
@@ -155,15 +171,38 @@ class UnderWay:
         if most is None:
             self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
         until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
-        oldest = np.full(self.machine.threads, FAR)
-        for copy in self.copies:
-            if copy.groups is not None:
-                oldest[copy.threads] = np.minimum(oldest[copy.threads], copy.groups)
-        done = oldest[threads] >= until
+        done = self._oldest()[threads] >= until
         self.waited[threads[done]] = until[done]
         self.machine.races.groups_are_done(threads[done], until[done])
         self.machine.wait(threads[~done], FOR_COPIES)
         return done
+
+    def _oldest(self) -> Array:
+        """Return for each thread the number of its oldest ``cp.async`` group that is incomplete."""
+        oldest = np.full(self.machine.threads, FAR)
+        for copy in self.copies:
+            if copy.groups is not None:
+                oldest[copy.threads] = np.minimum(oldest[copy.threads], copy.groups)
+        return oldest
+
+    def arrive_after_copies(self, threads: Array, ctas: Array, offsets: Array) -> None:
+        """Let each thread arrive at an mbarrier when all of its ``cp.async`` copies up to now are complete."""
+        self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
+        self.covered[threads] = self.committed[threads]
+        where = zip(threads.tolist(), self.committed[threads].tolist(), ctas.tolist(), offsets.tolist(), strict=True)
+        self.arrivals += [Arrival(*one) for one in where]
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Execute the arrivals whose copies are complete."""
+        if not self.arrivals:
+            return
+        oldest = self._oldest()
+        due = [one for one in self.arrivals if oldest[one.thread] >= one.groups]
+        self.arrivals = [one for one in self.arrivals if oldest[one.thread] < one.groups]
+        for one in due:
+            self.machine.races.groups_arrive(one.thread, one.groups, one.cta, one.offset)
+            self.machine.barriers.arrive_later(one.cta, one.offset)
 
     # Warpgroup MMAs. An MMA counts as reading shared memory until the warp has waited for the MMA's group. The first
     # thread of a warp stands for the warp.

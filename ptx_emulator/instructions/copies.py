@@ -58,7 +58,12 @@ def _some_cp_async(
     ctas, offsets = m.shared_place("shared", threads, target)
     words = np.zeros((len(threads), size // 4), np.uint32)
     m.shared.store(ctas, offsets, 4, list(words.T))
-    m.races.write(threads, ctas, offsets, size, m.under_way.committed[threads])
+    # In FlashInfer's FP8 kernels, all lanes of a warp copy one scale to one place. In lenient mode, equal copies of one
+    # instruction count as a single access.
+    writers = np.arange(len(threads))
+    if m.lenient:
+        _, writers = np.unique([m.warp[threads], target, source, counts], axis=1, return_index=True)
+    m.races.write(threads[writers], ctas[writers], offsets[writers], size, m.under_way.committed[threads[writers]])
     # While the copy is in flight, its target bytes count as uninitialised, even if they were initialised before.
     for i in range(0, size, 4):
         m.shared.forget(ctas, offsets + i, 4)
@@ -88,6 +93,28 @@ def _wait_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     most = ins.operands[0].value if ins.operands else None
     machine = d.machine
     return Step(ins, [], [], lambda threads: machine.under_way.wait_async(threads, most), "block")
+
+
+@effect("cp.async.mbarrier.arrive")
+def _arrive_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """Decode an arrival at an mbarrier that takes place when the thread's earlier ``cp.async`` copies are complete.
+
+    Without ``noinc``, the current phase expects one more arrival, so that the arrival does not count.
+    """
+    mods, types = modifiers(ins, parts, "noinc shared shared::cta")
+    # The emulator starts a new group of copies here, so that it can tell later copies from the copies that arrive.
+    groups = ("cp.async.commit_group", "cp.async.wait_group")
+    if types != [TYPES["b64"]] or any(i.opcode.startswith(groups) for i in d.machine.program.instructions):
+        raise unknown(ins)
+    m = d.machine
+
+    def run(threads: Array, address: Array) -> tuple:
+        ctas, offsets = m.shared_place("shared", threads, address)
+        m.barriers.expect_copies(threads, ctas, offsets, 0 if "noinc" in mods else 1)
+        m.under_way.arrive_after_copies(threads, ctas, offsets)
+        return ()
+
+    return Step(ins, [d.address(ins.operands[0])], [], run)
 
 
 @effect("cp.async.bulk")

@@ -319,6 +319,77 @@ def test_cp_async_must_not_overwrite(seed: int | None) -> None:
         launch(gathered(after=f"bar.sync 0; {again}"), WORDS, zeros(64), block=64, seed=seed)
 
 
+ONE_COPY = "cp.async.ca.shared.global [%r9], [%rd9], 4;"
+
+
+def arriving(
+    arrive: str = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r5];",
+    copies: str = ONE_COPY,
+    count: int = 64,
+    before: str = "",
+    behind: str = "",
+    after: str = "",
+) -> str:
+    """Return a program as in ``gathered``, in which threads learn of the copies from an mbarrier."""
+    init = f"""
+    mov.u32 %r5, buf; add.u32 %r5, %r5, 256; setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra START; mbarrier.init.shared.b64 [%r5], {count}; START: bar.sync 0; {before}
+    """
+    wait = """
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r5], 0; @!%p2 bra WAIT;
+    """
+    return gathered(f"{init} {copies} {arrive} {behind}", wait, after=after)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_cp_async_arrives_at_an_mbarrier(seed: int | None) -> None:
+    """Check both forms of the arrival. Without ``noinc``, the arrival does not count, and the threads arrive
+    themselves."""
+    plain = "cp.async.mbarrier.arrive.shared::cta.b64 [%r5]; mbarrier.arrive.shared.b64 _, [%r5];"
+    for program in (arriving(), arriving(plain), arriving(copies=f"{ONE_COPY} cp.async.wait_all;")):
+        out = launch(program, WORDS, zeros(64), block=64, seed=seed, strict=True)[1]
+        assert (out == WORDS[np.arange(64) ^ 32]).all()
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_what_an_arrival_of_cp_async_does_not_order(seed: int | None) -> None:
+    """Check that a thread that waits for the mbarrier does not learn of the copying threads' later copies, nor of their
+    stores."""
+    late = "cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.wait_all;"
+    read = r"read of .* a cp\.async of thread \d+ of CTA 0 wrote"
+    for program, message in (
+        (arriving(copies="", behind=late), read),
+        (arriving(copies="", before="st.shared.u32 [%r9], %r0;"), r"read of .* thread \d+ of CTA 0 wrote"),
+        (arriving("mbarrier.arrive.shared.b64 _, [%r5];"), read),
+    ):
+        with pytest.raises(Race, match=message):
+            launch(program, WORDS, zeros(64), block=64, seed=seed)
+
+
+def test_faults_of_arrivals_of_cp_async() -> None:
+    for program, kind, message in (
+        (arriving(count=65), Deadlock, ""),
+        (arriving("cp.async.mbarrier.arrive.noinc.shared.b64 [%r5+8];"), EmulationError, "no mbarrier"),
+        (arriving(after=f"bar.sync 0; {ONE_COPY}"), EmulationError, "ended before it waited for its cp"),
+        # The emulator does not model arrivals in programs with groups of copies.
+        (arriving(copies=f"{ONE_COPY} cp.async.commit_group;"), NotImplementedError, ""),
+        (arriving("cp.async.mbarrier.arrive.noinc.shared::cluster.b64 [%r5];"), NotImplementedError, ""),
+    ):
+        with pytest.raises(kind, match=message or None):
+            launch(program, WORDS, zeros(64), block=64)
+
+
+def test_equal_copies_of_a_warp() -> None:
+    """Check that lanes of a warp may copy one word to one place, but in lenient mode only, and only the same word."""
+    copy = "mov.u32 %r9, buf; cp.async.ca.shared.global [%r9], [SOURCE], 4; cp.async.wait_all; bar.warp.sync -1;"
+    text = entry(f"{AT} {copy} ld.shared.u32 %r1, [%r9]; st.global.u32 [%rd9], %r1;", 512, 1)
+    words = WORDS[:32].copy()
+    assert (launch(text.replace("SOURCE", "%rd0"), words, lenient=True)[0] == words[0]).all()
+    for source, lenient in (("%rd0", False), ("%rd9", True)):
+        with pytest.raises(Race, match=r"write of .* a cp\.async of thread"):
+            launch(text.replace("SOURCE", source), words, lenient=lenient)
+
+
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_groups_of_cp_async(seed: int | None) -> None:
     """Check that a wait for all groups except the newest orders the older of two groups, but not the newer group."""
