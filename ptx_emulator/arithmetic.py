@@ -182,6 +182,18 @@ def _mad_wide(op, a, b, c):
     return _mul_wide(op, a, b) + c
 
 
+@pure("dp4a", "d t s32", out="s32")
+def _dp4a(op, a, b, c):
+    signed = [type.name == "s32" for type in op.types]
+    if len(signed) != 2 or any(type.bits != 32 or type.name[0] not in "us" for type in op.types):
+        raise NotImplementedError(op.opcode)
+    left, right = (
+        np.ascontiguousarray(x)[:, None].view(np.int8 if is_signed else np.uint8).astype(np.int64)
+        for x, is_signed in zip((a, b), signed, strict=True)
+    )
+    return (c + (left * right).sum(1)).astype(np.int32)
+
+
 @pure("fma", "t t t", mods=FLOAT_MODS + " relu")
 def _fma(op, a, b, c):
     if op.type.name == "f32":

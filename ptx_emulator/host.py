@@ -284,6 +284,9 @@ class _Host:
         elif name in _UNSIGNED:
             mask = (1 << self._bits(type)) - 1
             result = self._wrap(type, _UNSIGNED[name](*(x & mask for x in operands)))
+        elif name == "intr.ctlz":
+            bits = self._bits(type)
+            result = bits - (operands[0] & ((1 << bits) - 1)).bit_length()
         elif name == "icmp":
             result = self._compare(attributes["predicate"].value, op, *operands)
         elif name == "select":

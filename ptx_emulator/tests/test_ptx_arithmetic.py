@@ -242,6 +242,28 @@ def test_bytes_and_bits(a: np.ndarray, b: np.ndarray, selector: int) -> None:
         assert compute("brev.b32", a)[i] == int(f"{x:032b}"[::-1], 2)
 
 
+@pytest.mark.parametrize("types", ["s32.s32", "u32.s32", "s32.u32", "u32.u32"])
+def test_dp4a(types: str) -> None:
+    random = np.random.default_rng(0)
+    a, b, c = random.integers(-(2**31), 2**31, (3, 100)).astype(np.int32)
+    left, right = (
+        x.view(np.int8 if one == "s32" else np.uint8).reshape(-1, 4).astype(int)
+        for x, one in zip((a, b), types.split("."), strict=True)
+    )
+    with np.errstate(over="ignore"):
+        want = (c + (left * right).sum(1)).astype(np.int32)
+    operands = [
+        x.view(np.int32 if one == "s32" else np.uint32) for x, one in zip((a, b), types.split("."), strict=True)
+    ]
+    assert np.array_equal(compute(f"dp4a.{types}", *operands, c).view(np.int32), want)
+
+
+def test_dp4a_of_unsigned_bytes_is_unsigned() -> None:
+    text = entry(f"{AT} mov.b32 %r1, 0xFF; dp4a.u32.u32 %r2, %r1, %r1, 0; st.global.u32 [%rd9], %r2;", params=1)
+    (out,) = launch(text, zeros(32))
+    assert (out == 255 * 255).all()
+
+
 def test_prmt_replicates_signs() -> None:
     assert compute("prmt.b32", np.uint32(0x7F80), np.uint32(0), np.uint32(0x89)).tolist() == [0x8080FF00]
 
