@@ -194,6 +194,7 @@ class _Body:
         self.scope_count = 0
         self.declared: list[tuple] = [(program.name,)]  # program name, then the names that each open scope declares
         self.known: dict[str, _Statement] = {}
+        self.vectors: dict[str, list[str]] = {}  # names of the registers of each vector register
         self.source = ""
         self.branches: list[tuple[Instruction, list[dict[str, str]]]] = []
 
@@ -244,12 +245,16 @@ class _Body:
 
     def _statement(self, text: str, line: int) -> None:
         if text.startswith(".reg"):
-            kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
+            size, kind, names = re.fullmatch(r"\.reg\s+(?:\.v([24])\s+)?\.(\w+)\s+(.*)", text).groups()
             for name in names.split(","):
                 many = re.fullmatch(r"([\w$%]+)<(\d+)>", name.strip())
                 each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name.strip()]
                 for register in each:
-                    self.program.registers[self._declare(register)] = WIDTHS[kind]
+                    members = [f"{register}.{member}" for member in "xyzw"[: int(size)]] if size else [register]
+                    for member in members:
+                        self.program.registers[self._declare(member)] = WIDTHS[kind]
+                    if size:
+                        self.vectors[self._declare(register)] = members
             self.declared[-1] += (self.scope_ids[-1], text)
             self._look_up_known()
         elif text.startswith("."):
@@ -306,6 +311,8 @@ class _Body:
         for scope in reversed(self.scopes):
             if name in scope and scope[name] in self.program.registers:
                 return Reg(scope[name], self.program.registers[scope[name]], text.startswith("!"))
+            if name in scope and scope[name] in self.vectors:
+                return Vec(tuple(self._operand(member) for member in self.vectors[scope[name]]))
         return Symbol(name)
 
     def _address(self, text: str) -> Mem:

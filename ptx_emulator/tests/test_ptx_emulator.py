@@ -415,3 +415,20 @@ def test_which_allocations_are_accessed(access: str) -> None:
     machine = Machine(parse(text), Launch((1, 1, 1), (32, 1, 1), params), memory)
     machine.run()
     assert machine.accessed == {2}
+
+
+def test_vector_registers() -> None:
+    """Check that a vector register and its members can be operands, and that its name belongs to its scope."""
+    body = f"""
+    {AT} shl.b32 %r8, %r0, 4; mov.u32 %r9, buf; add.u32 %r9, %r9, %r8;
+    {{ .reg .v4 .s32 some; .reg .v2 .b32 pair;
+    mov.s32 some.x, %r0; mov.s32 some.y, 7; mov.s32 some.z, 8; mov.s32 some.w, 9;
+    st.shared.v4.s32 [%r9], some; ld.shared.v2.b32 pair, [%r9]; }}
+    {{ .reg .v2 .b32 some; ld.shared.v2.b32 some, [%r9+8]; add.u32 %r1, some.x, some.y; }}
+    add.u32 %r1, %r1, pair.x; add.u32 %r1, %r1, pair.y; st.global.u32 [%rd9], %r1;
+    """
+    scoped = body.replace("add.u32 %r1, %r1, pair.x; add.u32 %r1, %r1, pair.y;", "")
+    (out,) = launch(entry(scoped, 512, 1), zeros(32))
+    assert (out == 17).all()
+    with pytest.raises(NotImplementedError):
+        launch(entry(body, 512, 1), zeros(32))
