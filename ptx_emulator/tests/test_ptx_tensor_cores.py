@@ -468,6 +468,13 @@ def test_faults_of_stored_operands_are_found(name: str) -> None:
         run(STORED, text.replace(before, after), strict=True)
 
 
+def test_fewer_columns_with_stored_operands() -> None:
+    """Check that the multiple of columns with A in tensor memory is 8 in lenient mode. The MMA leaves 8 columns."""
+    text = program(STORED).replace(str(STORED.instruction), str(STORED.instruction - (1 << 17)))
+    with pytest.raises(Uninitialised, match=r"st\.global"):
+        run(STORED, text, lenient=True)
+
+
 PLAIN = program(NVFP4)
 MMA = mma(NVFP4, "%p4")
 COPY = copy(NVFP4, A_SCALES, "%rd12")
