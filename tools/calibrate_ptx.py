@@ -1,17 +1,21 @@
-"""Run NVIDIA's kernels, which are known to be correct, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
+"""Run kernels of other projects, known to be correct, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
 Results are compared bit for bit with float64, on inputs whose partial sums are exact. These kernels work on GPUs. So if
 a result differs, or the emulator reports a fault, the emulator is wrong. ``--on-gpu`` compares the emulator with this
 machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own Hopper kernels run
 (``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
 
-``--write`` saves the table. Three tables exist, each with its own page: CUTLASS's kernels without a GPU, CUTLASS's
-kernels on a GPU, and our kernels on a GPU.
+``--peers FOLDER`` runs the kernels of the packages in a folder (``peer_kernels.py``). Each kernel runs in the
+strictest mode of the emulator in which it has no fault.
+
+``--write`` saves the table. Four tables exist, each with its own page: CUTLASS's kernels without a GPU, CUTLASS's
+kernels on a GPU, the kernels of packages, and our kernels on a GPU.
 """
 
 import argparse
 import contextlib
 import functools
+import re
 import subprocess
 import sys
 import time
@@ -27,9 +31,11 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F16, F32, Case, compile_case  # noqa: E402
+from exact_operands import NAN, Operand, Problem, in_blocks  # noqa: E402
 from own_kernels import ARCH, OWN_CASES, OwnCase, by_emulator, by_gpu, by_reference  # noqa: E402
+from peer_kernels import PEER_CASES, PeerCase, compile_peer, versions  # noqa: E402
 
-from ptx_emulator import EmulationError  # noqa: E402
+from ptx_emulator import Deadlock, EmulationError  # noqa: E402
 from ptx_emulator.adapter import programs_of  # noqa: E402
 from ptx_emulator.host import host_launches  # noqa: E402
 from ptx_emulator.layout import GlobalMemory  # noqa: E402
@@ -39,16 +45,8 @@ from ptx_emulator.values import E2M1, SCALES, TINY  # noqa: E402
 NOTES = ROOT / "docs" / "notes"
 SEEDS = (None, 0, 1)
 """Seeds that order the emulator's warps and copies: None runs all warps in lockstep; a number draws a random order."""
-NAN = {E4M3: 0x7F, E8M0: 0xFF}
-"""NaN code of each scale format. It is stored in padding, which a kernel must not use."""
-
-
-class Operand(NamedTuple):
-    """A matrix as bytes of codes and scales, and its decoded numbers."""
-
-    data: Any
-    scales: Any
-    numbers: Any
+MODES: dict[str, dict[str, bool]] = {"strict": {"strict": True}, "standard": {}, "lenient": {"lenient": True}}
+"""Modes of the emulator, from the strictest to the most lenient, as arguments of ``Machine``."""
 
 
 def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Operand:
@@ -62,26 +60,7 @@ def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Opera
     name, some = ("ue8m0", range(125, 130)) if case.scale is E8M0 else ("ue4m3", (0x28, 0x30, 0x38, 0x40, 0x48))
     scales = random.choice(np.array(some, np.uint8), (rows, k // case.block))
     numbers = E2M1[codes] * np.repeat(SCALES[name][scales], case.block, 1)
-    return Operand(codes[:, ::2] | codes[:, 1::2] << 4, in_blocks(scales, NAN[case.scale]), numbers)
-
-
-def in_blocks(scales: Any, nan: int) -> Any:
-    """Return scales in the 128x4 layout: 512 bytes per 128 rows × 4 scales. Padding rows are filled with the code
-    ``nan``, padding columns with 0."""
-    rows, columns = scales.shape
-    padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
-    padded[rows:] = nan
-    padded[:rows, :columns] = scales
-    tiles = padded.reshape(len(padded) // 128, 4, 32, -1, 4)
-    return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4))
-
-
-class Problem(NamedTuple):
-    """Sizes (m, n, k) of a GEMM, its buffers (the last is C), and the expected bits of C."""
-
-    sizes: tuple[int, int, int]
-    buffers: list[Any]
-    expected: Any
+    return Operand(codes[:, ::2] | codes[:, 1::2] << 4, in_blocks(scales, NAN[case.scale.__name__]), numbers)
 
 
 def problem(case: Case, m: int, n: int, k: int) -> Problem:
@@ -105,8 +84,8 @@ class Emulated(NamedTuple):
     seconds: float
 
 
-def emulate(compiled: Any, given: Problem, seed: int | None) -> Emulated:
-    """Execute the launches of a compiled kernel in the emulator."""
+def emulate(compiled: Any, given: Problem, seed: int | None, mode: str = "lenient") -> Emulated:
+    """Execute the launches of a compiled kernel in a mode of the emulator."""
     programs = programs_of(compiled.artifacts.PTX)
     memory = GlobalMemory()
     addresses = [
@@ -117,7 +96,7 @@ def emulate(compiled: Any, given: Problem, seed: int | None) -> Emulated:
     leaves = [[value] for value in (*addresses, *given.sizes)]
     start = time.perf_counter()
     for name, launch in host_launches(compiled.ir_module, leaves, sizes):
-        Machine(programs[name], launch, memory, seed, max_steps=20_000_000, lenient=True).run()
+        Machine(programs[name], launch, memory, seed, max_steps=20_000_000, **MODES[mode]).run()
     seconds = time.perf_counter() - start
     out = given.buffers[-1]
     return Emulated(memory.contents(addresses[-1], out.nbytes).view(out.dtype).reshape(out.shape).copy(), seconds)
@@ -148,7 +127,7 @@ def difference(found: Any, expected: Any) -> str:
 
 
 class Row(NamedTuple):
-    """A row of the table on a calibration page."""
+    """A row of the table on a calibration page. ``fault`` is the rule of a stricter mode that the kernel breaks."""
 
     name: str
     arch: str
@@ -156,6 +135,7 @@ class Row(NamedTuple):
     result: str
     seconds: float
     right: bool
+    fault: str = ""
 
 
 def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
@@ -171,6 +151,41 @@ def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
         emulated = functools.partial(emulate, compiled, given)
         rows.append(compare(case.name, case.arch, "×".join(map(str, size)), emulated, given.expected, bits))
     return rows
+
+
+def calibrate_peer(folder: Path, case: PeerCase) -> Row:
+    """Compile a kernel of a package, and run it in the strictest mode of the emulator in which it has no fault."""
+    size, fault = "×".join(map(str, case.sizes)), ""
+    name = f"{case.package.split('-')[0]}: {case.name}"
+    try:
+        compiled = compile_peer(folder, case)
+    except Exception as error:
+        return Row(name, case.arch, size, f"not compiled: {_first_line(error)}", 0.0, False)
+    given = case.problem(case.sizes)
+    if case.hangs:
+        return Row(name, case.arch, size, *waits_for_ever(compiled, given, case.hangs))
+    for mode in MODES:
+        row = compare(
+            name, case.arch, size, functools.partial(emulate, compiled, given, mode=mode), given.expected, None
+        )
+        if row.right or mode == "lenient":
+            return row._replace(result=f"{row.result} ({mode})", fault=fault)
+        # The message names the instruction and the thread after a semicolon.
+        fault = row.result.split("; ")[0].split(": ", 1)[1]
+    raise AssertionError
+
+
+def waits_for_ever(compiled: Any, given: Problem, why: str) -> tuple[str, float, bool]:
+    """Check that a kernel waits for ever. Return the result with the reason ``why``, the time of a run, and True if the
+    kernel waits."""
+    start = time.perf_counter()
+    for seed in SEEDS:
+        try:
+            emulate(compiled, given, seed)
+        except Deadlock:
+            continue
+        return "does not wait for ever", 0.0, False
+    return f"waits for ever: {why}", (time.perf_counter() - start) / len(SEEDS), True
 
 
 def calibrate_own(case: OwnCase, gpu: bool) -> Row:
@@ -223,12 +238,12 @@ def revision(root: Path) -> str:
     return "an unknown revision"
 
 
-def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
-    """Return the Markdown page with the table. ``kernels`` is a sentence about the origin and version of the
-    kernels."""
+def page(rows: list[Row], kernels: str, command: str, gpu: str | None, title: str = "") -> str:
+    """Return the Markdown page with the table. ``kernels`` is a text about the origin and version of the kernels, and
+    ``title`` the end of the heading if no GPU is compared."""
     against = "with float64" if gpu is None else f"with an {gpu}'s, and these with float64's"
     lines = [
-        f"# Calibration of the PTX emulator{'' if gpu is None else f' on an {gpu}'}",
+        f"# Calibration of the PTX emulator{title if gpu is None else f' on an {gpu}'}",
         "",
         f"Written by `{command}`: do not edit.",
         "",
@@ -243,7 +258,28 @@ def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
         *(f"| {row.name} | {row.arch} | {row.size} | {row.result} | {row.seconds:.1f} |" for row in rows),
         "",
     ]
+    faults: dict[str, list[str]] = {}
+    for row in rows:
+        if row.fault:
+            faults.setdefault(_rule(row.fault), []).append(row.name)
+    if faults:
+        lines += [
+            "## Faults in the next stricter mode",
+            "",
+            "These kernels are used on GPUs, so the hardware seems to ensure more than the documents promise.",
+            "Our kernels must have no such fault.",
+            "",
+            "| fault | kernels | for example |",
+            "| --- | --- | --- |",
+            *(f"| {fault} | {len(names)} | {names[0]} |" for fault, names in faults.items()),
+            "",
+        ]
     return "\n".join(lines)
+
+
+def _rule(fault: str) -> str:
+    """Return a fault without its addresses and threads."""
+    return re.sub(r"(offset |thread |column |lanes |pipe |CTA )(0x)?[0-9a-f.]+", r"\1…", fault)
 
 
 def main() -> None:
@@ -252,20 +288,25 @@ def main() -> None:
     parser.add_argument(
         "cutlass", type=Path, nargs="?", metavar="PATH_TO_CUTLASS", help="checkout of NVIDIA/cutlass; default: ours"
     )
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="folder with the packages of other projects")
     parser.add_argument("--only", default="", metavar="PATTERN", help="run only cases whose name contains this text")
     parser.add_argument("--revision", default="", help="revision of CUTLASS, for a checkout without a git directory")
     parser.add_argument("--on-gpu", action="store_true", help="compare with this machine's GPU, if it can run the case")
     parser.add_argument("--write", action="store_true", help=f"save the table in {NOTES.relative_to(ROOT)}")
     given = parser.parse_args()
-    if given.write and (given.only or not (given.cutlass or given.on_gpu)):
-        parser.error("--write saves whole tables only: drop --only, and give PATH_TO_CUTLASS or --on-gpu")
+    if given.write and (given.only or not (given.cutlass or given.on_gpu or given.peers)):
+        parser.error("--write saves whole tables only: drop --only, and give PATH_TO_CUTLASS, --peers or --on-gpu")
+    if given.peers and (given.cutlass or given.on_gpu):
+        parser.error("--peers runs alone")
     rows: list[Row] = []
-    for row in measured(given.cutlass, given.only, given.on_gpu):
+    for row in measured(given.cutlass, given.only, given.on_gpu, given.peers):
         print(f"{row.arch:8s} {row.name:50s} {row.size:14s} {row.seconds:5.1f} s  {row.result}", flush=True)
         rows.append(row)
     if not rows:
         raise SystemExit(f"no case to run has {given.only!r} in its name")
-    if given.write:
+    if given.write and given.peers:
+        write_peers(rows, given.peers)
+    elif given.write:
         write(rows, given.cutlass, given.revision, given.on_gpu)
     wrong = sum(not row.right for row in rows)
     if wrong:
@@ -273,9 +314,14 @@ def main() -> None:
     print(f"all {len(rows)} problems are right")
 
 
-def measured(cutlass: Path | None, only: str, gpu: bool) -> Iterator[Row]:
+def measured(cutlass: Path | None, only: str, gpu: bool, peers: Path | None) -> Iterator[Row]:
     """Run all cases whose name contains ``only`` and yield their rows. If ``gpu``, skip cases that this machine's GPU
     cannot run."""
+    if peers is not None:
+        for peer in PEER_CASES:
+            if only in f"{peer.package}: {peer.name}":
+                yield calibrate_peer(peers, peer)
+        return
     arch = "sm_{}{}a".format(*torch.cuda.get_device_capability()) if gpu else None
     if cutlass is not None:
         for case in CASES:
@@ -298,6 +344,15 @@ def write(rows: list[Row], cutlass: Path | None, given_revision: str, on_gpu: bo
         )
     name = "blackwell" if not on_gpu else "hopper_cutlass" if cutlass else "hopper"
     (NOTES / f"{name}_calibration.md").write_text(page(rows, kernels, command, gpu), encoding="utf-8")
+
+
+def write_peers(rows: list[Row], folder: Path) -> None:
+    """Save the table of the kernels of packages."""
+    found = versions(folder)
+    packages = ", ".join(f"{one} {found[one]}" for one in dict.fromkeys(case.package for case in PEER_CASES))
+    kernels = f"Kernels of other projects' packages, run in the emulator's strictest mode without a fault:\n{packages}."
+    text = page(rows, kernels, "tools/calibrate_ptx.py --peers FOLDER --write", None, " with other projects' kernels")
+    (NOTES / "peer_calibration.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
