@@ -90,6 +90,20 @@ def test_token_blocks(arch: Arch) -> None:
     assert blocks == {16: {16}, 100: {128} if large else {64, 128}, 600: {256, 512} if large else {64, 128, 256}}
 
 
+@every_arch
+def test_codes_are_multiplied(arch: Arch) -> None:
+    """Check that GPUs with block-scaled mma.sync multiply the codes of two FP4 operands, and that other GPUs, and GEMMs
+    with 16-bit activations, decode."""
+    target = usual_targets(arch)[0]
+    for sizes, given in itertools.product((DEEPSEEK, MIXTRAL), operands()):
+        problem = second(*sizes, **given)
+        backend = backend_for("routed", problem)
+        configs = [backend.built(problem, tactic, arch) for tactic in backend.tactics(problem, 100, target)]
+        assert {config.operands.by_codes for config in configs} == {
+            arch.has_block_scaled_mma and given.get("a_dtype") is None
+        }
+
+
 def test_clocks_of_a_weight() -> None:
     """Check that more tokens take more time, that the assumed rate of mma.sync is not tcgen05's, and that the first
     eight tokens cost little because decoding takes as long as multiplying."""
@@ -99,3 +113,13 @@ def test_clocks_of_a_weight() -> None:
     assert clocks["sm_90a"][2] < clocks["sm_100a"][2] < clocks["sm_120a"][2]
     # 32 tokens times a weight element are 64 FLOP, at 80 % of 2,048 and 1,024 FLOP per clock.
     assert clocks["sm_100a"][2] > 64 / (0.8 * 2048) and clocks["sm_120a"][2] > 64 / (0.8 * 1024)
+
+
+def test_clocks_of_codes() -> None:
+    """Check that multiplying codes is limited by the FP4 rate of the data sheet and by shared memory, and takes at most
+    a third of the time of decoding."""
+    arch = ARCHS["sm_120a"]
+    for m in (8, 16, 32):
+        clocks = clocks_per_weight(m, arch, by_codes=True)
+        assert clocks > 2 * m / (0.8 * 4096) and clocks > 0.5625 * (1 + m / 16) / 128
+        assert clocks < clocks_per_weight(m, arch) / 3

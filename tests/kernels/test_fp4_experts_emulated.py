@@ -28,6 +28,7 @@ from support.fp4_activations import exact_activations
 from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_emulated, check_warp_mmas
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, WgmmaCase
+from support.ptx_faults import ROUTED_CODES, Unfound, check_faults
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx, run_kernel
@@ -37,6 +38,8 @@ from torch_cute_ops.kernels import fp4_experts, fp4_wgmma
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
+
+U8 = torch.uint8
 
 
 class Experts(NamedTuple):
@@ -127,15 +130,42 @@ WARPS = [
     ),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 32, BF16, 8, DESKTOP), 9, 72, 10, 192, "even", 4, 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 128, FP32, arch=DESKTOP), 18, 72, 3, 320, "few", 5),
-    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 64, FP32, arch=DESKTOP), 25, 40, 2, 256, "dense", 6),
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 24, 16, FP32, arch=DESKTOP), 26, 8, 3, 320, "odd", 7),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", None, 24, 64, FP32, arch=DESKTOP), 25, 40, 2, 256, "dense", 6),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 16, FP32, arch=DESKTOP), 26, 8, 3, 320, "odd", 7),
     Experts(
-        ExpertsCase(BF16, MXFP4, "128x4", "8x4", 32, 256, FP16, arch=DESKTOP, bias_dtype=FP32),
+        ExpertsCase(BF16, MXFP4, "128x4", None, 32, 256, FP16, arch=DESKTOP, bias_dtype=FP32),
         *(33, 72, 2, 192, "dense", 8),
     ),
-    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 256, FP32, arch=DESKTOP), 10, 8, 3, 192, "one", 9),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 32, 256, FP32, arch=DESKTOP), 10, 8, 3, 192, "one", 9),
 ]
-EVERY = (*EXPERTS, *WARPS)
+
+# Kernels for sm_120a whose MMAs multiply the codes of both operands. The ids do not show the shapes: four pipelines, or
+# two or one whose k two or four warps divide, with k tiles of 256 or 128 elements. In the first two cases, each
+# pipeline gets more k tiles than stages. The last k tile of an expert is partial in the cases with a width that is no
+# multiple of 128. Experts begin in the middle of a scale tile in the cases of MXFP4 with a width of 192 or 320.
+CODES = [
+    Experts(ExpertsCase(U8, NVFP4, "128x4", "128x4", 8, 16, BF16, arch=DESKTOP), 13, 136, 7, 832, "few", 1),
+    Experts(
+        ExpertsCase(U8, MXFP4, "128x4", "8x4", 16, 16, FP16, 8, DESKTOP, bias_dtype=FP32), 20, 72, 30, 448, "hot", 4, 5
+    ),
+    Experts(ExpertsCase(U8, NVFP4, "linear", "linear", 8, 16, FP32, 8, DESKTOP), 13, 136, 20, 256, "few", 7, 4),
+    Experts(ExpertsCase(U8, NVFP4, "linear", "linear", 24, 64, FP32, arch=DESKTOP), 25, 40, 2, 512, "dense", 6),
+    Experts(ExpertsCase(U8, MXFP4, "128x4", "128x4", 24, 16, FP32, arch=DESKTOP), 26, 8, 3, 320, "odd", 7),
+    Experts(ExpertsCase(U8, MXFP4, "128x4", "128x4", 32, 128, BF16, arch=DESKTOP), 130, 72, 4, 320, "hot", 2),
+    Experts(ExpertsCase(U8, NVFP4, "128x4", "128x4", 16, 128, FP16, 8, DESKTOP), 100, 72, 9, 384, "few", 3, 5),
+    Experts(ExpertsCase(U8, NVFP4, "128x4", "128x4", 8, 256, FP32, 8, DESKTOP), 40, 72, 9, 320, "few", 10, 4),
+    Experts(ExpertsCase(U8, NVFP4, "linear", "linear", 16, 256, BF16, arch=DESKTOP), 30, 72, 3, 768, "few", 11),
+    Experts(
+        ExpertsCase(U8, MXFP4, "128x4", "8x4", 32, 256, FP16, arch=DESKTOP, bias_dtype=FP32),
+        *(33, 72, 2, 192, "dense", 8),
+    ),
+    Experts(ExpertsCase(U8, NVFP4, "128x4", "8x4", 32, 256, FP32, arch=DESKTOP), 10, 8, 3, 192, "one", 9),
+    Experts(
+        ExpertsCase(U8, MXFP4, "128x4", "128x4", 8, 256, FP32, arch=DESKTOP, max_experts=1024),
+        *(3, 8, 520, 64, "few", None),
+    ),
+]
+EVERY = (*EXPERTS, *WARPS, *CODES)
 
 
 def kernel_for(one: Experts) -> Any:
@@ -189,8 +219,8 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, num_ctas), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, num_ctas)
     given, before = written_late(given, (*WEIGHT, *INPUTS))
-    # Kernels in which a single warp multiplies an m tile are checked less strictly; docs/limits.md explains why.
-    strict = by_warpgroups or not kernel.config.by_warp
+    # Kernels in which a single warp decodes and multiplies are checked less strictly.
+    strict = by_warpgroups or not kernel.config.by_warp or kernel.config.operands.by_codes
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     numbers = a if a_scale is not None else a.to(case.dtype)
@@ -236,10 +266,10 @@ def test_compiles_without_spills(one: Experts) -> None:
     check_emulated(one.case, kernel_for(one))
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in WARPS])
-def test_warps_decode_a_weight_once(one: Experts) -> None:
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*WARPS, *CODES)])
+def test_warps_read_a_weight_once(one: Experts) -> None:
     """Check that a kernel for GPUs without wgmma contains one mma.sync per eight tokens of an m tile and 16 elements of
-    k, also if several warps divide k."""
+    k, or 64 elements if codes are multiplied, also if several warps divide k."""
     config = kernel_for(one).config
     loops = 2 if config.classes > 1 else 1
     copies = loops, loops * config.expert_k_tiles
@@ -286,6 +316,50 @@ def test_synchronisation_of_a_gemm_over_experts_is_needed(one: Experts, edit: An
         check_in_orders(multiply_experts, one, 6, edit)
 
 
-@pytest.mark.parametrize("one", [M_TILES, FACTORS, WARPS[4]])
+@pytest.mark.parametrize("one", [M_TILES, FACTORS, WARPS[4], CODES[0], CODES[3], CODES[9]])
 def test_synchronisation_of_a_gemm_over_experts_is_enough(one: Experts) -> None:
     check_in_orders(multiply_experts, one, 2)
+
+
+# Kernels that multiply codes. In the first, each of four pipelines gets several m tiles, and more k tiles than stages.
+# In the second, two warps divide the k of one pipeline.
+FAULTY = {
+    "pipelines": Experts(ExpertsCase(U8, NVFP4, "128x4", "128x4", 8, 16, FP32, arch=DESKTOP), 5, 8, 9, 832, "dense"),
+    "one pipeline": CODES[9],
+}
+ONCE = Unfound(1, "the emulator's warps converge before they list m tiles", dead=False)
+BEYOND = Unfound(1, "the last MMA multiplies elements beyond the expert's width, which are zero")
+FENCE = Unfound(1, "emulated copies do not overtake the stores that clear the stages", dead=False)
+UNFOUND: dict[str, dict[str, Unfound]] = {
+    "pipelines": {
+        "barrier of the warp left out": ONCE,
+        "proxy fence left out": FENCE,
+        "accumulators of nothing": Unfound(1, "the first MMA begins with zeros"),
+        "scales exchanged": BEYOND,
+        "weight's scales of other blocks": BEYOND,
+        "activations' scales of other blocks": BEYOND,
+        "matrices from 16 bytes on": BEYOND,
+    },
+    "one pipeline": {
+        "barrier of the warp left out": ONCE,
+        "proxy fence left out": FENCE,
+        "bulk copy from the next tile": Unfound(1, "the pairs of an m tile are read only with its last k tile"),
+        "accumulators of nothing": Unfound(4, "the first MMA of eight tokens begins with zeros"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_are_found_where_codes_are_multiplied(name: str, request: pytest.FixtureRequest) -> None:
+    """Check that the emulator finds omitted or altered copies, waits, arrivals, fences, loads and MMAs in kernels that
+    multiply FP4 codes."""
+    one = FAULTY[name]
+    ptx = compile_ptx(kernel_for(one), ARCHS[one.case.arch]).ptx
+    check_faults(
+        lambda seed, edit: multiply_experts(one._replace(seed=seed), edit),
+        ptx,
+        UNFOUND[name],
+        all_tried=request.config.getoption("more_emulated"),
+        kinds=ROUTED_CODES,
+        least=25,
+    )

@@ -43,6 +43,23 @@ def test_warps_multiply_experts_without_wgmma():
         assert all(reason(config, arch) is None for config in configs)
 
 
+def test_codes_of_experts_need_block_scaled_mmas():
+    """Check that kernels for experts multiply FP4 codes only on GPUs with block-scaled mma.sync, only if the
+    activations are FP4, and only in whole MMAs."""
+    case = ExpertsCase(torch.uint8, NVFP4, "128x4", "128x4", 16, 64, BF16, arch="sm_120a")
+    config, desktop = case.kernel.config, ARCHS["sm_120a"]
+    assert reason(config, desktop) is None
+    assert reason(config, BLACKWELL) == "needs block-scaled mma.sync; this is sm_100a"
+    assert reason(config, HOPPER, has_wgmma=True, tile_m=8) == "needs block-scaled mma.sync; this is sm_90a"
+    assert (
+        config.k_tile == 128 and reason(config, desktop, k_warps=4) == "4 warps cannot divide the 2 steps of a k tile"
+    )
+    operands = dataclasses.replace(config.operands, a_dtype=BF16, a_layout=None)
+    assert "activations in torch.bfloat16 are not multiplied as torch.uint8" in reason(
+        config, desktop, operands=operands
+    )
+
+
 @pytest.mark.parametrize("config", [MMA, FP8_MMA, GROUPED_MMA])
 def test_mma_is_for_every_gpu(config):
     assert all(reason(config, arch, stages=3) is None for arch in ARCHS.values())

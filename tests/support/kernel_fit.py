@@ -5,8 +5,11 @@ It fits if no registers are spilled, and if the warps get the registers they ask
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
+
+import torch
 
 from ptx_emulator.adapter import compile_ptx
 from support.kernel_grid import (
@@ -71,8 +74,8 @@ def instructions_of(kernel: Any, arch: str) -> set[str]:
     config = kernel.config
     if module == "weight_kernel":
         return set()  # decodes a weight for the GEMM of its package
-    if package == "fp4_mma" and config.a_layout is not None:
-        return {"OMMA"}  # multiplies codes by block-scaled MMAs
+    if multiplies_codes(config):
+        return {"OMMA"}
     if package in ("fp8_mma", "fp8_fp4_mma") and ARCHS[arch].has_block_scaled_mma:
         return {"QMMA"}  # elsewhere ptxas converts the operands of e4m3 MMAs to 16 bits
     if getattr(config, "by_codes", False):
@@ -80,6 +83,11 @@ def instructions_of(kernel: Any, arch: str) -> set[str]:
     if getattr(config, "by_warp", False):
         return {"HMMA"}  # few rows
     return {INSTRUCTIONS[package]} if package in INSTRUCTIONS else set()
+
+
+def multiplies_codes(config: Any) -> bool:
+    """Return True if block-scaled MMAs of a warp multiply the FP4 codes of both operands."""
+    return torch.uint8 in (getattr(config, "dtype", None), getattr(getattr(config, "operands", None), "dtype", None))
 
 
 def check_emulated(case: KernelCase, kernel: Any) -> None:
@@ -98,8 +106,9 @@ def check_warp_mmas(kernel: Any, arch: str, k: int, copies: tuple[int, ...] = (1
         copies: possible numbers of copies of these instructions. Unrolled loops contain several.
     """
     ptx = compile_ptx(kernel, ARCHS[arch]).ptx
-    count = kernel.config.tile_m // 8 * k // 16
-    assert ptx.count("mma.sync.aligned.m16n8k16") in [count * each for each in copies]
+    instruction, mma_k = ("m16n8k64", 64) if multiplies_codes(kernel.config) else ("m16n8k16", 16)
+    count = kernel.config.tile_m // 8 * k // mma_k
+    assert len(re.findall(rf"mma\.sync\.aligned\S*\.{instruction}\.", ptx)) in [count * each for each in copies]
 
 
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instructions: Collection[str]) -> None:

@@ -181,6 +181,39 @@ BLOCK_SCALED_MMA: dict[str, tuple[str, str]] = {
 }
 
 
+LDMATRIX = r"(ldmatrix\S+ \{[^}]*\}, )\[(%r\d+)(\+\d+)?\];"
+LOAD = r"@p (ld\.global\.(?:v4\.b32|u8) [^,{]*(?:\{[^}]*\}, |, ))\[(%rd\d+)(\+\d+)\];"
+WITH_SCALES = SCALED_MMA.replace(r"(\{%r\d+\})", r"\{(%r\d+)\}")
+OTHER_BLOCKS = "prmt.b32 q, {}, 0, 0x0321;"
+ROUTED_CODES: dict[str, tuple[str, str]] = {
+    **BARRIERS,
+    **{what: fault for what, fault in TCGEN05.items() if fault[0] in (WAIT, ARRIVE, EXPECT, INIT, TENSOR, BULK)},
+    **{what: TCGEN05[what] for what in ("other bytes expected", "proxy fence left out")},
+    **{what: fault for what, fault in BLOCK_SCALED_MMA.items() if fault[0] == SCALED_MMA},
+    "weight's scales of other blocks": (
+        WITH_SCALES,
+        rf"{{.reg .b32 q; {OTHER_BLOCKS.format(chr(92) + '4')} \1\2, \3, {{q}}, {{0, 0}}, {{\5}}, {{0, 0}};}}",
+    ),
+    "activations' scales of other blocks": (
+        WITH_SCALES,
+        rf"{{.reg .b32 q; {OTHER_BLOCKS.format(chr(92) + '5')} \1\2, \3, {{\4}}, {{0, 0}}, {{q}}, {{0, 0}};}}",
+    ),
+    "matrices from 16 bytes on": (LDMATRIX, rf"{{{_more(2, 16)} \1[q\3];}}"),
+    "matrices from 128 bytes on": (LDMATRIX, rf"{{{_more(2, 128)} \1[q\3];}}"),
+    "codes or scales of activations not loaded": (LOAD, ""),
+    "codes or scales of activations loaded from elsewhere": (LOAD, rf"{{{Q64}\2, 16; @p \1[q\3];}}"),
+    "codes of activations stored elsewhere": (
+        r"(st\.global\.v4\.b32 \t)\[(%rd\d+)(\+\d+)?\]([^;]*;)",
+        rf"{{{Q64}\2, 16; \1[q\3]\4}}",
+    ),
+    "scales of activations stored elsewhere": (
+        r"(st\.global\.[bu](?:8|16) \t)\[(%rd\d+)(\+\d+)?\]([^;]*;)",
+        rf"{{{Q64}\2, 2; \1[q\3]\4}}",
+    ),
+}
+"""Faults of kernels for experts whose block-scaled MMAs multiply FP4 codes."""
+
+
 def _edit(pattern: str, number: int, to: str) -> Edit:
     def edit(ptx: str) -> str:
         match = list(re.finditer(pattern, ptx))[number]

@@ -41,11 +41,18 @@ def activation_dtype(problem: GemmProblem) -> torch.dtype:
     return problem.a.format if isinstance(problem.a.format, torch.dtype) else torch.uint8
 
 
-def fp4_operands(problem: GemmProblem) -> FP4Operands:
-    """Describe a problem's operands for the ``plan`` functions of wgmma kernels."""
+def multiplies_codes(problem: GemmProblem, arch: Arch) -> bool:
+    """Return True if ``mma.sync`` multiplies the FP4 codes of both operands on ``arch``, so that neither operand is
+    decoded."""
+    return problem.a.is_fp4 and arch.has_block_scaled_mma
+
+
+def fp4_operands(problem: GemmProblem, *, by_codes: bool = False) -> FP4Operands:
+    """Describe a problem's operands for the ``plan`` functions of kernels that decode the operands or, if ``by_codes``,
+    multiply their codes."""
     return FP4Operands(
         activation_dtype(problem),
-        sixteen_bit_dtype(problem),
+        torch.uint8 if by_codes else sixteen_bit_dtype(problem),
         fp4_format(problem),
         weight_scales(problem),
         problem.a.scale_layout,

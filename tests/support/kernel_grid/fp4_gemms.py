@@ -214,7 +214,7 @@ class ExpertsCase(KernelCase):
     @property
     def role(self) -> Any:
         if self.arch != "sm_90a":
-            return type(self), self.tile_m, self.arch
+            return type(self), self.tile_m, self.arch, self.dtype == torch.uint8
         return type(self), self.tile_m, self.token_block, self.bias_dtype is None, self.a_dtype
 
     @property
@@ -414,9 +414,15 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
 
 def without_wgmma(cases: Sequence[Any], every: bool) -> list[Any]:
     """Return the cases that exist for GPUs without wgmma: all of them if ``every``, and otherwise one per role."""
-    found = (replace(case, arch=arch) for arch in ARCHS if arch != "sm_90a" for case in cases)
+    found = (_for_arch(case, arch) for arch in ARCHS if arch != "sm_90a" for case in cases)
     existing = [case for case in found if case.kernel is not None]
     return existing if every else list({case.role: case for case in existing}.values())
+
+
+def _for_arch(case: Any, arch: str) -> Any:
+    """Return a case for another architecture, with the dtype of the MMAs' operands that the backend chooses there."""
+    multiplies_codes = arch in DESKTOP and case.a_layout is not None and isinstance(case, ExpertsCase)
+    return replace(case, arch=arch, dtype=torch.uint8 if multiplies_codes else case.dtype)
 
 
 def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:

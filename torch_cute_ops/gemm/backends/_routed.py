@@ -23,6 +23,9 @@ The data sheets of data-center Blackwell give only the rate of tcgen05."""
 SMEM_BYTES_PER_CLOCK = 128.0
 """Bandwidth of an SM's shared memory, bytes per clock (CUDA C++ Programming Guide, "Shared Memory": 32 banks of 4
 bytes)."""
+CODE_BYTES = 0.5625
+"""Bytes that a warp reads from shared memory for each FP4 element that it multiplies undecoded: half a byte of codes,
+and one scale byte for 16 elements."""
 HALF_K_TILE_SLOWDOWN = 1.2
 """Factor on the time if k tiles have half the width (measured on an H200 with the second GEMM)."""
 FIXED_SECONDS = 6e-6
@@ -44,10 +47,18 @@ class RoutedBackend(FP4KernelBackend):
         return True
 
 
-def clocks_per_weight(tile_m: int, arch: Arch) -> float:
-    """Return the SM clocks to decode one weight element and multiply it with an m tile of ``tile_m`` rows."""
+def clocks_per_weight(tile_m: int, arch: Arch, *, by_codes: bool = False) -> float:
+    """Return the SM clocks to decode one weight element and multiply it with an m tile of ``tile_m`` rows.
+
+    If ``by_codes``, the MMAs multiply the FP4 codes of both operands, and nothing is decoded.
+    """
     if arch.has_wgmma:
         return DECODE_CLOCKS + TOKEN_CLOCKS * (tile_m - 8)
+    if by_codes:
+        # A warp reads its 16 rows of the weight once, and the activations of all tokens once for every 16 rows.
+        read = CODE_BYTES * (1 + tile_m / 16) / SMEM_BYTES_PER_CLOCK
+        multiplied = 2 * tile_m / (TENSOR_CORE_EFFICIENCY * arch.fp4_flops_per_clock)
+        return overlapped(multiplied, read, order=2)
     rate = TENSOR_CORE_EFFICIENCY * min(arch.flops_per_clock, WARP_MMA_FLOPS_PER_CLOCK)
     # A warp reads the activations of all tokens from shared memory, two bytes each, for every 16 rows of the weight.
     return overlapped(DECODE_CLOCKS, 2 * tile_m / rate, 2 * tile_m / 16 / SMEM_BYTES_PER_CLOCK, order=2)

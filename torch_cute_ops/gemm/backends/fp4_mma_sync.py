@@ -16,6 +16,7 @@ from torch_cute_ops.gemm.decode import (
     decoder,
     decoding_kernel,
     fp4_format,
+    multiplies_codes,
     reason_not_words,
     sixteen_bit_dtype,
     weight_scales,
@@ -83,7 +84,7 @@ class FP4MmaSync(FP4KernelBackend):
         # The model assumes that each CTA gets a fixed share of the bandwidth, so a partial wave takes as long as a full
         # wave.
         weight_bytes = fp4_mma.TILE_N * problem.b.row_bytes(problem.k)
-        by_codes = target.arch is not None and _multiplies_codes(problem, target.arch)
+        by_codes = target.arch is not None and multiplies_codes(problem, target.arch)
         row_bytes = problem.a.row_bytes(problem.k) if by_codes else 2 * problem.k
         activation_bytes = 0.5 * tile_m * row_bytes  # halved, because L2 has about twice the bandwidth of memory
         read = (weight_bytes + activation_bytes) / split_k
@@ -96,7 +97,7 @@ class FP4MmaSync(FP4KernelBackend):
         return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + decoding
 
     def config(self, problem: GemmProblem, tactic: MmaSyncTactic, arch: Arch) -> fp4_mma.Config | None:
-        by_codes = _multiplies_codes(problem, arch)
+        by_codes = multiplies_codes(problem, arch)
         return fp4_mma.plan(
             dtype=torch.uint8 if by_codes else sixteen_bit_dtype(problem),
             fmt=fp4_format(problem),
@@ -110,7 +111,7 @@ class FP4MmaSync(FP4KernelBackend):
 
     def kernels(self, problem: GemmProblem, tactic: MmaSyncTactic, arch: Arch) -> tuple[KernelSpec, ...]:
         kernels, layout = super().kernels(problem, tactic, arch), problem.a.scale_layout
-        if layout is None or _multiplies_codes(problem, arch):
+        if layout is None or multiplies_codes(problem, arch):
             return kernels
         return *kernels, decoding_kernel(problem, layout, sixteen_bit_dtype(problem))
 
@@ -134,7 +135,3 @@ class FP4MmaSync(FP4KernelBackend):
 
     def checks_operands(self, problem: GemmProblem, tactic: MmaSyncTactic) -> bool:
         return problem.a.format == sixteen_bit_dtype(problem)
-
-
-def _multiplies_codes(problem: GemmProblem, arch: Arch) -> bool:
-    return problem.a.is_fp4 and arch.has_block_scaled_mma

@@ -15,7 +15,7 @@ from torch_cute_ops.gemm.backends._routed import (
     mean_m_tiles,
 )
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
-from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.decode import fp4_operands, multiplies_codes, reason_not_linear
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_experts
@@ -92,7 +92,8 @@ class Routed(RoutedBackend):
         # ``most`` is the work of the CTA with the most work, measured in n tiles.
         most = -(-n_tiles * classes // num_ctas) / classes
         waves = -(-num_ctas * blocks // target.sms)
-        computed = weight_seconds(int(tile_n * width * m_tiles), clocks_per_weight(tactic.tile_m, target.arch))
+        clocks = clocks_per_weight(tactic.tile_m, target.arch, by_codes=config.operands.by_codes)
+        computed = weight_seconds(int(tile_n * width * m_tiles), clocks)
         computed *= HALF_K_TILE_SLOWDOWN if config.k_tile < K_TILE else 1.0
         computed *= K_WARPS_SLOWDOWN if config.k_warps > 1 else 1.0
         read_bytes = blocks * n_tiles * routed_experts * tile_n * problem.b.row_bytes(width)
@@ -104,7 +105,7 @@ class Routed(RoutedBackend):
 
     def config(self, problem: GemmProblem, tactic: RoutedTactic, arch: Arch) -> fp4_experts.Config | None:
         return fp4_experts.plan(
-            operands=fp4_operands(problem),
+            operands=fp4_operands(problem, by_codes=multiplies_codes(problem, arch)),
             out_dtype=problem.out_dtype,
             bias_dtype=problem.epilogue.bias_dtype,
             expert_k=problem.expert_k,

@@ -5,7 +5,7 @@ computed if its ``alpha`` is zero. A call launches two kernels:
 
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``alpha``. It lists the
    tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
-   activations as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded.
+   activations as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded, unless MMAs multiply codes.
 2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64
    rows of ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the
    block is routed. So each byte of such an expert's weight is read once per token block.
@@ -33,7 +33,9 @@ pipelines, and two warps or warpgroups divide the k of the same rows.
 Blackwell: the activations of an m tile are laid out for mma.sync. On desktop Blackwell, with 99 KB of shared memory, a
 token block has at most 256 tokens, and a CTA may run one or two pipelines, whose k two or four warps divide. All warps
 of a pipeline then execute the same instructions, with different addresses. Desktop Blackwell has no setmaxnreg, so all
-warps have 96 registers. The kernels have run on Blackwell only in the PTX emulator.
+warps have 96 registers. If both operands are FP4, desktop Blackwell multiplies their codes by block-scaled MMAs
+(``kernels.common.fp4.code_mma``): the list kernel copies codes and scales, and consumer warps decode nothing. The
+kernels have run on Blackwell only in the PTX emulator.
 
 A warp accumulates an m tile in registers. At the end of the expert's k, the warp adds the expert's bias and multiplies
 by the tokens' factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared

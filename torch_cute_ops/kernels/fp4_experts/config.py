@@ -16,6 +16,7 @@ from torch_cute_ops.kernels.common.experts.layouts import (
     m_tile_list_bytes,
 )
 from torch_cute_ops.kernels.common.fp4.layouts import (
+    CODE_MMA_K,
     K_TILE,
     ActivationLayout,
     FP4Operands,
@@ -42,6 +43,8 @@ uses the first that fits into shared memory."""
 SMALL_PIPELINE_SHAPES: Final = ((K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 4))
 """Further shapes for GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses them if
 none of ``PIPELINE_SHAPES`` fits."""
+CODE_PIPELINE_SHAPES: Final = (*PIPELINE_SHAPES, (K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 2))
+"""Possible shapes if block-scaled MMAs multiply FP4 codes. Each warp multiplies whole steps of 64 elements."""
 CLASSES: Final = 8
 """Number of classes of experts among which work is divided. The class of an expert is its index modulo ``CLASSES``."""
 BARRIER_BYTES: Final = 512
@@ -192,8 +195,11 @@ class Config:
         """Return the reason that the kernel cannot run on ``arch``, or None."""
         if not (self.by_warp or arch.has_wgmma):
             return f"{arch.name} has no wgmma instructions"
+        if self.operands.by_codes and self.k_tile // CODE_MMA_K % self.k_warps:
+            return f"{self.k_warps} warps cannot divide the {self.k_tile // CODE_MMA_K} steps of a k tile"
         return (
-            reason_expert_k_unsupported(self.expert_k)
+            self.operands.reason_codes_unsupported(arch)
+            or reason_expert_k_unsupported(self.expert_k)
             or self.weight_tile.reason_not_copied
             or self.arranged.reason_unsupported()
             or reason_undecodable(self.operands.dtype, self.operands.fmt, self.smem_bytes, arch)
@@ -223,6 +229,8 @@ def plan(
     """Return the configuration with the first shape for which two stages per pipeline fit into the shared memory of
     ``arch``, and with the most stages that fit. Return None if no shape fits."""
     shapes = PIPELINE_SHAPES if arch.has_wgmma else PIPELINE_SHAPES + SMALL_PIPELINE_SHAPES
+    if operands.by_codes:
+        shapes = CODE_PIPELINE_SHAPES
     every = (
         (expert_k, k_tile, tile_m, token_block, pipelines, k_warps, stages, classes)
         for k_tile, pipelines, k_warps in shapes

@@ -16,7 +16,8 @@ from torch_cute_ops.kernels.common.core.pipeline import Pipeline, next_stage
 from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import Activations
-from torch_cute_ops.kernels.common.fp4.codes import acc_scale, scale_matrix
+from torch_cute_ops.kernels.common.fp4.code_mma import CodeActivations, CodeTileMma
+from torch_cute_ops.kernels.common.fp4.codes import operands_acc_scale, scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
 from torch_cute_ops.kernels.common.fp4.weight import WeightStages
@@ -56,13 +57,17 @@ class FP4ExpertsKernel:
         self.config = config
         self.accumulators = Accumulators(config)
         self.weight = WeightStages(config.weight_tile, config.stages)
-        self.activations = Activations(config.arranged, config.spread)
+        by_codes, arranged = config.operands.by_codes, config.arranged
+        self.activations = CodeActivations(arranged) if by_codes else Activations(arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
         self.m_tiles = ExpertMTiles(
             *(config.max_experts, config.token_block, config.tile_m, config.classes),
             is_short_of_registers=not config.has_wgmma,
         )
-        self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.expert_k)
+        if by_codes:
+            self.mma = CodeTileMma(self.weight, arranged, config.tile_m, config.expert_k)
+        else:
+            self.mma = KTileMma(self.weight, arranged, config.tile_m, config.stages, config.expert_k)
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
@@ -463,7 +468,7 @@ class FP4ExpertsKernel:
         """Finish a work tile: add the bias of the lane's two weight rows to ``acc``, multiply by the factors, and add
         the products to the token block's accumulators."""
         c = self.config
-        scale = Float32(acc_scale(c.operands.fmt, c.operands.decodes_both))
+        scale = Float32(operands_acc_scale(c.operands))
         positions = [(i, r) for i in range(c.tile_m // 4) for r in range(2)]
         at = [smem.acc + self.accumulators.acc_offset(offsets[i], consumer.row + 8 * r) for i, r in positions]
         # Start all loads before the first store, so that their latencies overlap.

@@ -11,10 +11,11 @@ from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.fp4.code_mma import existing_scales
+from torch_cute_ops.kernels.common.fp4.layouts import CODE_MMA_K
 from torch_cute_ops.kernels.fp4_mma.config import K_TILE, THREADS, Config
 
 LINE = K_TILE // 2  # bytes of codes of a row in a k tile
-STEP = 64  # K of one MMA, in elements
 TILE = 8  # number of rows of activations per MMA
 
 
@@ -58,9 +59,9 @@ def multiply_codes(c: Config, k_tile, operands, acc, work):
     ``operands`` contains three addresses: of the weight's codes, of the weight's scales, and of the activations.
     """
     codes, scales, activations = operands
-    count = STEP // c.fmt.block_size
+    count = CODE_MMA_K // c.fmt.block_size
     row = work.row + 8 * (work.quad % 2)
-    for step in range_constexpr(K_TILE // STEP):
+    for step in range_constexpr(K_TILE // CODE_MMA_K):
         left = work.blocks - k_tile * c.k_tile_blocks - step * count
         mine = [_word(codes, work.row + 8 * (i % 2), step * 2 + i // 2, work.quad) for i in range(4)]
         # In a stage, scales are laid out like a whole scale matrix with the stage's rows and columns, so the same
@@ -86,15 +87,10 @@ def _word(codes, row, column, word) -> Uint32:
 def _scales(c: Config, scales, place, left) -> Uint32:
     """Load one row's scales for an MMA into the low bytes of a word.
 
-    ``left`` is the number of blocks from the MMA's first block to the end of the row. The scales of missing blocks are
-    replaced by zero, because they may be NaN, and 0 times NaN is not 0.
+    ``left`` is the number of blocks from the MMA's first block to the end of the row.
     """
-    count = STEP // c.fmt.block_size
+    count = CODE_MMA_K // c.fmt.block_size
     dtype = Uint32 if count == 4 else Uint16
     at = scales + cute.assume(place, divby=count)
     word = Uint32(cute.make_tensor(cute.recast_ptr(at, dtype=dtype), cute.make_layout(1))[0])
-    # k is a multiple of 32. So an MMA of 64 elements may end after half of its blocks: two NVFP4 blocks, or one MXFP4
-    # block.
-    half = Uint32(0xFFFF if count == 4 else 0xFF)
-    word = ptx.select(left >= count, word, word & half)
-    return ptx.select(left > 0, word, Uint32(0))
+    return existing_scales(word, left, count)

@@ -32,6 +32,7 @@ from torch_cute_ops.kernels.common.experts.layouts import (
 )
 from torch_cute_ops.kernels.common.experts.search import running_sum
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.code_mma import CodeActivations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 
 MAX_LOADED_FACTORS = 16
@@ -56,7 +57,7 @@ class TokenLister:
     """Device code that lists the tokens of one token block for one expert. A CTA has ``TokenListLayout.threads``
     threads."""
 
-    def __init__(self, layout: TokenListLayout, activations: Activations):
+    def __init__(self, layout: TokenListLayout, activations: Activations | CodeActivations):
         self.layout, self.activations = layout, activations
         self.token_bytes = layout.token_bytes
 

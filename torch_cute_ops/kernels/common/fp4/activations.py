@@ -44,6 +44,15 @@ QUAD: Final = 4  # number of lanes that share a row of an operand
 K_GROUP_BYTES: Final = 64  # bytes of one token's k group after it is rearranged
 
 
+def code_arguments(config: ActivationLayout) -> tuple[TensorArg, TensorArg]:
+    """Return descriptions of two arguments: a matrix of FP4 codes, and its scales."""
+    assert config.layout is not None
+    half = Dim("a_bytes", divisibility=16)
+    a = TensorArg("Uint8", (Dim("m"), half), (half, 1), align=16)
+    scale = scale_argument(config.fmt, config.layout, Dim("a_scale_rows"), Dim("a_blocks"), align=1, name="a_")
+    return a, scale
+
+
 class Activations:
     """Device code that rearranges a matrix of activations. A thread handles one k group of one token at a time.
 
@@ -67,9 +76,7 @@ class Activations:
             k = Dim("k", divisibility=64 if c.prologue_gate is not None else 32)
             scale = TensorArg("Float32", (1,), (1,), align=4) if c.prologue_quant == "scaled" else None
             return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), scale
-        half = Dim("a_bytes", divisibility=16)
-        a = TensorArg("Uint8", (m, half), (half, 1), align=16)
-        return a, scale_argument(c.fmt, c.layout, Dim("a_scale_rows"), Dim("a_blocks"), align=1, name="a_")
+        return code_arguments(c)
 
     def width(self, a):
         """Return K, the number of elements of a row of rearranged activations."""

@@ -47,6 +47,7 @@ from torch_cute_ops.formats.fp4 import EXTREME_ROW_POWER, EXTREME_ROW_SCALE, NVF
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
+from torch_cute_ops.kernels.common.fp4.layouts import FP4Operands
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 E4M3_EXPONENT: Final = 6
@@ -68,6 +69,11 @@ def acc_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
     ``decodes_both`` is True if the activations are decoded too.
     """
     return 1.0 / DECODED_SCALE[fmt] ** (2 if decodes_both else 1)
+
+
+def operands_acc_scale(operands: FP4Operands) -> float:
+    """Return the factor that undoes the scaling of decoded numbers in accumulators of a GEMM with these operands."""
+    return 1.0 if operands.by_codes else acc_scale(operands.fmt, operands.decodes_both)
 
 
 def scale_argument(

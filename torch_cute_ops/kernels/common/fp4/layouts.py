@@ -27,6 +27,10 @@ SCALE_TILE_BYTES: Final = SCALE_TILE_ROWS * TILE_BLOCKS
 """Bytes of a scale tile: 128 rows x 4 blocks."""
 BOX_BYTES: Final = 16
 """Smallest number of bytes that a row of a TMA box may have."""
+CODE_MMA_K: Final = 64
+"""Number of elements along K of an MMA that multiplies FP4 codes of both operands (block-scaled mma.sync)."""
+TOKEN_SCALE_BYTES: Final = 16
+"""Bytes that follow a token's FP4 codes in a k tile: the scales of the token's blocks, and padding."""
 PrologueQuant = Literal["plain", "scaled"]
 """Quantisation of activations to FP4 before the GEMM: ``"plain"`` without a global scale, ``"scaled"`` with one."""
 
@@ -39,7 +43,8 @@ class ActivationLayout:
     Attributes:
         a_dtype: dtype of the tensor ``a``: uint8 for FP4 codes, else bfloat16 or float16.
         dtype: dtype of the rearranged activations. 16-bit activations stay in their dtype, except that float16 becomes
-            bfloat16 if the weight is MXFP4 (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16.
+            bfloat16 if the weight is MXFP4 (``FP4Format.operand_dtype``). FP4 codes become float16 or bfloat16, or stay
+            codes (uint8) if block-scaled MMAs multiply them (``kernels.common.fp4.code_mma``).
         fmt: format of the weight, and of activations in FP4.
         layout: scale layout of activations in FP4, or None for 16-bit activations.
         by_warp: True for the operand layout of mma.sync, False for the operand layout of wgmma.
@@ -62,6 +67,8 @@ class ActivationLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in a k tile of rearranged activations."""
+        if self.dtype == torch.uint8:
+            return self.k_tile // 2 + TOKEN_SCALE_BYTES
         return self.k_tile * self.dtype.itemsize
 
     def reason_unsupported(self) -> str | None:
@@ -76,6 +83,8 @@ class ActivationLayout:
         held = torch.float16 if self.prologue_quant else self.a_dtype
         if self.layout is None and self.dtype != self.fmt.operand_dtype(held):
             return f"activations in {self.a_dtype} are not multiplied as {self.dtype} with {self.fmt.name} weights"
+        if self.dtype == torch.uint8 and not self.by_warp:
+            return "warpgroup MMAs do not multiply FP4 codes"
         return None
 
 
@@ -144,7 +153,7 @@ class WeightTile:
 
 @dataclass(frozen=True)
 class FP4Operands:
-    """Formats of the activations and the weight of a wgmma GEMM with an FP4 weight.
+    """Formats of the activations and the weight of a GEMM with an FP4 weight.
 
     M is the number of rows of activations, N the number of rows of the weight, and K the number of elements of a row of
     either operand. ``a`` is (M, K) in 16 bits, or (M, K/2) uint8 FP4 codes. ``b`` is (K/2, N) uint8 FP4 codes, the
@@ -155,7 +164,8 @@ class FP4Operands:
 
     Attributes:
         a_dtype: dtype of the activations: uint8 for FP4 codes, else bfloat16 or float16.
-        dtype: dtype of the MMAs' operands (decoded weight, activations): bfloat16, or float16 (NVFP4 only).
+        dtype: dtype of the MMAs' operands (decoded weight, activations): bfloat16, or float16 (NVFP4 only), or uint8 if
+            the MMAs multiply FP4 codes.
         fmt, layout: format and scale layout of the weight.
         a_layout: scale layout of activations in FP4, or None for 16-bit activations.
         prologue_gate: activation function if the activations are ``act(gate) · up``, where gate and up are the two
@@ -173,9 +183,20 @@ class FP4Operands:
     prologue_quant: PrologueQuant | None = None
 
     @cached_property
+    def by_codes(self) -> bool:
+        """True if MMAs multiply the FP4 codes of both operands, so that neither operand is decoded."""
+        return self.dtype == torch.uint8
+
+    @cached_property
     def decodes_both(self) -> bool:
-        """Return True if the activations are decoded FP4 numbers, as the weight always is."""
+        """Return True if the activations are decoded FP4 numbers, as the weight always is unless ``by_codes``."""
         return self.a_layout is not None or self.prologue_quant is not None
+
+    def reason_codes_unsupported(self, arch: Arch) -> str | None:
+        """Return the reason that no MMA of ``arch`` multiplies the operands' codes although ``by_codes``, or None."""
+        if self.by_codes and not arch.has_block_scaled_mma:
+            return f"needs block-scaled mma.sync; this is {arch.name}"
+        return None
 
     def arranged(self, *, by_warp: bool, k_tile: int) -> ActivationLayout:
         """Return the layout of the rearranged activations, for mma.sync if ``by_warp``, otherwise for wgmma."""

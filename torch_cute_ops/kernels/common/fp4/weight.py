@@ -204,7 +204,7 @@ class WeightStages:
         words = []
         vectors = self.row_bytes // VECTOR_BYTES // QUAD
         for i in range(vectors):
-            at = self._vector_at(codes_at, stage, row, quad * vectors + i)
+            at = self.vector_at(codes_at, stage, row, quad * vectors + i)
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
 
@@ -213,11 +213,11 @@ class WeightStages:
         has at most four words."""
         size = self.row_bytes // QUAD // parts
         place = part * size
-        at = self._vector_at(codes_at, stage, row, (quad * (self.row_bytes // QUAD) + place) // VECTOR_BYTES)
+        at = self.vector_at(codes_at, stage, row, (quad * (self.row_bytes // QUAD) + place) // VECTOR_BYTES)
         at = at + cute.assume(place % VECTOR_BYTES, divby=size)
         return load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(size // 4)))
 
-    def _vector_at(self, codes_at: cute.Pointer, stage, row, vector) -> cute.Pointer:
+    def vector_at(self, codes_at: cute.Pointer, stage, row, vector) -> cute.Pointer:
         """Return the address of the ``vector``-th 16 bytes of a row's codes."""
         vectors = self.row_bytes // VECTOR_BYTES
         # The swizzle permutes the vectors of a row by the index of the 128-byte line that contains the row.
