@@ -96,12 +96,12 @@ def test_codes_are_multiplied(arch: Arch) -> None:
     with 16-bit activations, decode."""
     target = usual_targets(arch)[0]
     for sizes, given in itertools.product((DEEPSEEK, MIXTRAL), operands()):
-        problem = second(*sizes, **given)
-        backend = backend_for("routed", problem)
-        configs = [backend.built(problem, tactic, arch) for tactic in backend.tactics(problem, 100, target)]
-        assert {config.operands.by_codes for config in configs} == {
-            arch.has_block_scaled_mma and given.get("a_dtype") is None
-        }
+        for problem in (first(*sizes, **given), second(*sizes, **given)):
+            backend = backend_for("routed", problem)
+            configs = [backend.built(problem, tactic, arch) for tactic in backend.tactics(problem, 100, target)]
+            assert {config.operands.by_codes for config in configs} == {
+                arch.has_block_scaled_mma and given.get("a_dtype") is None
+            }
 
 
 def test_clocks_of_a_weight() -> None:

@@ -14,6 +14,7 @@ from support.gated_gemm import Gated, Operands, check, decoded, expected, operan
 from support.host_grids import call_apart, grids
 from support.kernel_fit import check_emulated, check_warp_mmas
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
+from support.ptx_faults import ROUTED_CODES, Unfound, check_faults
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx
@@ -21,6 +22,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.runtime.arch import ARCHS
 
+U8 = torch.uint8
 LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["8x4"]
 
 
@@ -166,14 +168,14 @@ WARPS = [
     ),
     Gated(
         gated(
-            FP16, NVFP4, "128x4", "8x4", 32, 8, 32, epilogue=(NVFP4, SMALL, None, None, "one", "swiglu"), arch=DESKTOP
+            *(BF16, NVFP4, "128x4", None, 32, 8, 32), epilogue=(BF16, None, None, None, None, "swiglu"), arch=DESKTOP
         ),
         *(3, 672, 35, 64, "few", 5, 4),
     ),
     Gated(
         gated(
-            *(BF16, MXFP4, "128x4", "128x4", 64, 32, 64),
-            epilogue=(MXFP4, TILED, "expert", BF16, None, "swiglu", True),
+            *(BF16, MXFP4, "128x4", None, 64, 32, 64),
+            epilogue=(BF16, None, "expert", BF16, None, "swiglu"),
             arch=DESKTOP,
         ),
         *(35, 576, 2, 64, "hot", 2, 5),
@@ -228,13 +230,76 @@ WARPS = [
         *(32, 512, 2, 64, "dense", 2, 11),
     ),
 ]
-EVERY = (*GATED, *WARPS)
+
+# Kernels for sm_120a whose MMAs multiply the codes of both operands, with every number of pipelines, k tiles of 256 and
+# 128 elements, and 8 and 16 consumer warps. In the first three cases, each pipeline gets more k tiles than stages. The
+# last k tile is partial, and in four cases its last MMA is partial too.
+CODES = [
+    Gated(
+        gated(
+            *(U8, NVFP4, "128x4", "128x4", 256, 8, 32),
+            epilogue=(NVFP4, TILED, "expert_half", FP32, "expert", "swiglu"),
+            arch=DESKTOP,
+        ),
+        *(5, 1120, 3, 128, "few", 2, 3),
+    ),
+    Gated(
+        gated(
+            *(U8, MXFP4, "128x4", "128x4", 128, 32, 64),
+            epilogue=(MXFP4, TILED, "expert", BF16, None, "swiglu", True),
+            arch=DESKTOP,
+        ),
+        *(35, 1312, 2, 64, "hot", 2, 5),
+    ),
+    Gated(
+        gated(
+            *(U8, NVFP4, "128x4", "128x4", 128, 16, 32),
+            epilogue=(NVFP4, TILED, "expert", FP32, None, "swiglu", True),
+            **{"split_k": 4, "arch": DESKTOP},
+        ),
+        *(17, 2080, 2, 64, "few", 4, 6),
+    ),
+    Gated(
+        gated(U8, NVFP4, "128x4", "8x4", 32, 8, 32, epilogue=(NVFP4, SMALL, None, None, "one", "swiglu"), arch=DESKTOP),
+        *(3, 672, 35, 64, "few", 5, 4),
+    ),
+    Gated(
+        gated(
+            *(U8, NVFP4, "linear", "linear", 64, 16, 32),
+            epilogue=(NVFP4, LINEAR, "expert", FP32, "one", "swiglu"),
+            **{"split_k": 2, "arch": DESKTOP},
+        ),
+        *(18, 1280, 2, 64, "dense", 3, 1),
+    ),
+    Gated(
+        gated(
+            *(U8, NVFP4, "linear", "linear", 128, 8, 64),
+            epilogue=(NVFP4, LINEAR, None, None, "expert", "swiglu"),
+            arch=DESKTOP,
+        ),
+        *(40, 512, 3, 64, "few", 3, 8),
+    ),
+    Gated(
+        gated(
+            *(U8, MXFP4, "128x4", "8x4", 256, 16, 32),
+            epilogue=(MXFP4, SMALL, "expert_half", FP32, None, "swiglu"),
+            **{"split_k": 4, "arch": DESKTOP},
+        ),
+        *(17, 800, 2, 128, "one", 2, 2),
+    ),
+    Gated(
+        gated(U8, MXFP4, "128x4", "128x4", 64, 24, 512, epilogue=(BF16, None, None, None, None, "silu"), arch=DESKTOP),
+        *(30, 352, 2, 64, "dense", 2, None),
+    ),
+]
+EVERY = (*GATED, *WARPS, *CODES)
 
 
 def is_strict(one: Gated) -> bool:
-    """Return True if the emulator checks all rules. Kernels in which a single warp multiplies an m tile are checked
-    less strictly; docs/limits.md explains why."""
-    return not one.case.kernel_for(one.k).config.by_warp
+    """Return True if the emulator checks all rules. Kernels in which a single warp decodes and multiplies are checked
+    less strictly."""
+    config = one.case.kernel_for(one.k).config
+    return not config.by_warp or config.operands.by_codes
 
 
 def checked(one: Gated, edit: Any = None) -> None:
@@ -261,10 +326,10 @@ def test_compiles_without_spills(one: Gated) -> None:
     check_emulated(one.case, one.case.kernel_for(one.k))
 
 
-@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in WARPS])
-def test_warps_decode_a_weight_once(one: Gated) -> None:
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*WARPS, *CODES)])
+def test_warps_read_a_weight_once(one: Gated) -> None:
     """Check that a kernel for GPUs without wgmma contains one mma.sync per eight tokens of an m tile and 16 elements of
-    k."""
+    k, or 64 elements if codes are multiplied."""
     kernel = one.case.kernel_for(one.k)
     check_warp_mmas(kernel, one.case.arch, kernel.config.k_tile)
 
@@ -363,7 +428,7 @@ def test_synchronisation_of_a_gated_gemm_is_needed(one: Gated, edit: Any) -> Non
 
 
 def test_synchronisation_of_a_gated_gemm_is_enough() -> None:
-    for seed, one in enumerate((ORDERED, SHORT, SHARED)):
+    for seed, one in enumerate((ORDERED, SHORT, SHARED, CODES[1], CODES[2])):
         checked(one._replace(seed=seed))
 
 
@@ -452,3 +517,52 @@ def test_results_of_a_token_do_not_depend_on_others(split_k: int) -> None:
     single, _ = computed(some._replace(m=1, num_ctas=1, seed=1), alone)
     assert torch.equal(among[8:], single)
     assert torch.allclose(single.float(), expected(some, given)[0][8:].float(), rtol=2e-3, atol=1e-2)
+
+
+# A kernel that multiplies codes. Each pipeline gets more k tiles than stages, and a CTA computes several work tiles.
+FAULTY = {
+    "pipelines": Gated(
+        gated(
+            *(U8, NVFP4, "128x4", "128x4", 128, 8, 32),
+            epilogue=(NVFP4, TILED, None, None, None, "swiglu"),
+            arch=DESKTOP,
+        ),
+        *(3, 1568, 3, 64, "dense", 2),
+    ),
+}
+UNFOUND: dict[str, dict[str, Unfound]] = {
+    "pipelines": {
+        "barrier of the CTA left out": Unfound(1, "the stages of the next work tile order the warps, too"),
+        "barrier of the warp left out": Unfound(2, "the emulator's warps converge", dead=False),
+        "proxy fence left out": Unfound(
+            1, "emulated copies do not overtake the stores that clear the stages", dead=False
+        ),
+    }
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_are_found_where_codes_are_multiplied(name: str, request: pytest.FixtureRequest) -> None:
+    """Check that the emulator finds omitted or altered copies, waits, arrivals, fences, loads and MMAs in kernels that
+    multiply FP4 codes."""
+    one = FAULTY[name]
+    ptx = compile_ptx(one.case.kernel_for(one.k), ARCHS[DESKTOP]).ptx
+    given = operands(one)
+    want = together(expected(one, given))
+
+    def run(seed: int | None, edit: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return together(results(one._replace(seed=seed), given, edit)), want
+
+    check_faults(
+        run,
+        ptx,
+        UNFOUND[name],
+        all_tried=request.config.getoption("more_emulated"),
+        kinds=ROUTED_CODES,
+        least=25,
+    )
+
+
+def together(outputs: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """Return the bytes of all outputs in one tensor."""
+    return torch.cat([each.view(torch.uint8).flatten() for each in outputs if each is not None])

@@ -258,7 +258,8 @@ class GatedExpertsCase(KernelCase):
 
     @property
     def role(self) -> Any:
-        return type(self), self.tile_n if self.arch == "sm_90a" else self.arch, self.tile_m
+        multiplies_codes = self.dtype == torch.uint8
+        return type(self), self.tile_n if self.arch == "sm_90a" else self.arch, self.tile_m, multiplies_codes
 
     @property
     def kernel(self) -> Any:
@@ -421,7 +422,7 @@ def without_wgmma(cases: Sequence[Any], every: bool) -> list[Any]:
 
 def _for_arch(case: Any, arch: str) -> Any:
     """Return a case for another architecture, with the dtype of the MMAs' operands that the backend chooses there."""
-    multiplies_codes = arch in DESKTOP and case.a_layout is not None and isinstance(case, ExpertsCase)
+    multiplies_codes = arch in DESKTOP and case.a_layout is not None
     return replace(case, arch=arch, dtype=torch.uint8 if multiplies_codes else case.dtype)
 
 

@@ -18,7 +18,7 @@ from torch_cute_ops.gemm.backends._routed import (
     mean_m_tiles,
 )
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
-from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.decode import fp4_operands, multiplies_codes, reason_not_linear
 from torch_cute_ops.gemm.operands import GatedOperands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp4_gated_experts
@@ -106,7 +106,8 @@ class RoutedGated(RoutedBackend):
         # A CTA never computes a part of a range of K. So at the end of the launch a CTA is idle, on average for the
         # time of half a range.
         most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
-        computed = most * weight_seconds(tile_n * problem.k, clocks_per_weight(tactic.tile_m, target.arch))
+        clocks = clocks_per_weight(tactic.tile_m, target.arch, by_codes=config.operands.by_codes)
+        computed = most * weight_seconds(tile_n * problem.k, clocks)
         computed *= HALF_K_TILE_SLOWDOWN if config.k_tile < K_TILE else 1.0
         computed *= MODEL.fewer_warps_slowdown if config.consumer_warps < fp4_gated_experts.CONSUMER_WARPS else 1.0
         # Each CTA of a work tile waits for the partial sums of the CTA before it.
@@ -127,7 +128,7 @@ class RoutedGated(RoutedBackend):
         if problem.expert_n % (tactic.tile_n // 2):
             return None
         return fp4_gated_experts.plan(
-            operands=fp4_operands(problem),
+            operands=fp4_operands(problem, by_codes=multiplies_codes(problem, arch)),
             epilogue=gated_epilogue(problem),
             k=problem.k,
             **tactic._asdict(),

@@ -7,8 +7,8 @@ reads the output. A call launches two kernels:
 
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``routing``, and lists
    the tokens that are routed to the expert, in ascending order. All CTAs together rearrange the activations of each
-   token once, as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded. For few tokens, no lists
-   are needed, and the CTAs of both kernels fit on the GPU at the same time.
+   token once, as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded, unless MMAs multiply codes.
+   For few tokens, no lists are needed, and the CTAs of both kernels fit on the GPU at the same time.
 2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its tokens, and an n tile of ``tile_n``
    rows of the expert's weight. Half of these rows compute columns of gate, and the other half compute the same columns
    of up. Work tiles are divided equally among the CTAs, because they differ only in their number of tokens. N tiles
@@ -45,7 +45,9 @@ results through shared memory, quantise whole blocks, and store them.
 Blackwell: activations are always copied for mma.sync. If two stages per pipeline do not fit into shared memory, as on
 desktop Blackwell with its 99 KB, k tiles have 128 elements, or a CTA has 8 consumer warps and half of the pipelines.
 Desktop Blackwell has no setmaxnreg: with 16 consumer warps, all warps have at most 96 registers, so values that depend
-only on the lane are computed again for each work tile. The kernels have run on Blackwell only in the PTX emulator.
+only on the lane are computed again for each work tile. If both operands are FP4, desktop Blackwell multiplies their
+codes by block-scaled MMAs (``kernels.common.fp4.code_mma``): the list kernel copies codes and scales, and consumers
+decode nothing. The kernels have run on Blackwell only in the PTX emulator.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 

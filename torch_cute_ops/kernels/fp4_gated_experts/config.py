@@ -55,7 +55,7 @@ MAX_TWO_ACC_TILE_M: Final = {True: 24, False: 16}
 MAX_EARLY_TERMS_TILE_M: Final = 24
 """Largest ``tile_m`` for which warps that issue the MMAs have registers for the factors and biases of a work tile."""
 TOKEN_GAP_BYTES: Final = 64
-"""Number of bytes between the tokens of a stage for mma.sync, to avoid bank conflicts."""
+"""Number of bytes between the tokens of a stage for mma.sync with 16-bit operands, to avoid bank conflicts."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,10 @@ class Config:
         """True if the factors and biases of a work tile are loaded after its accumulators are complete.
 
         Otherwise they are loaded before, to hide their latency. In large tiles of kernels by warps, they would spill.
+        They would also spill in kernels that multiply codes and hold two sets of accumulators.
         """
-        return self.by_warp and self.tile_m > MAX_EARLY_TERMS_TILE_M
+        has_two_accs = self.pipelines == 1 and self.split_k > 1
+        return self.by_warp and (self.tile_m > MAX_EARLY_TERMS_TILE_M or (self.operands.by_codes and has_two_accs))
 
     @property
     def arranged(self) -> ActivationLayout:
@@ -169,7 +171,8 @@ class Config:
     @property
     def token_pitch(self) -> int:
         """Distance in bytes between neighbouring tokens of a stage."""
-        return self.arranged.token_bytes + (TOKEN_GAP_BYTES if self.by_warp else 0)
+        has_gap = self.by_warp and not self.operands.by_codes
+        return self.arranged.token_bytes + (TOKEN_GAP_BYTES if has_gap else 0)
 
     @property
     def lag(self) -> int:
@@ -248,7 +251,8 @@ class Config:
         if self.out_columns % self.epilogue.block:
             return f"an n tile has {self.out_columns} columns of the result, not whole blocks of {self.epilogue.block}"
         return (
-            self.epilogue.reason_unsupported()
+            self.operands.reason_codes_unsupported(arch)
+            or self.epilogue.reason_unsupported()
             or self.weight_tile.reason_not_copied
             or self.arranged.reason_unsupported()
             or reason_undecodable(self.operands.dtype, self.operands.fmt, self.smem_bytes, arch)

@@ -15,7 +15,7 @@ from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import load_terms
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack
 from torch_cute_ops.kernels.common.experts.gated import GatedEpilogueOps
-from torch_cute_ops.kernels.common.fp4.codes import acc_scale
+from torch_cute_ops.kernels.common.fp4.codes import operands_acc_scale
 from torch_cute_ops.kernels.fp4_gated_experts.config import Config
 
 WARP = 32
@@ -40,8 +40,7 @@ class WorkTileEpilogue(GatedEpilogueOps):
     """Device code of the epilogue of a work tile."""
 
     def __init__(self, config: Config):
-        operands = config.operands
-        super().__init__(config.epilogue, acc_scale(operands.fmt, operands.decodes_both), has_e2m1_cvt=False)
+        super().__init__(config.epilogue, operands_acc_scale(config.operands), has_e2m1_cvt=False)
         self.config = config
 
     def terms(self, expert, first_column, work, consumer) -> Terms:

@@ -18,6 +18,7 @@ from torch_cute_ops.kernels.common.core.pipeline import Pipeline, fence_async, n
 from torch_cute_ops.kernels.common.experts.gated import Outputs
 from torch_cute_ops.kernels.common.experts.work_tiles import ExpertMTiles, MTileLists, TokenLister, TokenLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
+from torch_cute_ops.kernels.common.fp4.code_mma import CodeActivations, CodeTileMma
 from torch_cute_ops.kernels.common.fp4.codes import scale_matrix
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_M, SCALE_TILE_ROWS
 from torch_cute_ops.kernels.common.fp4.mma import KTileMma
@@ -128,12 +129,19 @@ class FP4GatedExpertsKernel:
     def __init__(self, config: Config):
         self.config = config
         self.weight = WeightStages(config.weight_tile, 2 * config.stages)
-        self.activations = Activations(config.arranged)
+        by_codes, arranged = config.operands.by_codes, config.arranged
+        self.activations = CodeActivations(arranged) if by_codes else Activations(arranged)
         self.lister = TokenLister(config.lists, self.activations)
         self.m_tiles = ExpertMTiles(
             config.max_experts, config.token_block, config.tile_m, is_short_of_registers=not config.has_wgmma
         )
-        self.mma = KTileMma(self.weight, config.arranged, config.tile_m, config.stages, config.k, config.token_pitch)
+        # Number of k tiles to unroll; -1 lets the compiler choose. Multiplying codes takes few instructions, so the
+        # compiler would unroll several k tiles, and registers would spill.
+        self.unroll = 1 if by_codes else -1
+        if by_codes:
+            self.mma = CodeTileMma(self.weight, arranged, config.tile_m, config.k)
+        else:
+            self.mma = KTileMma(self.weight, arranged, config.tile_m, config.stages, config.k, config.token_pitch)
         self.epilogue = WorkTileEpilogue(config)
 
     def arguments(self) -> Arguments:
@@ -461,7 +469,8 @@ class FP4GatedExpertsKernel:
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(full, tokens * self.lister.token_bytes)
                     if lane < tokens:
-                        to = target + cute.assume(lane * self.mma.pitch, divby=TOKEN_GAP_BYTES)
+                        divby = 16 if const_expr(c.operands.by_codes) else TOKEN_GAP_BYTES
+                        to = target + cute.assume(lane * self.mma.pitch, divby=divby)
                         row = self._row_at(work.lists.activations, token, k_tile)
                         ptx.copy_bulk(to, row, self.lister.token_bytes, full)
                     cute.arch.sync_warp()
@@ -580,7 +589,7 @@ class FP4GatedExpertsKernel:
                     acc.fill(0.0)
                 begin, end = self._k_tiles(k_split, k_split + 1, pipeline)
                 last = stage
-                for k_tile in range(begin, end, c.pipelines):
+                for k_tile in range(begin, end, c.pipelines, unroll=self.unroll):
                     smem.pipeline.wait_full(first + stage, parity)
                     at = first + stage, first + last
                     adds = k_tile > begin
