@@ -340,19 +340,20 @@ AWAITED = [GATED[0], GATED[3]]
 MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 
 
-# (tile_n, tile_m, split_k, architecture, format or dtype of the result) of kernels by warpgroups, and by warps in tiles
-# of more than eight tokens
+# (tile_n, tile_m, split_k, architecture, format or dtype of the result, dtype of the MMAs' operands) of kernels by
+# warpgroups, by warps in tiles of more than eight tokens, and by warps that multiply codes
 WORK_TILES = [
-    (128, 16, 4, HOPPER, (NVFP4, TILED)),
-    (64, 24, 2, HOPPER, (BF16, None)),
-    (64, 16, 2, DESKTOP, (BF16, None)),
+    (128, 16, 4, HOPPER, (NVFP4, TILED), BF16),
+    (64, 24, 2, HOPPER, (BF16, None), BF16),
+    (64, 16, 2, DESKTOP, (BF16, None), BF16),
+    (128, 8, 4, DESKTOP, (NVFP4, TILED), U8),
 ]
 MORE_WORK_TILES = [
-    (128, 24, 4, HOPPER, (NVFP4, TILED)),
-    (128, 32, 4, HOPPER, (BF16, None)),
-    (256, 16, 4, HOPPER, (BF16, None)),
-    (256, 24, 4, HOPPER, (NVFP4, TILED)),
-    (128, 32, 4, DATA_CENTER, (NVFP4, TILED)),
+    (128, 24, 4, HOPPER, (NVFP4, TILED), BF16),
+    (128, 32, 4, HOPPER, (BF16, None), BF16),
+    (256, 16, 4, HOPPER, (BF16, None), BF16),
+    (256, 24, 4, HOPPER, (NVFP4, TILED), BF16),
+    (128, 32, 4, DATA_CENTER, (NVFP4, TILED), BF16),
 ]
 
 
@@ -469,11 +470,11 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
     The operands are chosen so that results depend on the order of additions. Warps divide several k tiles, and CTAs
     share a work tile.
     """
-    tile_n, tile_m, split_k, arch, out = tiles
+    tile_n, tile_m, split_k, arch, out, dtype = tiles
     m, k, columns = tile_m + 1, 1280, max(64, tile_n // 2)
     token_block = 32 if m <= 32 else 64
     case = gated(
-        *(BF16, NVFP4, "128x4", None, tile_n, tile_m, token_block),
+        *(dtype, NVFP4, "128x4", "128x4" if dtype == U8 else None, tile_n, tile_m, token_block),
         epilogue=(*out, "expert", None, None),
         **{"split_k": split_k, "arch": arch},
     )
@@ -481,6 +482,8 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
     given = cancelling(some)
     chosen = [1, tile_m]
     alone = given._replace(a=given.a[chosen], routing=given.routing[chosen])
+    if given.a_scale is not None:
+        alone = alone._replace(a_scale=from_linear(to_linear(given.a_scale, TILED, m, k // 16)[chosen], TILED))
     among, both = computed(some, given), computed(some._replace(m=2, num_ctas=1, seed=1), alone)
     assert torch.equal(among[0][chosen], both[0])
     assert among[0][chosen].unique().numel() > 30
@@ -490,15 +493,18 @@ def test_results_do_not_depend_on_other_tokens_of_an_m_tile(tiles: tuple[Any, ..
 
 
 def cancelling(one: Gated) -> Operands:
-    """Return operands whose results depend on the order of the sums over k. Activations are not FP4."""
+    """Return operands whose results depend on the order of the sums over k. Activations are FP4 if MMAs multiply
+    codes."""
     torch.manual_seed(one.k + one.m)
     fmt, layout = one.case.format, SCALE_LAYOUTS[one.case.layout]
     codes, scale = cancelling_matrix(one.m, one.k, fmt, 5, takes_away=False)
-    a = decoded(codes, scale.view(fmt.scale_dtype), fmt, "linear").to(one.case.dtype)
+    a, a_scale = codes, from_linear(scale, TILED)
+    if one.case.a_layout is None:
+        a, a_scale = decoded(codes, scale.view(fmt.scale_dtype), fmt, "linear").to(one.case.dtype), None
     b, b_scale = cancelling_matrix(one.experts * 2 * one.columns, one.k, fmt, 5, takes_away=True)
     alpha = torch.full((one.experts,), 2.0**4)
     routing = routed(one.routing, one.m, one.experts)
-    return Operands(routing, a, None, b, from_linear(b_scale, layout), alpha, None, None)
+    return Operands(routing, a, a_scale, b, from_linear(b_scale, layout), alpha, None, None)
 
 
 @pytest.mark.parametrize("split_k", [1, 4])
