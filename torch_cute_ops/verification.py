@@ -16,11 +16,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout, resolve_fp4_format
+from torch_cute_ops.formats import (
+    NVFP4,
+    SCALE_LAYOUTS,
+    FP4Format,
+    FP8Format,
+    ScaleLayout,
+    resolve_fp4_format,
+    resolve_fp8_format,
+)
 from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.formats.fp4 import unpack_e2m1
 from torch_cute_ops.formats.interleave import deinterleave_k
-from torch_cute_ops.formats.scale_layout import fitting_layouts, from_linear, to_linear
+from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, fitting_layouts, from_linear, to_linear
 from torch_cute_ops.ops._backend_path import BackendPath, seen_as
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.ops._gemm import with_alpha
@@ -172,19 +180,24 @@ def _rows(
     rows = _chosen(count, before["input"].device, 0 if "group" in before else None)
     own = {name: before[name].reshape(count, width)[rows].contiguous() for name in ("input", *spec.updated)}
     named = {**before, **own}
-    fmt = None
+    fmt: FP4Format | FP8Format | None = None
     if "block_size" in named:
         fmt = resolve_fp4_format(named["block_size"], named["scale_format"])
     elif "row_scale" in spec.outputs:
         fmt = NVFP4
+    elif "granularity" in named:
+        fmt, _ = resolve_fp8_format(*(named[name] for name in ("granularity", "scale_layout", "scale_format")))
+        fmt = fmt if fmt.scale_format == "ue8m0" else None
+    has_bytes = fmt is not None and fmt.scale_dtype.itemsize == 1
     if "scale_layout" in named:
-        named["scale_layout"] = "linear" if fmt is not None else "row"
+        named["scale_layout"] = "linear" if has_bytes else "row"
     want = as_tuple(spec.compute(named))
     pairs, every = {}, torch.arange(len(rows), device=rows.device)
     for name, got, expected in zip(spec.outputs, outputs, want, strict=True):
-        if fmt is not None and name in ("scale", "scale_128x4"):
+        if fmt is not None and has_bytes and name in ("scale", "scale_128x4"):
             blocks = width // (2 if spec.name.startswith("silu_mul") else 1) // fmt.block_size
-            layout = SCALE_LAYOUTS["128x4" if name == "scale_128x4" else before.get("scale_layout", "128x4")]
+            given = None if name == "scale_128x4" else before.get("scale_layout")
+            layout = SCALE_LAYOUTS[DEFAULT_SCALE_LAYOUT if given is None else given]
             got = to_linear(got, layout, count, blocks)
             if name == "scale_128x4":
                 expected = to_linear(expected, layout, len(rows), blocks)
@@ -213,27 +226,31 @@ def _of_rows(got: Tensor, want: Tensor, count: int, rows: Tensor) -> Tensor:
 
 
 def _compared(
-    pairs: dict[str, tuple[Tensor, Tensor]], fmt: FP4Format | None, allowed: Mapping[str, Tensor] = MappingProxyType({})
+    pairs: dict[str, tuple[Tensor, Tensor]],
+    fmt: FP4Format | FP8Format | None,
+    allowed: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> str | None:
     """Compare outputs, by name, with the expected outputs. Return a description of the first wrong output, or None.
 
     Args:
         pairs: each output and the expected output.
-        fmt: format of FP4 codes, or None.
+        fmt: format of FP4 codes, or of FP8 codes whose scales are powers of two, or None.
         allowed: errors to allow in addition to rounding errors.
     """
     moved: Tensor | None = None
     for name, (got, want) in sorted(pairs.items(), key=lambda pair: "scale" not in pair[0]):
         want = want.expand(got.shape) if want.numel() == 1 else want
-        if got.dtype.itemsize > 1:
+        is_fp8 = isinstance(fmt, FP8Format)
+        if got.dtype.itemsize > 1 and not (is_fp8 and name == "scale"):
             found = _difference(got, want, allowed.get(name, 0.0))
         elif fmt is not None:
-            steps = _steps_of_scales(got, want) if "scale" in name else _steps_of_fp4(got, want)
+            steps = _steps_of_scales(got, want) if "scale" in name else STEPS_OF[type(fmt)](got, want)
             limit: Tensor | int = 1
             if "scale" in name:
                 moved = steps > 0
             elif moved is not None:
-                limit = torch.where(moved.repeat_interleave(fmt.block_size, 1), 2, 1)
+                most = STEPS_OF_E4M3 if is_fp8 else 2
+                limit = torch.where(moved.repeat_interleave(fmt.block_size, 1)[:, : steps.shape[1]], most, 1)
             found = _wrong_steps(steps, limit, fmt.block_size)
         else:
             found = _wrong_steps(_steps_of_fp8(got, want), 1, 8)
@@ -287,9 +304,20 @@ def _steps_of_fp8(got: Tensor, want: Tensor) -> Tensor:
     return torch.where((a ^ b) >= 0x80, 256 * ((a | b) & 0x7F).sign(), ((a & 0x7F) - (b & 0x7F)).abs())
 
 
+STEPS_OF: Final = {FP4Format: _steps_of_fp4, FP8Format: _steps_of_fp8}
+STEPS_OF_E4M3: Final = 9
+"""Largest number of steps by which an e4m3 code changes if its scale is halved or doubled: eight steps between a number
+and its double, and one step by rounding."""
+
+
 def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:
-    a, b = (each.view(torch.uint8).to(torch.int16) for each in (got, want))
-    return (a - b).abs()
+    if got.dtype.itemsize == 1:
+        a, b = (each.view(torch.uint8).to(torch.int16) for each in (got, want))
+        return (a - b).abs()
+    # Compare the exponents of fp32 scales that are powers of two. The scale 2^-127 is subnormal.
+    bits, want_bits = (each.contiguous().view(torch.int32) for each in (got, want))
+    is_power = (bits & 0x7FFFFF == 0) | (bits == 0x400000) | got.isnan()
+    return torch.where(is_power, ((bits >> 23) - (want_bits >> 23)).abs(), 256)
 
 
 # Ops of an expert layer

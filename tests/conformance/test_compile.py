@@ -103,7 +103,10 @@ def test_compiled_is_eager(op, names, backend, device):
         assert [(t.stride(), t.device) for t in results[i]] == [(t.stride(), t.device) for t in outputs[i]], name
 
 
-INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")
+INDUCTOR = (
+    *("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "block128-ue8m0-column-bfloat16"),
+    *("block32-128x4-bfloat16", "leading-transposed"),
+)
 
 
 INDUCTOR_CASES = [case.values for case in sample_cases(*INDUCTOR)]

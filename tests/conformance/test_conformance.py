@@ -174,11 +174,13 @@ def outputs_width(y):
 
 def row_of_scales(scale, layout, rows, width, given, m):
     """Return the scales of row ``m`` of a batch, in the layout and shape for this row alone."""
-    if "granularity" in given:
+    is_mxfp8 = given.get("granularity") == "block32"
+    if "granularity" in given and not is_mxfp8:
         return scale if given["granularity"] == "tensor" else scale.reshape(rows, -1)[m]
+    layout = layout or "128x4"
     # Collect the row's bytes from the batch's layout, then arrange them for a single row.
     all_bytes = scale.cpu().contiguous().view(torch.uint8).numpy()
-    row = spec.collect(all_bytes, layout, rows, width // given.get("block_size", 16))[m]
+    row = spec.collect(all_bytes, layout, rows, width // (32 if is_mxfp8 else given.get("block_size", 16)))[m]
     laid = torch.from_numpy(np.ascontiguousarray(spec.arrange(row[None], layout))).to(scale.device).view(scale.dtype)
     return laid[0] if layout == "linear" else laid
 

@@ -56,6 +56,7 @@ by_row_op = pytest.mark.parametrize(
     sample_cases(
         *("nvfp4-128x4-float32", "mxfp4-8x4-float16", "nvfp4-linear-bfloat16", "mxfp4-128x4-bfloat16"),
         *("tensor-row-float32", "token-row-float16", "block128-column-bfloat16"),
+        *("block128-ue8m0-column-float16", "block32-128x4-bfloat16"),
     ),
 )
 PLAIN = pytest.mark.parametrize(("op", "name"), sample_cases("nvfp4-128x4-bfloat16", "token-row-bfloat16"))

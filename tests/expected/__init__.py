@@ -86,7 +86,8 @@ def quantised_per_token(value: np.ndarray, lead: torch.Size, given: dict[str, An
 def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
     """Quantise fp32 rows to FP8 with the call's options; return ``(y, scale)``. ``lead`` are the leading dimensions of
     the input."""
-    codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, given["granularity"], scalar_of(given["scale"])))
+    named = given["granularity"], scalar_of(given["scale"]), given.get("scale_format")
+    codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, *named))
     y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
     if given.get("interleaved"):
         stored = torch.zeros(*lead, -(-y.shape[-1] // 256) * 256, dtype=torch.uint8)
@@ -95,6 +96,8 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
         y = torch.empty_like(stored).index_copy_(-1, INTERLEAVED, stored).view(y.dtype)
     if given["granularity"] == "tensor":
         return y, scales
+    if given["granularity"] == "block32" and given["scale_layout"] != "linear":
+        return y, torch.from_numpy(spec.arrange(scales.numpy(), given["scale_layout"] or "128x4"))
     return y, scales.reshape(*lead, scales.shape[-1])
 
 

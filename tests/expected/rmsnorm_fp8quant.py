@@ -11,7 +11,8 @@ from torch_cute_ops.testing import assert_fp8_close
 
 _ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? scale=None, float eps=1e-6, str granularity='token', str? scale_layout=None, "
-    "bool interleaved=False, bool weight_plus_one=False, Tensor? bias=None, bool subtract_mean=False"
+    "bool interleaved=False, bool weight_plus_one=False, Tensor? bias=None, bool subtract_mean=False, "
+    "str? scale_format=None"
 )
 SCHEMA = f"cute::rmsnorm_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale_out) -> ()"
@@ -33,7 +34,9 @@ def assert_close(actual, expected, given, parts: int = 1, **allowances) -> None:
     if given.get("interleaved"):
         k = given["input"].shape[-1] // parts
         y, expected = in_order(y, k), (in_order(expected[0], k), expected[1])
-    fmt, _ = resolve_fp8_format(given["granularity"], given["scale_layout"])
+    fmt, layout = resolve_fp8_format(given["granularity"], given["scale_layout"], given["scale_format"])
+    if fmt.granularity == "block32":
+        allowances["layout"] = layout
     assert_fp8_close((y, scale), expected, fmt, **allowances)
 
 
@@ -43,7 +46,11 @@ def on_boundary(given) -> np.ndarray:
     if given["granularity"] == "tensor":
         return spec.near_e4m3_boundary(norm / scalar_of(given["scale"]))
     with np.errstate(all="ignore"):
-        scaled = [
-            block * 448 / np.abs(block).max(-1, keepdims=True) for block in spec.fp8_blocks(norm, given["granularity"])
-        ]
+        blocks = spec.fp8_blocks(norm, given["granularity"])
+        most = [np.abs(block).max(-1, keepdims=True) for block in blocks]
+        if given["granularity"] == "block32" or given["scale_format"] == "ue8m0":
+            powers = [spec.scale_value(spec.ue8m0_of_amax(each, 448), "ue8m0").astype(np.float64) for each in most]
+        else:
+            powers = [each / 448 for each in most]
+        scaled = [block / power for block, power in zip(blocks, powers, strict=True)]
         return spec.near_e4m3_boundary(np.concatenate(scaled, 1))

@@ -7,7 +7,7 @@ from torch_cute_ops.testing import GATE_ERROR
 _ARGUMENTS = (
     "Tensor input, Tensor? scale=None, str granularity='token', str? scale_layout=None, "
     "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, bool interleaved=False, "
-    "str gate='silu'"
+    "str gate='silu', str? scale_format=None"
 )
 SCHEMA = f"cute::silu_mul_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::silu_mul_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale_out) -> ()"

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.formats import (
     FP8_BLOCK128,
+    FP8_BLOCK128_UE8M0,
     FP8_FORMATS,
     FP8_SCALE_LAYOUTS,
     FP8_TENSOR,
     FP8_TOKEN,
     MXFP4,
+    MXFP8,
     NVFP4,
     SCALE_LAYOUTS,
     convert_scales,
@@ -133,21 +135,30 @@ def test_formats():
 
 
 def test_fp8_formats():
-    assert FP8_FORMATS == {"tensor": FP8_TENSOR, "token": FP8_TOKEN, "block128": FP8_BLOCK128}
-    assert [fmt.is_static for fmt in FP8_FORMATS.values()] == [True, False, False]
-    for granularity, layout in itertools.product((*FP8_FORMATS, "row", ""), (*FP8_SCALE_LAYOUTS, None, "linear", "")):
+    assert FP8_FORMATS == {"tensor": FP8_TENSOR, "token": FP8_TOKEN, "block128": FP8_BLOCK128, "block32": MXFP8}
+    assert [fmt.is_static for fmt in FP8_FORMATS.values()] == [True, False, False, False]
+    assert [fmt.scale_dtype for fmt in FP8_FORMATS.values()] == [torch.float32] * 3 + [torch.uint8]
+    assert [fmt.width_multiple for fmt in (*FP8_FORMATS.values(), FP8_BLOCK128_UE8M0)] == [1, 1, 64, 32, 64]
+    powers = {"block128": FP8_BLOCK128_UE8M0, "block32": MXFP8}
+    granularities = (*FP8_FORMATS, "row", "")
+    layouts = (*FP8_SCALE_LAYOUTS, *SCALE_LAYOUTS, None, "")
+    for granularity, layout, scale_format in itertools.product(granularities, layouts, (None, "ue8m0", "e4m3", "")):
+        fitting = SCALE_LAYOUTS if granularity == "block32" else FP8_SCALE_LAYOUTS
         if granularity not in FP8_FORMATS:
-            message = f"granularity='{granularity}' is unknown; use one of 'tensor', 'token', 'block128'"
-        elif layout not in (*FP8_SCALE_LAYOUTS, None):
-            message = f"scale_layout='{layout}' is unknown; use one of 'row', 'column'"
+            message = f"granularity='{granularity}' is unknown; use one of 'tensor', 'token', 'block128', 'block32'"
+        elif scale_format is not None and (granularity not in powers or scale_format != "ue8m0"):
+            message = f"scale_format='{scale_format}' does not fit granularity='{granularity}'"
+        elif layout not in (*fitting, None):
+            message = f"scale_layout='{layout}' does not fit granularity='{granularity}'; use one of "
         else:
-            fmt, found = resolve_fp8_format(granularity, layout)
+            fmt, found = resolve_fp8_format(granularity, layout, scale_format)
             # Only block scales have a layout to choose.
-            assert fmt == FP8_FORMATS[granularity]
-            assert found.name == ("row" if granularity != "block128" else layout or "column")
+            assert fmt == (FP8_FORMATS if scale_format is None else powers)[granularity]
+            default = {"block128": "column", "block32": "128x4"}.get(granularity)
+            assert found.name == ("row" if default is None else layout or default)
             continue
         with pytest.raises(ValueError, match=message):
-            resolve_fp8_format(granularity, layout)
+            resolve_fp8_format(granularity, layout, scale_format)
 
 
 # Layouts
@@ -442,7 +453,8 @@ def test_spec_e4m3(value):
 
 @given(st.floats(min_value=0, width=32))
 def test_spec_scales(value):
-    assert spec.ue8m0_of_amax(np.array([value]))[0] == spec.ue8m0_of_amax_exact(value)
+    for largest in (6, 448):
+        assert spec.ue8m0_of_amax(np.array([value]), largest)[0] == spec.ue8m0_of_amax_exact(value, largest)
 
 
 def test_spec_at_boundaries():
@@ -450,8 +462,10 @@ def test_spec_at_boundaries():
     amax = np.array(edges)
     assert spec.e2m1(amax).tolist() == [spec.e2m1_exact(v) for v in edges]
     assert spec.e4m3(amax).tolist() == [spec.e4m3_exact(v) for v in edges]
-    six = neighbours(1.5 * np.exp2(np.arange(-149, 128.0)), 2).abs().unique().tolist()
-    assert spec.ue8m0_of_amax(np.array(six)).tolist() == [spec.ue8m0_of_amax_exact(v) for v in six]
+    for largest, fraction in ((6, 1.5), (448, 1.75)):
+        near = neighbours(fraction * np.exp2(np.arange(-149, 128.0)), 2).abs().unique().tolist()
+        exact = [spec.ue8m0_of_amax_exact(v, largest) for v in near]
+        assert spec.ue8m0_of_amax(np.array(near), largest).tolist() == exact
     assert spec.ue8m0_of_amax(np.array([np.nan, np.inf, 0.0])).tolist() == [255, 255, 0]
 
 

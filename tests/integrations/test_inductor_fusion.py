@@ -53,6 +53,21 @@ QUANTISE = {
         "fp8quant",
         lambda g: {"granularity": "block128"},
     ),
+    "fp8 powers": (
+        lambda x, g: tco.fp8_quantize(x, granularity="block128", scale_format="ue8m0"),
+        "fp8quant",
+        lambda g: {"granularity": "block128", "scale_format": "ue8m0"},
+    ),
+    "mxfp8 tiles": (
+        lambda x, g: tco.fp8_quantize(x, granularity="block32"),
+        "fp8quant",
+        lambda g: {"granularity": "block32"},
+    ),
+    "mxfp8 linear": (
+        lambda x, g: tco.fp8_quantize(x, granularity="block32", scale_layout="linear"),
+        "fp8quant",
+        lambda g: {"granularity": "block32", "scale_layout": "linear"},
+    ),
 }
 by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)
 

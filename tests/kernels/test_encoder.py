@@ -16,6 +16,7 @@ from support.ptx_model import Ptx, float32, on_arrays
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_dequant
+from torch_cute_ops.kernels.common.core import ue8m0
 from torch_cute_ops.kernels.common.fp4 import codes as fp4
 from torch_cute_ops.kernels.fp4_dequant import kernel as dequant_kernel
 
@@ -128,15 +129,19 @@ def test_nvfp4_factor_is_correctly_rounded(device_code):
         assert np.array_equal(factor, g / got)
 
 
-def test_mxfp4_scale(device_code):
-    points = np.concatenate([1.5 * 2.0 ** np.arange(-149, 128), 2.0 ** np.arange(-149, 128)])
+@pytest.mark.parametrize(("largest", "fraction"), [(6, 1.5), (448, 1.75)])
+def test_ue8m0_scale(largest, fraction, monkeypatch):
+    on_arrays(monkeypatch, ue8m0, Ptx())
+    points = np.concatenate([fraction * 2.0 ** np.arange(-149, 128), 2.0 ** np.arange(-149, 128)])
     amax = float32(np.concatenate([neighbours(points, 3).abs().numpy(), fp32_edges().abs().numpy(), [np.inf, np.nan]]))
-    byte, factor = device_code.mxfp4_scale(amax)
-    want = spec.ue8m0_of_amax(amax)
+    byte, factor = ue8m0.ue8m0_scale(amax, float(largest))
+    want = spec.ue8m0_of_amax(amax, largest)
     assert np.array_equal(byte, want)
     live = np.isfinite(amax) & (amax > 0)
-    assert np.array_equal(device_code.is_live_mxfp4(amax), live)
-    assert np.array_equal(factor[live] * spec.scale_value(want, "ue8m0")[live], np.ones(live.sum(), np.float32))
+    assert np.array_equal(ue8m0.is_live(amax), live)
+    value = spec.scale_value(want, "ue8m0")
+    assert np.array_equal(ue8m0.float_of_ue8m0(byte), value, equal_nan=True)
+    assert np.array_equal(factor[live] * value[live], np.ones(live.sum(), np.float32))
 
 
 # Decoding

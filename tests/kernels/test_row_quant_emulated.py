@@ -9,7 +9,7 @@ import pytest
 import torch
 from samples._rows import special_rows
 from support.emulated import ACQUIRE, BLACKWELL, CONSUMER, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, ROUNDED, WHAT, Case
+from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, POWER_TARGETS, ROUNDED, WHAT, Case
 
 from ptx_emulator import EmulationError, Race
 from ptx_emulator.adapter import run_kernel
@@ -94,7 +94,6 @@ def execute(
     rows = x.shape[0]
     if isinstance(p.fmt, FP4Format):
         y = poisoned(rows, p.width // 2, dtype=torch.uint8)
-        scale = poisoned(*p.layout.shape((rows,), config.blocks), dtype=p.fmt.scale_dtype)
     elif p.fmt is None:
         y = scale = None
     else:
@@ -105,6 +104,8 @@ def execute(
             scale = poisoned(scales, rows, dtype=torch.float32).t()
         else:
             scale = poisoned(*((1,) if p.fmt == FP8_TENSOR else (rows, scales)), dtype=torch.float32)
+    if p.has_byte_scales:
+        scale = poisoned(*p.layout.shape((rows,), config.blocks), dtype=p.fmt.scale_dtype)
     linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
     norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
     row_scale = poisoned(rows, dtype=torch.float32) if p.has_row_scale else None
@@ -158,7 +159,9 @@ def check(spec: Any, got: Outcome, want: Outcome) -> None:
         if want.linear is not None:
             equal("linear", from_linear(got.linear, spec.layout), got.scale)
     elif spec.fmt is not None:
-        allowance = {"scale_error": GATE_ERROR} if spec.gate != "silu" else {}
+        allowance: dict[str, Any] = {"scale_error": GATE_ERROR} if spec.gate != "silu" else {}
+        if spec.has_byte_scales:
+            allowance["layout"] = spec.layout
         assert_fp8_close((got.y, got.scale), (want.y, want.scale), spec.fmt, **allowance)
     equal("residual", got.residual, want.residual)
     if want.norm is not None:
@@ -242,6 +245,7 @@ BF, HF, F, BFF = (BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)
 NV, NVG, MX = (tuple(itertools.product([name], ("linear", "128x4", "8x4"))) for name in ("nvfp4", "nvfp4-g", "mxfp4"))
 NVT = tuple(itertools.product(["nvfp4-t"], ("linear", "128x4", "8x4")))
 TENSOR, TOKEN, BLOCK, COLUMNS = FP8_TARGETS
+POWERS, POWER_COLUMNS, *MX8 = POWER_TARGETS
 
 
 def run(
@@ -327,6 +331,26 @@ RUNS = [
     run("swiglu", HF, 2304, NVT[1], HOPPER, 9, 4, 0, **CLUSTER),
     run("quantize", BF, 528, NVT[1], CONSUMER, 13, 1, 1, **WARP_GROUPS),
     run("add", BF, 1152, NVT[0], CONSUMER, 9, 4, 0, **CLUSTER),
+    # Block scales of 128 elements that are powers of two
+    run("quantize", F, 1152, POWERS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
+    run("quantize", BF, 320, POWER_COLUMNS, CONSUMER, 9, 1, 1, groups=2),
+    run("norm", BF, 1152, POWER_COLUMNS, BLACKWELL, 13, 1, 0, **WIDE_GROUPS),
+    run("add", HF, 1152, POWERS, HOPPER, 9, 4, 1, **CLUSTER),
+    run("swiglu", F, 1152, POWER_COLUMNS, BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
+    run("layer", BF, 1152, POWERS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
+    # MXFP8: with several rows per warp, one or two warps per row, and two CTAs per row
+    run("quantize", BF, 96, MX8[1], HOPPER, 130, 2, 0, groups=2),
+    run("quantize", F, 96, MX8[0], CONSUMER, 3, 2, None, stages=1),
+    run("norm", HF, 128, MX8[2], BLACKWELL, 35, 1, 1, groups=2),
+    run("quantize", BF, 1056, MX8[1], BLACKWELL, 140, 3, 1, **WARP_GROUPS),
+    run("norm", BFF, 1056, MX8[1], HOPPER, 132, 2, 1, **WARP_GROUPS, stages=1),
+    run("silu", HF, 1024, MX8[1], BLACKWELL, 130, 2, 0, **WARP_GROUPS),
+    run("add", F, 2048, MX8[0], HOPPER, 9, 1, 2, **WIDE_GROUPS),
+    run("swiglu", F, 2112, MX8[2], BLACKWELL, 9, 1, 0, **WIDE_GROUPS),
+    run("layer", BF, 2048, MX8[1], HOPPER, 9, 1, 0, **WIDE_GROUPS),
+    run("quantize", BF, 2304, MX8[1], CONSUMER, 9, 4, 0, **CLUSTER),
+    run("norm", BF, 2304, MX8[0], BLACKWELL, 9, 4, 1, **CLUSTER),
+    run("add", HF, 2304, MX8[1], HOPPER, 9, 4, 1, **CLUSTER),
     # The norm multiplies by 1 + weight.
     run("norm1", BF, 512, NVG[1], HOPPER, 130, 2, 0, **WARP_GROUPS),
     run("norm1", HF, 128, NVT[2], BLACKWELL, 19, 1, 1, groups=2),
@@ -644,6 +668,12 @@ SPECIAL = [
     run("add", HF, 768, NVT[1], HOPPER, 14, 2, 0),
     run("norm", BF, 192, ROUNDED, HOPPER, 14, 2, 0),
     run("add", F, 192, ROUNDED, BLACKWELL, 14, 2, 0),
+    run("quantize", F, 768, POWERS, HOPPER, 14, 2, 0),
+    run("norm", BF, 768, POWER_COLUMNS, BLACKWELL, 14, 2, 0),
+    run("quantize", F, 192, MX8[1], HOPPER, 14, 2, 0),
+    run("norm", BF, 192, MX8[0], BLACKWELL, 14, 2, 0),
+    run("norm", F, 192, MX8[1], CONSUMER, 14, 2, 0),
+    run("add", F, 192, MX8[2], HOPPER, 14, 2, 0),
 ]
 
 

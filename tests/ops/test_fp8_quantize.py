@@ -25,13 +25,20 @@ def values_of(source: str) -> torch.Tensor:
     return values[(values.float() * GATE).isfinite()]
 
 
-def quantise(rows: torch.Tensor, granularity: str, scale: torch.Tensor | None = None, layout: str = "row"):
+def quantise(
+    rows: torch.Tensor,
+    granularity: str,
+    scale: torch.Tensor | None = None,
+    layout: str | None = None,
+    scale_format: str | None = None,
+):
     """Quantise 32 times ``rows`` (M, K), compare with the specification bitwise, and return ``(y, scale)``."""
     given = {
         "input": torch.cat((torch.full_like(rows, GATE), rows), -1),
         "scale": scale,
         "granularity": granularity,
-        "scale_layout": layout,
+        "scale_layout": layout or ("linear" if granularity == "block32" else "row"),
+        "scale_format": scale_format,
     }
     got = torch_cute_ops.silu_mul_fp8quant(**given)
     assert_same(got, expected.results(given))
@@ -62,6 +69,45 @@ def test_every_scale(source, granularity, layout, device):
     rows = (values.float()[:, None] * fractions).to(values.dtype)
     _, scale = quantise(rows.to(device), granularity, layout=layout)
     assert (scale == 0).any() and scale.isfinite().all()
+
+
+@pytest.mark.parametrize("granularity", ["block128", "block32"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_power_of_two(source, granularity, device):
+    """Check the power-of-two scale of a block for every value of ``source`` as its amax."""
+    values = values_of(source)
+    fractions = torch.linspace(-1, 1, int(granularity.removeprefix("block")))
+    rows = (values.float()[:, None] * fractions).to(values.dtype)
+    _, scale = quantise(rows.to(device), granularity, scale_format="ue8m0")
+    assert granularity == "block32" or (scale == torch.exp2(scale.double().log2().round())).all()
+
+
+@pytest.mark.parametrize(("granularity", "block"), [("block128", 128), ("block32", 32)])
+def test_powers_of_two_around_every_boundary(granularity, block, device):
+    """Check scales for values of amax around 448 · 2^e, where the scale changes, and around powers of two, including
+    subnormal numbers."""
+    points = np.concatenate([1.75 * 2.0 ** np.arange(-149, 123), 2.0 ** np.arange(-149, 123)])
+    amax = neighbours(points, ulps=3) / GATE
+    rows = amax[:, None] * torch.rand(len(amax), block)
+    rows[:, 7] = amax
+    y, scale = quantise(rows.to(device), granularity, scale_format="ue8m0")
+    assert len(scale.unique()) == 243
+    assert y.float().isfinite().all()
+
+
+@pytest.mark.parametrize(("granularity", "block"), [("block128", 128), ("block32", 32)])
+def test_zero_and_not_finite_blocks_with_powers_of_two(granularity, block, device):
+    """Check that a block of zeros gets scale 2^-127 and codes 0, and that a block with NaN or infinity gets a NaN scale
+    and codes 0."""
+    rows = torch.randn(4, 3 * block, device=device)
+    rows[0, :block], rows[1, :block] = 0.0, -0.0
+    rows[2, block + 5], rows[3, 2 * block] = torch.nan, -torch.inf
+    y, scale = quantise(rows, granularity, scale_format="ue8m0")
+    value = scale if granularity == "block128" else torch.from_numpy(spec.scale_value(scale.cpu().numpy(), "ue8m0"))
+    assert (value[:2, 0] == 2.0**-127).all() and value.isnan().nonzero().tolist() == [[2, 1], [3, 2]]
+    codes = y.view(torch.uint8).unflatten(-1, (3, block))
+    assert not codes[:2, 0].any() and not codes[2, 1].any() and not codes[3, 2].any()
+    assert (codes[0, 1:] != 0).any()
 
 
 @pytest.mark.parametrize("power", [-126, -100, -60, 0, 60, 100])

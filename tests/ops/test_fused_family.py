@@ -94,6 +94,8 @@ COMBINATIONS = {
         (torch.bfloat16, torch.float32, 256, {"granularity": "block128"}, False),
         (torch.float16, torch.float16, 256, {"granularity": "block128", "scale_layout": "column"}, False),
         (torch.float32, torch.float32, 48, {"granularity": "tensor"}, True),
+        (torch.bfloat16, torch.float32, 320, {"granularity": "block128", "scale_format": "ue8m0"}, False),
+        (torch.float16, torch.float16, 96, {"granularity": "block32"}, False),
     ),
     "rounded": (
         (torch.bfloat16, torch.bfloat16, 96, {}, False),

@@ -62,11 +62,12 @@ def e4m3_exact(value: float) -> int:
     return sign | nearest_even_exact(Fraction(min(abs(value), 448.0)), _E4M3_EXACT)
 
 
-def ue8m0_of_amax_exact(amax: float) -> int:
-    """Return the byte of ``2^ceil(log2(amax / 6))``, clamped to [2^-127, 2^127]; 255 if ``amax`` is not finite."""
+def ue8m0_of_amax_exact(amax: float, largest: int = 6) -> int:
+    """Return the byte of ``2^ceil(log2(amax / largest))``, clamped to [2^-127, 2^127]; 255 if ``amax`` is not finite.
+    ``largest`` is 6 for e2m1 and 448 for e4m3."""
     if not math.isfinite(amax):
         return 255
-    wanted = Fraction(amax) / 6
+    wanted = Fraction(amax) / largest
     return next(byte for byte in range(255) if byte == 254 or Fraction(2) ** (byte - 127) >= wanted)
 
 
@@ -121,14 +122,14 @@ def _near_boundary(value: np.ndarray, values: np.ndarray, relative: float) -> np
     return np.abs(distance) <= relative * magnitude
 
 
-def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
-    """Compute ``ue8m0_of_amax_exact`` for arrays. With amax/6 = f·2^e and f in [1/2, 1), the scale is 2^e, or 2^(e-1)
-    if f = 1/2.
+def ue8m0_of_amax(amax: np.ndarray, largest: int = 6) -> np.ndarray:
+    """Compute ``ue8m0_of_amax_exact`` for arrays. With amax/largest = f·2^e and f in [1/2, 1), the scale is 2^e, or
+    2^(e-1) if f = 1/2.
 
     The division rounds, but the quotient has more than twice as many bits as amax, so that rounding never reaches a
     power of two.
     """
-    fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / 6)
+    fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / largest)
     power = np.where(fraction == 0.5, exponent - 1, exponent)
     power = np.where(fraction == 0, -127, np.clip(power, -127, 127))
     return np.where(np.isfinite(amax), power + 127, 255).astype(np.uint8)
@@ -281,11 +282,14 @@ def unpack(packed: np.ndarray) -> np.ndarray:
 # FP8
 
 
-def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise fp32 rows to e4m3 bytes (M, K) and fp32 scales: (1,) if the scale is given, otherwise (M, scales per
-    row).
+def quantise_fp8(
+    value: np.ndarray, granularity: str, scale: float | None = None, scale_format: str | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise fp32 rows to e4m3 bytes (M, K) and scales: (1,) fp32 if the scale is given, otherwise (M, scales per
+    row). These are uint8 bytes with 32 elements per scale, and fp32 otherwise.
 
-    With 128 elements per scale, the last block of a row may contain 64 elements.
+    With 128 elements per scale, the last block of a row may contain 64 elements. With 32 elements per scale, or if
+    ``scale_format`` is "ue8m0", scales are powers of two.
     """
     assert value.dtype == np.float32 and value.ndim == 2
     with np.errstate(all="ignore"):
@@ -293,9 +297,16 @@ def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None
             return e4m3(value / np.float32(scale)), np.array([scale], np.float32)
         codes, scales = [], []
         for block in fp8_blocks(value, granularity):
-            assert block.shape[1] % 64 == 0 or granularity == "token"
+            assert block.shape[1] % 64 == 0 or granularity == "token" or block.shape[1] == 32
             bad = ~np.isfinite(block).all(-1)
             amax = np.abs(np.where(bad[:, None], np.float32(0), block)).max(-1)
+            if granularity == "block32" or scale_format == "ue8m0":
+                byte = np.where(bad, 255, ue8m0_of_amax(amax, 448)).astype(np.uint8)
+                power = scale_value(byte, "ue8m0")
+                code = e4m3(np.where(bad[:, None], 0, block).astype(np.float64) / np.where(bad, 1, power)[:, None])
+                codes.append(np.where((bad | (amax == 0))[:, None], 0, code).astype(np.uint8))
+                scales.append(byte if granularity == "block32" else power)
+                continue
             quotient = amax / np.float32(448)
             dead = bad | (quotient == 0)
             code = e4m3(block / np.where(dead, np.float32(1), quotient)[:, None])
@@ -306,7 +317,7 @@ def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None
 
 def fp8_blocks(value: np.ndarray, granularity: str) -> list[np.ndarray]:
     """Split rows (M, K) into column ranges whose elements share a scale within each row."""
-    step = {"token": value.shape[1], "block128": 128}[granularity]
+    step = {"token": value.shape[1], "block128": 128, "block32": 32}[granularity]
     return [value[:, begin : begin + step] for begin in range(0, value.shape[1], step)]
 
 

@@ -159,6 +159,45 @@ def test_refused_differences_of_fp8():
         assert_fp8_close((y[1:], scale), (y, scale), fmt)
 
 
+@pytest.mark.parametrize("granularity", ["block128", "block32"])
+def test_differences_of_fp8_with_powers_of_two(granularity):
+    """Check that one scale in 1,000 may differ by a factor of two, together with the codes of its block."""
+    fmt, layout = resolve_fp8_format(granularity, None, "ue8m0")
+    # Make all rows different: equal rows count as one row.
+    x = torch.randn(100, 384) * 2.0 ** torch.arange(-50.0, 50.0).unsqueeze(1)
+    good = quantize_fp8_rows(x, fmt, None, layout)
+    named = {"layout": layout} if granularity == "block32" else {}
+    assert_fp8_close(good, good, fmt, **named)
+
+    def scale_with(factors):
+        """Return codes and scales if the scales of the first blocks of some rows are multiplied by powers of two."""
+        y, scale = (each.clone() for each in good)
+        for row, power in factors.items():
+            block = slice(0, fmt.block_size)
+            y[row, block] = (y[row, block].float() * 2.0**-power).to(y.dtype)
+            if granularity == "block32":
+                scale[0, 0, row % 32, row // 32, 0] += power
+            else:
+                scale[row, 0] *= 2.0**power
+        return y, scale
+
+    assert_fp8_close(scale_with({3: 1}), good, fmt, **named)
+    for message, factors in (
+        ("3 of .* scales differ; at most", {3: 1, 40: 1, 57: 1}),
+        ("by more than a factor of two", {3: 2}),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            assert_fp8_close(scale_with(factors), good, fmt, **named)
+    if granularity == "block32":
+        padding = good[1].clone()
+        padding[0, 0, 31, 3, 0] = 1
+        with pytest.raises(AssertionError, match="padding that is not zero"):
+            assert_fp8_close((good[0], padding), good, fmt, **named)
+    else:
+        with pytest.raises(AssertionError, match="no powers of two"):
+            assert_fp8_close((good[0], good[1] * 1.5), good, fmt, **named)
+
+
 def test_norm_close():
     exact = torch.randn(20, 64, dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

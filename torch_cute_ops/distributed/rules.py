@@ -172,7 +172,7 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
         block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
         fmt = None
     elif path.quantises:
-        fmt, layout = resolve_fp8_format(call["granularity"], call["scale_layout"])
+        fmt, layout = resolve_fp8_format(call["granularity"], call["scale_layout"], call["scale_format"])
         block = fmt.block_size
     else:
         fmt, layout, block = None, ROW, 1
@@ -199,7 +199,7 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
     if path.normalises or path.source != "rows" or reduces_amax:
         return  # a row, or its gate and up halves, cannot be divided
     scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(last)
-    if is_fp4 and not layout.is_linear:
+    if not layout.is_linear:
         scale, block = Shard(1), TILE_BLOCKS * block
     if call.get("interleaved"):
         block = INTERLEAVED_K

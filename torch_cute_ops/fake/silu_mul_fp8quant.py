@@ -10,8 +10,13 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def silu_mul_fp8quant(
-    input: torch.Tensor, granularity: str, scale_layout: str | None, interleaved: bool, **_: Any
+    input: torch.Tensor,
+    granularity: str,
+    scale_layout: str | None,
+    interleaved: bool,
+    scale_format: str | None,
+    **_: Any,
 ) -> OutputShapes:
     """Describe the codes (..., I), or (..., ⌈I/256⌉, 256) if they are interleaved, and the scales of an input (...,
     2I)."""
-    return quantised(halved(input), granularity, scale_layout, interleaved)
+    return quantised(halved(input), granularity, scale_layout, interleaved, scale_format)

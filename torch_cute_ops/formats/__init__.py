@@ -3,10 +3,12 @@
 from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, nvfp4_global_scale, resolve_fp4_format
 from torch_cute_ops.formats.fp8 import (
     FP8_BLOCK128,
+    FP8_BLOCK128_UE8M0,
     FP8_FORMATS,
     FP8_SCALE_LAYOUTS,
     FP8_TENSOR,
     FP8_TOKEN,
+    MXFP8,
     FP8Format,
     resolve_fp8_format,
 )
@@ -20,11 +22,13 @@ from torch_cute_ops.formats.scale_layout import (
 
 __all__ = [
     "FP8_BLOCK128",
+    "FP8_BLOCK128_UE8M0",
     "FP8_FORMATS",
     "FP8_SCALE_LAYOUTS",
     "FP8_TENSOR",
     "FP8_TOKEN",
     "MXFP4",
+    "MXFP8",
     "NVFP4",
     "SCALE_LAYOUTS",
     "FP4Format",

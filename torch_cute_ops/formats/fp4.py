@@ -5,6 +5,7 @@ share a byte, with element 0 in the low nibble. Each block of elements shares on
 ue8m0 for 32 elements (MXFP4).
 """
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Final
@@ -171,6 +172,22 @@ def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
     # The byte is the exponent field of an fp32 number, except for 2^-127, which is subnormal in fp32.
     bits = torch.where(byte == 0, 0x00400000, byte.to(torch.int32) << 23)
     return torch.where(byte == UE8M0_NAN, torch.nan, bits.to(torch.int32).view(torch.float32))
+
+
+def encode_ue8m0(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return the ue8m0 bytes, uint8, of the scales of blocks with these magnitudes: ``2^ceil(log2(amax / largest))``,
+    at least 2^-127, or NaN if ``amax`` is not finite.
+
+    Args:
+        amax: fp32 largest magnitudes of the blocks, 0 or more.
+        largest: largest number of the element format. Its significand has few bits.
+    """
+    # Compute the exponent from the bits: with largest = f · 2^e and 1 ≤ f < 2, subtract e from amax's exponent, and add
+    # 1 if amax's significand exceeds f. A subnormal amax gets the smallest scale.
+    fraction, exponent = math.frexp(largest)
+    carry = int((2 - 2 * fraction) * 2**23) - 1
+    byte = (((amax.view(torch.int32) + carry) >> 23) - (exponent - 1)).clamp(min=0).to(torch.uint8)
+    return torch.where(amax.isfinite(), byte, UE8M0_NAN)
 
 
 def decode_scale(scale: torch.Tensor, fmt: FP4Format) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Layouts of FP4 block scales: the linear layout, and the tiled layouts that block-scaled MMA units read.
+"""Layouts of FP4 and MXFP8 block scales: the linear layout, and the tiled layouts that block-scaled MMA units read.
 
 A tiled layout divides the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and
 stores tile after tile. ``128x4`` is the order that cuBLAS's block-scaled GEMMs and ``tcgen05`` read (PTX ISA, "scale
@@ -180,8 +180,8 @@ def as_tiles(scale: torch.Tensor, rows: int, k: int, layout: FP4ScaleLayout) -> 
     Args:
         scale: scales of a matrix (rows, k), contiguous, in the order of ``layout``. The shape may be flat, (padded
             rows, padded blocks), or already the shape of tiles. The dtype is float8_e4m3fn (NVFP4), or uint8 or
-            float8_e8m0fnu (MXFP4). Scales of experts, (experts, padded rows, padded blocks), are accepted if the rows
-            of an expert are whole tiles.
+            float8_e8m0fnu (MXFP4, MXFP8). Scales of experts, (experts, padded rows, padded blocks), are accepted if the
+            rows of an expert are whole tiles.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         layout: ``"128x4"`` or ``"8x4"``.
@@ -267,15 +267,15 @@ def _quads(codes: torch.Tensor) -> torch.Tensor:
 def convert_scales(
     scale: torch.Tensor, rows: int, k: int, source: FP4ScaleLayout, target: FP4ScaleLayout
 ) -> torch.Tensor:
-    """Convert block scales of an FP4 matrix from one layout to another.
+    """Convert block scales of an FP4 or MXFP8 matrix from one layout to another.
 
     Most checkpoints store linear scales; quantisers write 128x4 by default.
 
     Args:
         scale: scales of a matrix (rows, k) in the layout ``source``: float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu
-            (MXFP4). Linear scales: (…, k / B), with any leading dimensions for the rows. Tiled scales: the shape that
-            :func:`as_tiles` returns. Another library's flat or padded matrix is accepted too, except in a
-            shape that linear scales could also have.
+            (MXFP4, MXFP8). Linear scales: (…, k / B), with any leading dimensions for the rows. Tiled scales: the shape
+            that :func:`as_tiles` returns. Another library's flat or padded matrix is accepted too, except in a shape
+            that linear scales could also have.
         rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
         k: number of elements of a row.
         source: ``"linear"``, ``"128x4"`` or ``"8x4"``.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from torch_cute_ops.formats.fp4 import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8Format, column_strides
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, MXFP8, FP8Format, column_strides
 from torch_cute_ops.formats.scale_layout import ScaleLayout
 
 Shape = tuple[int, ...]
@@ -48,12 +48,12 @@ def fp8_outputs(
         shape: shape of the codes.
         fmt: format of the codes.
         layout: layout of the scales if the op creates their tensor.
-        scale_layouts: names of the layouts that block scales in a caller's tensor may have.
+        scale_layouts: names of the layouts that block scales of 128 in a caller's tensor may have.
     """
     *lead, width = shape
     y = Output((*lead, width), torch.float8_e4m3fn)
-    scale: Shape = (1,) if fmt == FP8_TENSOR else (*lead, fmt.scales_per_row(width))
-    if not fmt.block_size:
-        return [y, Output(scale, torch.float32)]
+    scale: Shape = (1,) if fmt == FP8_TENSOR else layout.shape(lead, fmt.scales_per_row(width))
+    if not fmt.block_size or fmt == MXFP8:
+        return [y, Output(scale, fmt.scale_dtype)]
     strides = column_strides(scale) if layout == COLUMN else None
     return [y, Output(scale, torch.float32, strides, tuple(scale_layouts))]

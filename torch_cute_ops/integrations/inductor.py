@@ -19,6 +19,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from torch_cute_ops.formats.fp8 import MXFP8
 from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, weight_layout
 from torch_cute_ops.integrations import _inductor_graph, _inductor_patterns
 from torch_cute_ops.integrations._inductor_graph import (
@@ -494,7 +495,9 @@ def _take_over(node: Node, results: Sequence[Node]) -> None:
 def _has_row_scales(node: Node) -> bool:
     """Return True if the scales have the leading dimensions of the quantised tensor."""
     named = named_arguments(node)
-    return named["granularity"] != "tensor" if "granularity" in named else named["scale_layout"] == "linear"
+    if "granularity" in named and named["granularity"] != MXFP8.granularity:
+        return bool(named["granularity"] != "tensor")
+    return bool(named["scale_layout"] == "linear")
 
 
 # Prefetch of the next weight

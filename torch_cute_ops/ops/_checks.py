@@ -162,10 +162,12 @@ def check_global_scale(
     check_scalar(op, "global_scale", global_scale, other, device)
 
 
-def check_fp8_format(op: str, granularity: str, scale_layout: str | None) -> tuple[FP8Format, ScaleLayout]:
+def check_fp8_format(
+    op: str, granularity: str, scale_layout: str | None, scale_format: str | None
+) -> tuple[FP8Format, ScaleLayout]:
     """Return the FP8 format and the scale layout that the arguments name."""
     try:
-        return resolve_fp8_format(granularity, scale_layout)
+        return resolve_fp8_format(granularity, scale_layout, scale_format)
     except ValueError as error:
         raise ValueError(f"cute::{op}: {error}") from None
 

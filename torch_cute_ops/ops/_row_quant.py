@@ -82,18 +82,15 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.has_row_scale = problem.has_row_scale
         self.has_weight = problem.has_weight
         self.tile_rows = self.layout.tile_rows or 1
+        self.y_width, self.y_dtype, self.blocks = self.width, problem.dtype, 0
         if isinstance(fmt, FP4Format):
             self.y_width, self.y_dtype = self.width // 2, torch.uint8
             self.blocks = self.width // fmt.block_size
-            self.scale_width = self.layout.padded_blocks(self.blocks)
-            self.scale_dtype = fmt.scale_dtype
-        elif fmt is None:
-            self.y_width, self.y_dtype, self.blocks, self.scale_width = self.width, problem.dtype, 0, 0
-            self.scale_dtype = problem.dtype
-        else:
-            self.y_width, self.y_dtype = self.width, torch.float8_e4m3fn
-            self.blocks = self.scale_width = fmt.scales_per_row(self.width)
-            self.scale_dtype = torch.float32
+        elif fmt is not None:
+            self.y_dtype = torch.float8_e4m3fn
+            self.blocks = fmt.scales_per_row(self.width)
+        self.scale_width = self.layout.padded_blocks(self.blocks)
+        self.scale_dtype = problem.dtype if fmt is None else fmt.scale_dtype
         # Scales are a row-major matrix, a column-major matrix, or a single element.
         self.is_column = self.layout == COLUMN
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
@@ -103,9 +100,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         if problem.interleaved:
             self.y_tail = (-(-self.y_width // INTERLEAVED_K), INTERLEAVED_K)
         self.y_strides = contiguous_strides((1, *self.y_tail))
-        self.scale_tail: tuple[int, ...] = (self.scale_width,)
-        if isinstance(fmt, FP4Format):
-            self.scale_tail = self.layout.shape((1,), self.blocks)[1:]
+        self.scale_tail = self.layout.shape((1,), self.blocks)[1:]
         self.scale_strides = contiguous_strides((1, *self.scale_tail))
         self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
         self.sizes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -317,15 +312,11 @@ class RowQuant(KernelPath[RowCall]):
                 else:
                     factor_of_gate, offset, clamp = gate_arguments(alpha, beta, limit)
                 # Check these dtypes here, because the compiled function also accepts int8 instead of uint8.
-                if (
-                    out is None
-                    or not launcher.stores_bytes
-                    or (
-                        y.dtype is _BYTE
-                        and (
-                            not launcher.stores_byte_scales
-                            or (scale.dtype is _BYTE and (linear is None or linear.dtype is _BYTE))
-                        )
+                if out is None or (
+                    (not launcher.stores_bytes or y.dtype is _BYTE)
+                    and (
+                        not launcher.stores_byte_scales
+                        or (scale.dtype is _BYTE and (linear is None or linear.dtype is _BYTE))
                     )
                 ):
                     # fmt: off
@@ -361,7 +352,7 @@ class RowQuant(KernelPath[RowCall]):
         if call.granularity is None:
             assert call.scale_layout is not None
             return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
-        return _checks.check_fp8_format(self.op, call.granularity, call.scale_layout)
+        return _checks.check_fp8_format(self.op, call.granularity, call.scale_layout, call.scale_format)
 
     def check(self, call: RowCall) -> None:
         op, input, device = self.op, call.input, call.input.device

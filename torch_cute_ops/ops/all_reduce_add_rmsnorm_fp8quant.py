@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torch_cute_ops.ops._all_reduce import AllReduceRowQuant
 from torch_cute_ops.ops._define import define
-from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout, UpdatedTensor
+from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleFormat, FP8ScaleLayout, UpdatedTensor
 
 
 @define(AllReduceRowQuant(), "y", "scale")
@@ -19,6 +19,7 @@ def all_reduce_add_rmsnorm_fp8quant(
     scale_layout: FP8ScaleLayout | None = None,
     interleaved: bool = False,
     weight_plus_one: bool = False,
+    scale_format: FP8ScaleFormat | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -49,21 +50,25 @@ def all_reduce_add_rmsnorm_fp8quant(
             ``granularity="tensor"``, otherwise ``None``.
         eps: number added to the mean square.
         granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
-            row), or ``"block128"`` (128 neighbouring elements of a row; H is a multiple of 64, so the last block may
-            contain 64 elements).
-        scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
-            ``"token"`` or ``"tensor"``.
+            row), ``"block128"`` (128 neighbouring elements of a row; H is a multiple of 64, so the last block may
+            contain 64 elements), or ``"block32"`` (MXFP8: 32 neighbouring elements of a row; H is a multiple of 32).
+        scale_layout: for ``"block128"``, strides of the scales: ``"column"``, which GEMMs read in place, or ``"row"``.
+            ``None`` means ``"column"``, or the layout of the scales in ``out``. For ``"block32"``, layout of the
+            scales: ``"128x4"`` (also ``None``), ``"8x4"`` or ``"linear"``, as for FP4. The argument has no effect if
+            ``granularity`` is ``"token"`` or ``"tensor"``.
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, with ``"block128"`` or ``"block32"``. ``None``
+            means ``"ue8m0"`` with ``"block32"``, and any float32 scale otherwise.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
     Returns:
         ``y``: (..., H) float8_e4m3fn, or (..., ⌈H/256⌉, 256) with zeros beyond H if ``interleaved``.
-        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈H/128⌉) for blocks. Block scales are
-        column-major by default: with M flattened rows, the strides of (M, ⌈H/128⌉) are (1, M).
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈H/128⌉) for blocks of 128. Block scales of
+        128 are column-major by default: with M flattened rows, the strides of (M, ⌈H/128⌉) are (1, M). For blocks of
+        32, uint8 in the shape of the layout: (..., H/32) if it is linear.
 
     Raises:
         ValueError: If the group does not exist, if a shape, device, format or layout is wrong, if ``residual`` overlaps

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout
+from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleFormat, FP8ScaleLayout
 
 
 @define(RowQuant(), "y", "scale")
@@ -14,6 +14,7 @@ def fp8_quantize(
     granularity: FP8Granularity = "token",
     scale_layout: FP8ScaleLayout | None = None,
     interleaved: bool = False,
+    scale_format: FP8ScaleFormat | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -22,10 +23,12 @@ def fp8_quantize(
     Each row or block of values ``v``, with ``amax = max |v|``, is quantised in fp32::
 
         scale = amax / 448  # of the row or block, unless scale is given
+        scale = 2 ** ceil(log2(amax / 448))  # if scales are powers of two, at least 2 ** -127
         y = e4m3(v / scale)
 
     Codes are rounded to nearest even and saturate. A row or block with NaN or infinity gets a NaN scale and zero codes;
-    a zero row or block gets scale zero. CPU and GPU results are equal bit for bit.
+    a zero row or block gets scale zero, or 2 ** -127 if scales are powers of two. CPU and GPU results are equal bit for
+    bit.
 
     Args:
         input: (..., K) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16
@@ -33,20 +36,24 @@ def fp8_quantize(
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
-            row), or ``"block128"`` (128 neighbouring elements of a row; K is a multiple of 64, so the last block may
-            contain 64 elements).
-        scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
-            ``"token"`` or ``"tensor"``.
+            row), ``"block128"`` (128 neighbouring elements of a row; K is a multiple of 64, so the last block may
+            contain 64 elements), or ``"block32"`` (MXFP8: 32 neighbouring elements of a row; K is a multiple of 32).
+        scale_layout: for ``"block128"``, strides of the scales: ``"column"``, which GEMMs read in place, or ``"row"``.
+            ``None`` means ``"column"``, or the layout of the scales in ``out``. For ``"block32"``, layout of the
+            scales: ``"128x4"`` (also ``None``), ``"8x4"`` or ``"linear"``, as for FP4. The argument has no effect if
+            ``granularity`` is ``"token"`` or ``"tensor"``.
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, with ``"block128"`` or ``"block32"``. ``None``
+            means ``"ue8m0"`` with ``"block32"``, and any float32 scale otherwise.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
     Returns:
         ``y``: (..., K) float8_e4m3fn, or (..., ⌈K/256⌉, 256) with zeros beyond K if ``interleaved``.
-        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈K/128⌉) for blocks. Block scales are
-        column-major by default: with M flattened rows, the strides of (M, ⌈K/128⌉) are (1, M).
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈K/128⌉) for blocks of 128. Block scales of
+        128 are column-major by default: with M flattened rows, the strides of (M, ⌈K/128⌉) are (1, M). For blocks of
+        32, uint8 in the shape of the layout: (..., K/32) if it is linear.
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, or if an input requires grad while gradients are

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout
+from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleFormat, FP8ScaleLayout
 
 
 @define(RowQuant("silu_mul"), "y", "scale")
@@ -19,6 +19,7 @@ def silu_mul_fp8quant(
     swiglu_limit: float | None = None,
     interleaved: bool = False,
     gate: Gate = "silu",
+    scale_format: FP8ScaleFormat | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -42,24 +43,28 @@ def silu_mul_fp8quant(
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
-            row), or ``"block128"`` (128 neighbouring elements of a row; I is a multiple of 64, so the last block may
-            contain 64 elements).
-        scale_layout: strides of block scales: ``"column"``, which GEMMs read in place, or ``"row"``. ``None`` means
-            ``"column"``, or the layout of the scales in ``out``. The argument has no effect if ``granularity`` is
-            ``"token"`` or ``"tensor"``.
+            row), ``"block128"`` (128 neighbouring elements of a row; I is a multiple of 64, so the last block may
+            contain 64 elements), or ``"block32"`` (MXFP8: 32 neighbouring elements of a row; I is a multiple of 32).
+        scale_layout: for ``"block128"``, strides of the scales: ``"column"``, which GEMMs read in place, or ``"row"``.
+            ``None`` means ``"column"``, or the layout of the scales in ``out``. For ``"block32"``, layout of the
+            scales: ``"128x4"`` (also ``None``), ``"8x4"`` or ``"linear"``, as for FP4. The argument has no effect if
+            ``granularity`` is ``"token"`` or ``"tensor"``.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
         gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
             (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, with ``"block128"`` or ``"block32"``. ``None``
+            means ``"ue8m0"`` with ``"block32"``, and any float32 scale otherwise.
         out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
             distance between columns.
 
     Returns:
         ``y``: (..., I) float8_e4m3fn, or (..., ⌈I/256⌉, 256) with zeros beyond I if ``interleaved``.
-        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈I/128⌉) for blocks. Block scales are
-        column-major by default: with M flattened rows, the strides of (M, ⌈I/128⌉) are (1, M).
+        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈I/128⌉) for blocks of 128. Block scales of
+        128 are column-major by default: with M flattened rows, the strides of (M, ⌈I/128⌉) are (1, M). For blocks of
+        32, uint8 in the shape of the layout: (..., I/32) if it is linear.
 
     Raises:
         ValueError: If a shape, device, format, layout or gate parameter is wrong, or if an input requires grad while

@@ -4,12 +4,13 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, FP4Format, resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.formats.fp4 import (
+    E2M1_MAX,
     E4M3_NAN,
     UE8M0_BIAS,
-    UE8M0_NAN,
     decode_ue8m0,
     encode_e2m1,
     encode_e4m3,
+    encode_ue8m0,
     pack_e2m1,
 )
 from torch_cute_ops.formats.scale_layout import from_linear
@@ -41,11 +42,8 @@ def _block_scale(
     """Return the stored scale of blocks with this ``amax``, and the fp32 factor by which their values are multiplied
     before they are rounded to e2m1."""
     if fmt == MXFP4:
-        # Compute 2^ceil(log2(amax / 6)) from the bits. 6 = 1.5 · 2^2, so subtract 2 from amax's exponent, and add 1 if
-        # the significand exceeds 1.5. Subnormals get the smallest scale.
-        byte = (((amax.view(torch.int32) + 0x3FFFFF) >> 23) - 2).clamp(min=0).to(torch.uint8)
+        byte = encode_ue8m0(amax, E2M1_MAX)
         inverse = decode_ue8m0(2 * UE8M0_BIAS - byte)
-        byte = torch.where(amax.isfinite(), byte, UE8M0_NAN)
         return byte, torch.where(amax == 0, 0.0, inverse)
     g = amax.new_ones(()) if global_scale is None else global_scale
     if g.numel() == 1:

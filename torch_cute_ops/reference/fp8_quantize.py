@@ -3,16 +3,19 @@
 import torch
 from torch import Tensor
 
-from torch_cute_ops.formats import FP8Format, ScaleLayout, resolve_fp8_format
-from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.formats import MXFP8, FP8Format, ScaleLayout, resolve_fp8_format
+from torch_cute_ops.formats.fp4 import E4M3_MAX, decode_ue8m0, encode_e4m3, encode_ue8m0
 from torch_cute_ops.formats.fp8 import COLUMN, new_column_scales
 from torch_cute_ops.formats.interleave import interleave_k
+from torch_cute_ops.formats.scale_layout import from_linear
 
 
 def quantize_fp8_rows(
     value: Tensor, fmt: FP8Format, scale: Tensor | None, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
     """Quantise fp32 rows (..., K). Return codes (..., K), and scales, (..., ⌈K/128⌉) for block scales.
+
+    MXFP8 scales have the shape of ``layout``.
 
     A format with a static scale uses the given ``scale``. For other formats ``scale`` is None, and the scales are
     computed.
@@ -24,12 +27,20 @@ def quantize_fp8_rows(
     # Pad the last block with zeros, which change neither its amax nor its scale.
     blocks = torch.nn.functional.pad(value, (0, -width % block)).unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1)
-    # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
-    # reciprocal.
-    block_scale = amax / torch.full_like(amax, E4M3_MAX)
-    # A block whose scale is zero, infinite or NaN stores zeros with a positive sign.
-    live = amax.isfinite() & (block_scale != 0)
+    if fmt.scale_format == "ue8m0":
+        byte = encode_ue8m0(amax, E4M3_MAX)
+        block_scale = decode_ue8m0(byte)
+        live = amax.isfinite() & (amax != 0)
+    else:
+        # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with
+        # the reciprocal.
+        block_scale = amax / torch.full_like(amax, E4M3_MAX)
+        live = amax.isfinite() & (block_scale != 0)
+    # A block whose scale is zero, infinite or NaN, or whose elements are all zero, stores zeros with a positive sign.
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
+    if fmt == MXFP8:
+        scales = byte if layout.is_linear else from_linear(byte.reshape(-1, byte.shape[-1]), layout)
+        return _packed(y), _packed(scales)
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)
     return _packed(y), new_column_scales(stored).copy_(stored) if layout == COLUMN else _packed(stored)
 
@@ -41,9 +52,14 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def fp8_quantize(
-    input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str | None, interleaved: bool
+    input: Tensor,
+    scale: Tensor | None,
+    granularity: str,
+    scale_layout: str | None,
+    interleaved: bool,
+    scale_format: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` (..., K) to FP8; see the op's docstring."""
-    fmt, layout = resolve_fp8_format(granularity, scale_layout)
+    fmt, layout = resolve_fp8_format(granularity, scale_layout, scale_format)
     y, factors = quantize_fp8_rows(input.float(), fmt, scale, layout)
     return interleave_k(y) if interleaved else y, factors

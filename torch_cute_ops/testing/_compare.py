@@ -16,6 +16,9 @@ GATE_ERROR = 2.0**-17
 """Allowed relative error of a scale after ``silu(a)``. Rounding the exponent ``a · log2(e)`` adds |a| · 2^-24, for a >
 -89."""
 SMALLEST = 2.0**-149
+E4M3_STEPS_TO_DOUBLE = 8
+"""Number of e4m3 steps from a number to its double, the distance of the codes of a value with two neighbouring
+scales, apart from rounding."""
 
 
 def assert_fp4_close(
@@ -82,11 +85,15 @@ def assert_fp8_close(
     fmt: FP8Format,
     boundary: Callable[[], torch.Tensor] | None = None,
     scale_error: float = SCALE_ERROR,
+    layout: ScaleLayout | None = None,
 ) -> None:
     """Assert that two ``(y, scale)`` pairs agree except for the rounding of a row reduction or an exponential.
 
     At most one element in 1,000 (rounded up) may differ: by one e4m3 step, with the same sign. Equal rows are counted
     once. Computed scales may differ by the relative error ``scale_error``; NaN, zero and given scales must be equal.
+
+    If scales are powers of two, at most one scale in 1,000 (rounded up) may differ, by a factor of two. All elements of
+    one block with a different scale may differ, by as many steps as the factor explains. Padding must be equal.
 
     Args:
         actual: codes and scales to check.
@@ -96,25 +103,54 @@ def assert_fp8_close(
             between two e4m3 numbers. Inputs with few significant bits produce many such elements. The function is
             called only if too many elements differ.
         scale_error: ``SCALE_ERROR``, or ``GATE_ERROR`` after a gate.
+        layout: layout of both scales if they are bytes (MXFP8), else None.
 
     Raises:
         AssertionError: if the pairs disagree; the message names the elements and the largest difference.
     """
     (y, scale), (want_y, want_scale) = actual, expected
     _same_kind(actual, expected)
-    _report("scales that differ in being NaN", scale.isnan() != want_scale.isnan(), None)
-    _report("scales that differ in being zero", (scale == 0) != (want_scale == 0), None)
-    off = (scale.double() - want_scale.double()).abs()
-    limit = 0.0 if fmt.is_static else want_scale.double().abs() * scale_error + 2 * SMALLEST
-    _report("scales that differ by more than their computation explains", off > limit, None)
+    rows, at_least, allowed_steps = y.shape[:-1].numel(), 0, torch.ones((), device=y.device)
+    if fmt.scale_format == "ue8m0":
+        moved = _check_powers(scale, want_scale, rows, fmt.scales_per_row(y.shape[-1]), layout)
+        at_least = fmt.block_size if bool(moved.any()) else 0
+        of_elements = moved.repeat_interleave(fmt.block_size, 1)[:, : y.shape[-1]]
+        allowed_steps = torch.where(of_elements, E4M3_STEPS_TO_DOUBLE + 1, 1)
+    else:
+        _report("scales that differ in being NaN", scale.isnan() != want_scale.isnan(), None)
+        _report("scales that differ in being zero", (scale == 0) != (want_scale == 0), None)
+        off = (scale.double() - want_scale.double()).abs()
+        limit = 0.0 if fmt.is_static else want_scale.double().abs() * scale_error + 2 * SMALLEST
+        _report("scales that differ by more than their computation explains", off > limit, None)
 
-    rows = y.shape[:-1].numel()
     got_code, want_code = (t.view(torch.uint8).reshape(rows, y.shape[-1]).to(torch.int16) for t in (y, want_y))
     steps = ((got_code & 0x7F) - (want_code & 0x7F)).abs()
     nan = ((got_code & 0x7F) == E4M3_NAN) | ((want_code & 0x7F) == E4M3_NAN)
     _report("elements that differ in sign", (got_code ^ want_code) >= 0x80, steps)
-    _report("elements that differ by more than one step, or in being NaN", (steps > 1) | (nan & (steps > 0)), steps)
-    _limit("elements", got_code, want_code, excused=boundary)
+    wrong = (steps > allowed_steps) | (nan & (steps > 0))
+    _report("elements that differ by more than one step, or in being NaN", wrong, steps)
+    _limit("elements", got_code, want_code, at_least, excused=boundary)
+
+
+def _check_powers(
+    scale: torch.Tensor, want: torch.Tensor, rows: int, blocks: int, layout: ScaleLayout | None
+) -> torch.Tensor:
+    """Compare scales that are powers of two: bytes in ``layout``, or fp32 numbers if it is None. Return a mask (rows,
+    blocks) of the scales that differ."""
+    if layout is not None:
+        _report("padding that is not zero", _padding(scale, layout, rows, blocks) != 0, None)
+        got_byte, want_byte = (_scale_bytes(each, layout, rows, blocks) for each in (scale, want))
+    else:
+        bits, want_bits = (each.contiguous().view(torch.int32).view(rows, blocks) for each in (scale, want))
+        fraction = bits & 0x7FFFFF
+        is_power = (fraction == 0) | (bits == 0x400000) | scale.isnan().view(rows, blocks)
+        _report("scales that are no powers of two", ~is_power | (bits == 0), None)
+        got_byte, want_byte = ((each >> 23) & 0xFF for each in (bits, want_bits))
+    off = (got_byte - want_byte).abs()
+    nan = (got_byte == UE8M0_NAN) | (want_byte == UE8M0_NAN)
+    _report("scales that differ by more than a factor of two, or in being NaN", (off > 1) | (nan & (off > 0)), off)
+    _limit("scales", got_byte, want_byte)
+    return off > 0
 
 
 def _same_kind(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -33,7 +33,15 @@ from support.kernel_grid.fp8_gemms import (
     fp8_token_gemm_cases,
 )
 from support.kernel_grid.moe import MoeCase, moe_cases
-from support.kernel_grid.rows import FP8_TARGETS, ROUNDED, WHAT, Case, covering_cases, every_case
+from support.kernel_grid.rows import (
+    FP8_TARGETS,
+    POWER_TARGETS,
+    ROUNDED,
+    WHAT,
+    Case,
+    covering_cases,
+    every_case,
+)
 from support.kernel_grid.tcgen05 import (
     FP8FP4Tcgen05Case,
     FP8Tcgen05Case,
@@ -56,6 +64,7 @@ __all__ = [
     "FP8_TARGETS",
     "FP16",
     "FP32",
+    "POWER_TARGETS",
     "RECODED",
     "ROUNDED",
     "WHAT",

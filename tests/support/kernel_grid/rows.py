@@ -46,6 +46,13 @@ TARGETS = (*FP4_TARGETS, *FP8_TARGETS, ROUNDED)
 TOKEN_TARGETS = tuple(itertools.product(("nvfp4-t",), SCALE_LAYOUTS))
 """Targets of NVFP4 rows with a scale per row. The grid does not contain them; see ``ROW_SCALED``."""
 
+POWER_TARGETS = (
+    *itertools.product(("block128-ue8m0",), ("row", "column")),
+    *itertools.product(("block32",), SCALE_LAYOUTS),
+)
+"""Targets of FP8 rows whose block scales are powers of two. The grid does not contain them; see
+``WITH_POWERS``."""
+
 DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 """Pairs (dtype of the input, or of the output of dequantisation; dtype of the weight)."""
 
@@ -154,8 +161,9 @@ class Case(KernelCase):
         name, layout = self.target
         if self.target == ROUNDED:
             return None
-        if self.target in FP8_TARGETS:
-            return resolve_fp8_format(name, layout)[0]
+        if self.target in (*FP8_TARGETS, *POWER_TARGETS):
+            granularity, *powers = name.split("-")
+            return resolve_fp8_format(granularity, layout, *powers)[0]
         return MXFP4 if name == "mxfp4" else NVFP4
 
     @property
@@ -305,7 +313,29 @@ GENERAL_NORMS = tuple(
 )
 """Cases of the norms in ``GENERAL``."""
 
-MORE = (*INTERLEAVED, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU, *WITH_RELU, *GENERAL_NORMS)
+WITH_POWERS = tuple(
+    itertools.starmap(
+        Case,
+        (
+            (WHAT["quantize"], (BF16, BF16), 7168, POWER_TARGETS[1], "sm_90a"),
+            (WHAT["norm"], (BF16, FP32), 3072, POWER_TARGETS[0], "sm_100a"),
+            (WHAT["add"], (BF16, BF16), 7168, POWER_TARGETS[1], "sm_90a"),
+            (WHAT["swiglu"], (FP16, FP16), 7168, POWER_TARGETS[1], "sm_120a"),
+            (WHAT["layer"], (BF16, BF16), 4096, POWER_TARGETS[1], "sm_100a"),
+            (WHAT["quantize"], (BF16, BF16), 7168, POWER_TARGETS[3], "sm_90a"),
+            (WHAT["quantize"], (FP32, FP32), 65_536, POWER_TARGETS[2], "sm_120a"),
+            (WHAT["norm"], (BF16, BF16), 7168, POWER_TARGETS[3], "sm_100a"),
+            (WHAT["norm"], (FP16, FP32), 4096, POWER_TARGETS[4], "sm_90a"),
+            (WHAT["add"], (BF16, BF16), 7168, POWER_TARGETS[3], "sm_90a"),
+            (WHAT["add"], (BF16, BF16), 16_384, POWER_TARGETS[2], "sm_120a"),
+            (WHAT["silu"], (BF16, BF16), 14_336, POWER_TARGETS[3], "sm_100a"),
+            (WHAT["layer"], (FP16, FP16), 16_384, POWER_TARGETS[2], "sm_90a"),
+        ),
+    )
+)
+"""Cases of FP8 rows whose block scales are powers of two."""
+
+MORE = (*INTERLEAVED, *WITH_POWERS, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU, *WITH_RELU, *GENERAL_NORMS)
 """Cases that are not part of the grid."""
 
 

@@ -9,7 +9,8 @@
   bias. RMSNorm with a weight and without a bias is the usual case. The others are called *general* norms.
 - format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
   the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it),
-  to a row, or to 128 elements (64 elements in the last block of some rows).
+  to a row, to 128 elements (64 elements in the last block of some rows), or to 32 elements (MXFP8). MXFP8 blocks are
+  processed, and their scales stored, like MXFP4 blocks; only the codes differ.
 - outputs: codes and scales. Optional outputs are the same scales in the linear layout, and the values before
   quantisation. Without a format, these values are the only output. FP8 codes with one scale per token or tensor may be
   interleaved along k (``formats.interleave``), for ``kernels.fp8_fp4_token_wgmma``. A thread then stores its 16 codes
@@ -39,7 +40,7 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once per block instead of once per element. Some rows need ``(v · rstd) · w`` instead, which takes a second
    pass over the row in shared memory and a second barrier: rows of extreme magnitude, rows with a block of extreme
-   magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 or 16 bytes of codes of each block are stored in
+   magnitude in MXFP4 or FP8, and all rows in fp32. The scale and 8 to 32 bytes of codes of each block are stored in
    global memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm is written to shared
    memory and stored in bulk one row later. Eight threads share an FP8 block of 128 elements. Each thread computes the
    scales of some of the blocks that it shares, and passes the scales to the other threads by shuffles

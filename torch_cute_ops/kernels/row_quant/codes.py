@@ -7,11 +7,20 @@ without a norm.
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
+from torch_cute_ops.formats import FP8_BLOCK128_UE8M0, MXFP8
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack
+from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0, is_live, ue8m0_scale
 from torch_cute_ops.kernels.common.fp4.codes import fp4_block
-from torch_cute_ops.kernels.common.fp8.encode import Divisor, divide_e4m3, dynamic_scale, scale_divisor
-from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
+from torch_cute_ops.kernels.common.fp8.encode import (
+    E4M3_MAX,
+    Divisor,
+    divide_e4m3,
+    dynamic_scale,
+    multiply_e4m3,
+    scale_divisor,
+)
+from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import Config
 
 
@@ -93,9 +102,15 @@ class Encoder:
             values = [ptx.mul_rn(value, rstd) for value in values]
         return pack(values, DSL_DTYPES[self.config.spec.dtype])
 
-    def fp4_block(self, products, amax, rstd, global_scale) -> tuple[list, Uint32]:
-        """Return the codes of one FP4 block as words, and its scale byte."""
+    def block(self, products, amax, rstd, global_scale) -> tuple[list, Uint32]:
+        """Return the codes of one FP4 or MXFP8 block as words, and its scale byte."""
         c = self.config
+        if c.spec.fmt == MXFP8:
+            largest = self.scaled(amax[0], rstd)
+            byte, factor = ue8m0_scale(largest, E4M3_MAX)
+            factor = factor if rstd is None else ptx.mul_rn(factor, rstd)
+            values = [products[i] for i in range(c.spec.block_elements)]
+            return multiply_e4m3(values, factor, is_live(largest)), byte
         return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, global_scale) -> list:
@@ -107,8 +122,10 @@ class Encoder:
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
     def fp8_blocks(self, blocks, rstd, amax, thread) -> tuple[list, Float32]:
-        """Return the codes of each block as words, and the scale of the FP8 block that this thread owns, whose largest
-        magnitude is ``amax``."""
+        """Return the codes of each block as words, and the fp32 scale of the FP8 block that this thread owns, whose
+        largest magnitude is ``amax``."""
+        if self.config.spec.fmt == FP8_BLOCK128_UE8M0:
+            return self._blocks_of_powers(blocks, rstd, self.scaled(amax, rstd), thread)
         scale = dynamic_scale(self.scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []
@@ -116,3 +133,15 @@ class Encoder:
             factor, near_one, inverse = (self.shared.broadcast(value, j, thread.lane) for value in mine[:3])
             words.append(divide_e4m3(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
         return words, scale
+
+    def _blocks_of_powers(self, blocks, rstd, amax, thread) -> tuple[list, Float32]:
+        """Compute ``fp8_blocks`` with scales that are powers of two. ``amax`` is already multiplied by ``rstd``."""
+        byte, inverse = ue8m0_scale(amax, E4M3_MAX)
+        inverse = ptx.select(is_live(amax), inverse, Float32(0.0))
+        words = []
+        for j, (products, _) in enumerate(blocks):
+            factor = self.shared.broadcast(inverse, j, thread.lane)
+            is_block_live = factor > Float32(0.0)
+            factor = factor if rstd is None else ptx.mul_rn(factor, rstd)
+            words.append(multiply_e4m3([products[i] for i in range(FP8_UNIT)], factor, is_block_live))
+        return words, float_of_ue8m0(byte)

@@ -11,7 +11,15 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import USUAL_EXPERTS
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
+from torch_cute_ops.formats.fp8 import (
+    COLUMN,
+    FP8_BLOCK128,
+    FP8_BLOCK128_UE8M0,
+    FP8_TOKEN,
+    MXFP8,
+    ROW,
+    FP8Format,
+)
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
@@ -177,8 +185,19 @@ class RowQuantSpec:
 
     @property
     def block_elements(self) -> int:
-        """Number of elements of a *block*, which a thread processes at once: an FP4 block, or ``FP8_UNIT`` elements."""
-        return self.fmt.block_size if isinstance(self.fmt, FP4Format) else FP8_UNIT
+        """Number of elements of a *block*, which a thread processes at once: an FP4 or MXFP8 block, or ``FP8_UNIT``
+        elements."""
+        return self.fmt.block_size if self.fmt is not None and self.has_byte_scales else FP8_UNIT
+
+    @property
+    def has_byte_scales(self) -> bool:
+        """True if the format is FP4 or MXFP8. Their block scales are bytes, in the same layouts."""
+        return self.fmt is not None and self.fmt.scale_dtype.itemsize == 1
+
+    @property
+    def has_fp8_blocks(self) -> bool:
+        """True if the format is FP8 with an fp32 scale per 128 elements, which ``SCALE_THREADS`` threads share."""
+        return self.fmt in (FP8_BLOCK128, FP8_BLOCK128_UE8M0)
 
     @property
     def blocks(self) -> int:
@@ -226,7 +245,7 @@ class RowQuantSpec:
     def counts_unusual_blocks(self) -> bool:
         """True if the threads that process a row must also count its blocks of unusual magnitude. This is needed if the
         norm's factor ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
-        return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
+        return self.folds and (self.fmt in (MXFP4, MXFP8) or self.has_fp8_blocks)
 
     @property
     def reductions(self) -> int:
@@ -285,7 +304,7 @@ class Config:
     @property
     def has_short_block(self) -> bool:
         """True if the last FP8 block of a row holds 64 elements instead of 128."""
-        return self.spec.fmt == FP8_BLOCK128 and self.spec.width % FP8_BLOCK128.block_size != 0
+        return self.spec.has_fp8_blocks and self.spec.width % FP8_BLOCK128.block_size != 0
 
     @property
     def has_idle_threads(self) -> bool:
@@ -507,8 +526,8 @@ class Arguments(
         factor: (1,) fp32 global scale (FP4) or scale of the tensor (FP8), with ``RowQuantSpec.has_factor``.
         y: (R, W/2) uint8 FP4 codes, or float8_e4m3fn: (R, W), or (R, ⌈W/256⌉, 256) with ``RowQuantSpec.interleaved``.
             None without a format.
-        scale: FP4 scales, e4m3 or uint8, in the shape of ``RowQuantSpec.layout``. FP8 scales, fp32: (1,) or (R, scales
-            of a row), contiguous by rows or by columns. None without a format.
+        scale: FP4 or MXFP8 scales, e4m3 or uint8, in the shape of ``RowQuantSpec.layout``. Other FP8 scales, fp32: (1,)
+            or (R, scales of a row), contiguous by rows or by columns. None without a format.
         scale_linear: (R, B) in the dtype of ``scale``, with ``RowQuantSpec.also_linear``.
         norm: (R, W) of ``RowQuantSpec.dtype``, with ``RowQuantSpec.writes_norm``.
         row_scale: (R,) fp32 row scales, with ``RowQuantSpec.has_row_scale``.
@@ -607,7 +626,7 @@ def _fitting(spec: RowQuantSpec, arch: Arch, pdl: bool, numbers: Iterable[int]) 
         if last < 1:
             continue
         threads = 2 ** math.floor(math.log2(min(threads, last)))
-        if spec.fmt == FP8_BLOCK128:
+        if spec.has_fp8_blocks:
             threads = max(threads, SCALE_THREADS)
         per_thread = ceil_div(slice_width, threads)
         resident = 512 if per_thread <= 32 else 384

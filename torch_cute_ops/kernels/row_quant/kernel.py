@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
@@ -75,11 +75,13 @@ class RowQuantKernel:
         y = scale = linear = None
         if isinstance(spec.fmt, FP4Format):
             y = matrix("Uint8", rows, spec.width // 2)
+        elif spec.fmt is not None:
+            y = matrix("Float8E4M3FN", rows, spec.width)
+        if spec.has_byte_scales:
             scale = scale_argument(spec.fmt, spec.layout, rows, self.config.blocks)
             if spec.also_linear:
                 linear = matrix(scale.dtype, rows, self.config.blocks, align=1)
         elif spec.fmt is not None:
-            y = matrix("Float8E4M3FN", rows, spec.width)
             if spec.interleaved:
                 groups = (spec.blocks + spec.padding_blocks) * spec.block_elements // INTERLEAVED_K
                 shape = rows, groups, INTERLEAVED_K
@@ -335,7 +337,7 @@ class RowQuantKernel:
                     extreme = row < thread.rows
                     if const_expr(spec.folds):
                         extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
-                    if const_expr(spec.reduces_amax or spec.fmt == FP8_BLOCK128):
+                    if const_expr(spec.reduces_amax or spec.has_fp8_blocks):
                         # If several rows share a warp, all of them recompute their amax together, because the warp
                         # reduces as a whole. A row that did not need it gets the same amax again.
                         if cute.arch.vote_any_sync(extreme):
@@ -465,7 +467,7 @@ class RowQuantKernel:
                 block[1][0] = Float32(0.0 if spec.reduces_amax else 1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)
-        shared = self._shared_amax(blocks, thread) if spec.fmt == FP8_BLOCK128 else None
+        shared = self._shared_amax(blocks, thread) if spec.has_fp8_blocks else None
         reduced = [squares] * spec.normalises
         if spec.reduces_amax:
             reduced.append(self._amax_of(blocks))
@@ -535,7 +537,7 @@ class RowQuantKernel:
             blocks.append(block)
         if spec.reduces_amax:
             return blocks, reduced_row(self._amax_of(blocks), is_sum=False)
-        return blocks, self._shared_amax(blocks, thread) if spec.fmt == FP8_BLOCK128 else None
+        return blocks, self._shared_amax(blocks, thread) if spec.has_fp8_blocks else None
 
     def _take_block(self, j: int, v: list, weights, block, thread) -> Float32:
         """Store the thread's j-th block in registers, multiplied by the norm's weight if there is one, and the block's

@@ -1,4 +1,4 @@
-"""Stores of FP4 block scales: single bytes, 16 bytes of four rows, and padding.
+"""Stores of FP4 and MXFP8 block scales: single bytes, 16 bytes of four rows, and padding.
 
 Four rows whose scales share 16 bytes of a tiled layout are a *quad*. A group processes these rows in sequence, collects
 their scales in one of two buffers in shared memory, and stores 16 bytes at a time.
@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 
 class FP4Scales:
-    """Device code that stores FP4 block scales. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
+    """Device code that stores FP4 and MXFP8 block scales. ``thread`` is a ``Thread``, ``smem`` an ``Smem``."""
 
     def __init__(self, config: Config):
         self.config = config

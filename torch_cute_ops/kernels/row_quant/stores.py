@@ -5,8 +5,7 @@ import functools
 import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import FP8_BLOCK128, FP8_TOKEN
+from torch_cute_ops.formats.fp8 import FP8_TOKEN
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import store_byte, store_words
@@ -73,15 +72,15 @@ class Stores:
     def store_row(self, blocks, rstd, amax, global_scale, row, memory_row, iteration, thread, smem):
         """Quantise the thread's blocks of a row, and store codes, scales and norm.
 
-        Codes and FP8 scales are stored in row ``memory_row`` of the outputs, FP4 scales and norms in row ``row``.
+        Codes and fp32 scales are stored in row ``memory_row`` of the outputs, byte scales and norms in row ``row``.
         """
         c = self.config
         spec = c.spec
         # Compute all blocks before the first store: a branch between blocks would keep the compiler from interleaving
         # their instructions.
-        if const_expr(isinstance(spec.fmt, FP4Format)):
-            quantized = [self.encoder.fp4_block(*block, rstd, global_scale) for block in blocks[: c.common_blocks]]
-        elif const_expr(spec.fmt == FP8_BLOCK128):
+        if const_expr(spec.has_byte_scales):
+            quantized = [self.encoder.block(*block, rstd, global_scale) for block in blocks[: c.common_blocks]]
+        elif const_expr(spec.has_fp8_blocks):
             words, scale = self.encoder.fp8_blocks(blocks, rstd, amax, thread)
             quantized = [(words[j], None) for j in range(c.blocks_per_thread)]
             self._store_block_scale(scale, memory_row, row < thread.rows, thread)
@@ -93,7 +92,7 @@ class Stores:
             self._store_block(j, blocks[j], rstd, quantized[j], row, memory_row, iteration, thread, smem)
         if const_expr(c.common_blocks < c.blocks_per_thread):
             if self.rows.has_last_block(thread):
-                last = self.encoder.fp4_block(*blocks[-1], rstd, global_scale)
+                last = self.encoder.block(*blocks[-1], rstd, global_scale)
                 self._store_block(c.common_blocks, blocks[-1], rstd, last, row, memory_row, iteration, thread, smem)
         if const_expr(spec.padding_blocks > 0):
             self._store_padding(row < thread.rows, memory_row, thread)
@@ -138,7 +137,7 @@ class Stores:
         if const_expr(c.quads):
             if at < thread.cta_blocks:
                 store_byte(self.scales.quad_slot(iteration, at, smem), scale)
-        if const_expr(isinstance(spec.fmt, FP4Format)):
+        if const_expr(spec.has_byte_scales):
             if exists & (iteration >= thread.quad_iterations):
                 store_byte(self.scales.at(row, column, thread), scale)
         elif const_expr(spec.fmt == FP8_TOKEN):

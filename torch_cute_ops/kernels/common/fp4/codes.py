@@ -38,15 +38,15 @@ compare the encoder with the definition over all bf16 and fp16 values and the fp
 import math
 from typing import Final
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Float32, Uint8, Uint32, const_expr
 
-from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
-from torch_cute_ops.formats.fp4 import EXTREME_ROW_POWER, EXTREME_ROW_SCALE, NVFP4_MAX, SMALLEST_ROW_SCALE
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats.fp4 import E2M1_MAX, EXTREME_ROW_POWER, EXTREME_ROW_SCALE, NVFP4_MAX, SMALLEST_ROW_SCALE
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.ue8m0 import is_live, ue8m0_scale
 from torch_cute_ops.kernels.common.fp4.layouts import FP4Operands
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -77,7 +77,12 @@ def operands_acc_scale(operands: FP4Operands) -> float:
 
 
 def scale_argument(
-    fmt: FP4Format, layout: ScaleLayout, rows: Dim, blocks: Dim | int, align: int = 16, name: str = ""
+    fmt: FP4Format | FP8Format,
+    layout: ScaleLayout,
+    rows: Dim,
+    blocks: Dim | int,
+    align: int = 16,
+    name: str = "",
 ) -> TensorArg:
     """Return the description of an argument for a matrix's block scales, in the format's dtype and the layout's shape.
 
@@ -268,26 +273,6 @@ def is_live_nvfp4(byte: Uint32) -> Boolean:
     return (byte - Uint32(1)) < Uint32(0x7E)
 
 
-def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
-    """Return the ue8m0 scale byte of a block, and the factor by which the block's values are multiplied before they are
-    rounded to e2m1.
-
-    The scale ``2^ceil(log2(amax / 6))`` is computed from the bits of ``amax``. Since 6 = 1.5 · 2^2, the scale's
-    exponent is the exponent of amax minus 2, plus 1 if the significand of amax exceeds 1.5. The scale is NaN if the
-    block contains NaN or infinity.
-    """
-    bits = ptx.bits_of(amax)
-    exponent = Int32((bits + Uint32(0x3FFFFF)) >> 23) - 2
-    byte = Uint32(cutlass.max(exponent, Int32(0)))
-    factor = ptx.float_of((Uint32(254) - byte) << 23)
-    return ptx.select(bits < Uint32(_INFINITY), byte, Uint32(0xFF)), factor
-
-
-def is_live_mxfp4(amax: Float32) -> Boolean:
-    """Return True if a block with this amax contains neither NaN nor infinity, and is not all zeros."""
-    return (ptx.bits_of(amax) - Uint32(1)) < Uint32(_INFINITY - 1)
-
-
 def fp4_block(
     values, amax: Float32, global_scale: Float32 | None, fmt: FP4Format, has_e2m1_cvt: bool, after=None, part=None
 ) -> tuple[list, Uint32]:
@@ -309,8 +294,8 @@ def fp4_block(
         byte, factor = nvfp4_scale(amax, global_scale)
         live = is_live_nvfp4(byte)
     else:
-        byte, factor = mxfp4_scale(amax)
-        live = is_live_mxfp4(amax)
+        byte, factor = ue8m0_scale(amax, E2M1_MAX)
+        live = is_live(amax)
     if after is not None:
         factor = ptx.mul_rn(factor, after)
     scaled = [ptx.mul_rn(values[i], factor) for i in range(part or fmt.block_size)]

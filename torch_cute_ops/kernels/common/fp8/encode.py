@@ -4,7 +4,7 @@ the quotients to e4m3.
 A division costs three instructions per element (Markstein 1990). The product of a value and the correctly rounded
 inverse of the scale is off by at most one ulp, and one residual step rounds the quotient correctly. If a scale is
 outside of 2^-80 to 2^80, the scale and its values are first multiplied by a power of two, so that no step over- or
-underflows.
+underflows. If scales are powers of two, values are multiplied by the inverse scale instead, which is exact.
 """
 
 from typing import NamedTuple
@@ -39,6 +39,14 @@ class Divisor(NamedTuple):
 def dynamic_scale(amax: Float32) -> Float32:
     """Return the scale ``amax / 448``, or NaN if amax is NaN or infinite."""
     return ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(E4M3_MAX)))
+
+
+def multiply_e4m3(values, factor: Float32, live: Boolean) -> list:
+    """Multiply values, a multiple of four, by the inverse of a power-of-two scale. Return words of e4m3 bytes, the
+    first value in the lowest byte; or zeros unless ``live``."""
+    scaled = [ptx.mul_rn(value, factor) for value in values]
+    words = [ptx.e4m3x4_of(tuple(scaled[i : i + 4])) for i in range(0, len(scaled), 4)]
+    return [ptx.select(live, word, Uint32(0)) for word in words]
 
 
 def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Divisor:
