@@ -9,11 +9,12 @@ from torch_cute_ops.testing import GATE_ERROR
 
 _ARGUMENTS = (
     "Tensor input, Tensor? offsets=None, Tensor? counts=None, "
-    "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, str gate='silu'"
+    "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None, str gate='silu', "
+    "str? scale_format=None"
 )
 SCHEMA = f"cute::moe_swiglu_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::moe_swiglu_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
-FORMAT = {"granularity": "block128", "scale_layout": None, "scale": None}
+FORMAT = {"granularity": "block128", "scale_layout": None, "scale": None, "scale_format": None}
 
 
 def used(given) -> np.ndarray:
@@ -35,11 +36,17 @@ def results(given) -> Tensors:
     lead = given["input"].shape[:-1]
     value = rows_of(given["input"]).copy()
     value[~used(given)] = 0
-    return quantised_fp8(gated(value, given), lead, FORMAT)
+    y, scale = quantised_fp8(gated(value, given), lead, FORMAT | {"scale_format": given["scale_format"]})
+    return y, scale.masked_fill(torch.from_numpy(~used(given)).reshape(*lead, 1), 0.0)
 
 
 def assert_results(actual, expected, given) -> None:
-    rmsnorm_fp8quant.assert_close(actual, expected, FORMAT | {"input": given["input"]}, scale_error=GATE_ERROR)
+    named = FORMAT | {name: given[name] for name in ("input", "scale_format")}
+    if given["scale_format"] is not None:
+        # Rows of padding have the scale 0, which is no power of two.
+        keep = torch.from_numpy(used(given)).reshape(given["input"].shape[:-1])
+        actual, expected = (tuple(each[keep.to(each.device)] for each in pair) for pair in (actual, expected))
+    rmsnorm_fp8quant.assert_close(actual, expected, named, scale_error=GATE_ERROR)
 
 
 def rows_alone(given, outputs):

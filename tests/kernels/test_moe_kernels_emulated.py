@@ -20,7 +20,7 @@ from support.kernel_grid import BF16, FP16, FP32, MoeCase
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.fake.moe_route_ids import moe_route_ids as route_shapes
-from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats import FP8_BLOCK128, FP8_BLOCK128_UE8M0, FP8Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS, USUAL_EXPERTS, used_rows
 from torch_cute_ops.kernels import moe_finalize, moe_permute, moe_route, moe_route_dense, moe_route_ids, row_quant
 from torch_cute_ops.registry import OPS
@@ -96,7 +96,7 @@ def test_finalize_of_rows_that_do_not_exist(beyond: int, few: int) -> None:
 
 class Rows(NamedTuple):
     """Launch of a kernel that quantises rows: dtype, width of a row, routing, largest number of CTAs, seed of the order
-    of events, changes to the planned configuration, and parameters of the gate."""
+    of events, changes to the planned configuration, parameters of the gate, and the format of the scales."""
 
     dtype: torch.dtype
     width: int
@@ -105,9 +105,12 @@ class Rows(NamedTuple):
     seed: int | None
     changes: dict[str, int]
     gate: tuple[float, float, float] | None = None
+    scale_format: str | None = None
 
     def kernel(self, *plan_arguments: Any) -> Any:
-        many = (MAX_EXPERTS,) if self.routing.get("experts", 1) > USUAL_EXPERTS else ()
+        many: tuple[Any, ...] = (MAX_EXPERTS,) if self.routing.get("experts", 1) > USUAL_EXPERTS else ()
+        if self.scale_format is not None:
+            many = (*(many or (USUAL_EXPERTS,)), "silu", self.scale_format)
         planned = MoeCase("moe_swiglu", (self.width, self.dtype, *plan_arguments, *many)).kernel
         return type(planned)(dataclasses.replace(planned.config, **self.changes))
 
@@ -119,12 +122,14 @@ MASKED = {"m": 13, "topk": 2, "experts": 6, "max_rows": 4}
 
 
 class Permute(NamedTuple):
-    """Launch of ``moe_permute_fp8quant``: dtype, width of a row, routing, seed of the order of events."""
+    """Launch of ``moe_permute_fp8quant``: dtype, width of a row, routing, seed of the order of events, and the format
+    of the scales."""
 
     dtype: torch.dtype
     width: int
     routing: dict[str, Any]
     seed: int | None
+    scale_format: str | None = None
 
 
 PERMUTE = {
@@ -141,6 +146,8 @@ PERMUTE = {
     "half-a-block": Permute(BF16, 64, SOME, 1),
     "half-a-block-more": Permute(FP16, 960, {"m": 7, "topk": 10, "experts": 16}, 0),
     "half-a-block-dropped": Permute(FP32, 320, MASKED, 2),
+    "powers": Permute(BF16, 960, SOME, 0, "ue8m0"),
+    "powers-dropped": Permute(FP32, 512, MASKED, 1, "ue8m0"),
 }
 
 
@@ -152,7 +159,7 @@ def permute(
     m, topk = routed.expanded_to_permuted.shape
     y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
     scale = poisoned(-(-one.width // 128), routed.rows, dtype=torch.float32).t()
-    planned = MoeCase("moe_permute", (one.dtype, one.width, topk)).kernel
+    planned = MoeCase("moe_permute", (one.dtype, one.width, topk, one.scale_format)).kernel
     config = dataclasses.replace(planned.config, few=few)
     workspace = poisoned(*(config.workspace_shape(m) or (1, 1)), dtype=torch.float32)
     given = moe_permute.Arguments(
@@ -179,7 +186,7 @@ def test_permute(one: Permute, few: int) -> None:
         # NaN in every second token, which is next to the short blocks of the other tokens in memory
         x[1::2] = torch.nan
     y, scale = permute(one, routed, x, routed.permuted_to_expanded, few)
-    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
+    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk, scale_format=one.scale_format)
     for name, got, result in zip(("y", "scale"), (y, scale), want, strict=True):
         used = ~routed.padding[:, None]
         equal(name, got, torch.where(used, result.view(got.dtype), poisoned(*got.shape, dtype=got.dtype)))
@@ -260,6 +267,8 @@ SWIGLU = {
     "without-a-limit": (Rows(FP32, 576, MASKED, 2, 1, WARP_GROUPS, (0.5, -1.0, math.inf)), "counts"),
     "half-a-block": (Rows(FP16, 64, SOME, 2, 2, {"groups": 2}), "both"),
     "half-a-block-more": (Rows(BF16, 2880, MASKED, 2, 0, {}), "counts"),
+    "powers": (Rows(BF16, 640, SOME, 2, 0, WARP_GROUPS, None, "ue8m0"), "both"),
+    "powers-of-gpt-oss": (Rows(FP16, 320, MASKED, 2, 1, {"groups": 2}, (1.702, 1.0, 7.0), "ue8m0"), "counts"),
     "no-tokens": (Rows(BF16, 128, {"m": 0, "topk": 1, "experts": 3, "max_rows": 4}, 2, 0, {}), "counts"),
 }
 
@@ -280,12 +289,15 @@ def gate(
 
 
 def assert_rows(
-    got: tuple[torch.Tensor, torch.Tensor], used: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]
+    got: tuple[torch.Tensor, torch.Tensor],
+    used: torch.Tensor,
+    want: tuple[torch.Tensor, torch.Tensor],
+    fmt: FP8Format = FP8_BLOCK128,
 ) -> None:
     """Check that the codes and scales of the ``used`` rows are close to ``want``, and that all other rows keep their
     poison."""
     y, scale = got
-    assert_fp8_close((y[used].contiguous(), scale[used].contiguous()), want, FP8_BLOCK128)
+    assert_fp8_close((y[used].contiguous(), scale[used].contiguous()), want, fmt)
     assert (y[~used].view(torch.uint8) == POISON).all()
     assert (scale[~used].contiguous().view(torch.uint8) == POISON).all()
 
@@ -301,8 +313,9 @@ def test_swiglu(one: Rows, given: str) -> None:
     used = used_rows(routed.rows, offsets, counts)
     x = random_rows(routed.rows, 2 * one.width + 32, dtype=one.dtype, device=CPU)[:, : 2 * one.width]
     x[~used] = torch.nan
-    y, scale = moe_swiglu_fp8quant(x, routed.offsets, counts, *(one.gate or ()))
-    assert_rows(gate(one, x, offsets, counts), used, (y[used], scale[used]))
+    y, scale = moe_swiglu_fp8quant(x, routed.offsets, counts, *(one.gate or ()), scale_format=one.scale_format)
+    fmt = FP8_BLOCK128 if one.scale_format is None else FP8_BLOCK128_UE8M0
+    assert_rows(gate(one, x, offsets, counts), used, (y[used], scale[used]), fmt)
 
 
 @pytest.mark.parametrize(

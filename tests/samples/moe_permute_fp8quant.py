@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,6 +86,10 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         special = random_routing(len(rows), 2, 3, device)
         of_special = (rows, special.permuted_to_expanded, 2, special.expanded_to_permuted)
         yield Sample(f"special-{short(dtype)}", of_special)
+        yield Sample(f"special-ue8m0-{short(dtype)}", of_special, {"scale_format": "ue8m0"})
+    for width in (64, 384, 2880):
+        one = sample(f"ue8m0-width-{width}", width, torch.bfloat16, True, **small)
+        yield replace(one, kwargs={"scale_format": "ue8m0"})
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
@@ -110,4 +115,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     for shape in ((8,), (2, 4), (8, 1), (4, 2, 1)):
         text = r"got expanded_to_permuted with shape .*expected \(4, 2\), topk rows for each of input"
         yield bad(f"inverse-shape-{list(shape)}", text, rows, pairs, 2, pairs.view(shape))
+    for scale_format in ("e4m3", ""):
+        text = f"scale_format='{scale_format}' does not fit granularity='block128'; use None or 'ue8m0'"
+        yield bad(f"scale-format-{scale_format}", text, *good, scale_format)
     yield from output_errors(good, {}, 8, 256, device)

@@ -73,6 +73,11 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     for i, gate in enumerate(OTHER_GATES):
         one = sample(gate, (640, 2880)[i % 2], DTYPES[i], **small)
         yield replace(one, kwargs={**one.kwargs, "gate": gate})
+    for i, width in enumerate((64, 640, 2880)):
+        one = sample(f"ue8m0-{width}", width, DTYPES[i], **small)
+        yield replace(one, kwargs={**one.kwargs, "scale_format": "ue8m0"})
+        one = sample(f"masked-ue8m0-{width}", width, DTYPES[i], max_rows=16, **small)
+        yield replace(one, kwargs={**one.kwargs, "scale_format": "ue8m0"})
     for width in (64, 192, 2880):
         yield sample(f"half-a-block-{width}", width, torch.bfloat16, **small)
         yield sample(f"masked-half-a-block-{width}", width, torch.float16, max_rows=16, **small)
@@ -133,6 +138,9 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         text = rf"got counts with shape \({count},\); expected \(2,\), one for each expert"
         yield bad(f"counts-{count}", text, *good[:2], many[:count])
         yield bad(f"counts-{count}-masked", text, masked, counts=many[:count])
+    for scale_format in ("e4m3", ""):
+        text = f"scale_format='{scale_format}' does not fit granularity='block128'; use None or 'ue8m0'"
+        yield bad(f"scale-format-{scale_format}", text, *good, scale_format=scale_format)
     yield from swiglu_errors(good)
     yield from gate_errors(good)
     yield from output_errors(good, {}, 8, 256, device)

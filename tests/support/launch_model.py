@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from support.cases import forget
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
+from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, separate_prologue
@@ -464,7 +463,8 @@ def compute_permute(config: Any, *args: Any) -> None:
     x, y, scale, places, pairs, workspace = moe_permute.Arguments(*args)
     kept = config.workspace_shape(len(x))
     assert kept is None or workspace.shape == kept
-    write_copies(*quantize_fp8_rows(x.float(), FP8_BLOCK128, None, COLUMN), places, pairs, y, scale)
+    fmt, layout = resolve_fp8_format("block128", None, config.scale_format)
+    write_copies(*quantize_fp8_rows(x.float(), fmt, None, layout), places, pairs, y, scale)
 
 
 def compute_qkv_rope(config: Any, *args: Any) -> None:

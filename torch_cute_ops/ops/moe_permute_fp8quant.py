@@ -12,6 +12,7 @@ from torch_cute_ops.ops._call import KernelLauncher, KernelPath, Outputs
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows, writable_columns
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, size
+from torch_cute_ops.ops._signature import FP8ScaleFormat
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -23,6 +24,7 @@ class _Call(NamedTuple):
     permuted_to_expanded: Tensor
     topk: int
     expanded_to_permuted: Tensor | None
+    scale_format: str | None
 
 
 class _Launcher(KernelLauncher[_Call]):
@@ -55,7 +57,7 @@ class _Launcher(KernelLauncher[_Call]):
         return out
 
     def launch(self, call: _Call, out: Outputs) -> None:
-        input, pairs, topk, places = call
+        input, pairs, topk, places, _ = call
         if places is None:
             places = _inverse(pairs, input.shape[0], topk)
         kept = self.config.workspace_shape(len(input))
@@ -72,10 +74,11 @@ class _Permute(KernelPath[_Call]):
     any_address = frozenset(("scale",))
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
-        return call.input.shape[-1], call.input.dtype, call.topk, device
+        return call.input.shape[-1], call.input.dtype, call.topk, call.scale_format, device
 
     def check(self, call: _Call) -> None:
-        op, (input, pairs, topk, places) = self.op, call
+        op, (input, pairs, topk, places, scale_format) = self.op, call
+        _checks.check_fp8_format(op, FP8_BLOCK128.granularity, None, scale_format)
         _checks.check_rows(op, "input", input, FP8_BLOCK128, _checks.INPUT_DTYPES)
         _checks.check_matrix(op, "input", input, "(M, H)")
         _checks.check_topk(op, topk)
@@ -101,14 +104,14 @@ class _Permute(KernelPath[_Call]):
     def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import moe_permute
 
-        config = moe_permute.plan(call.input.dtype, call.input.shape[1], call.topk, pdl=settings.PDL)
+        config = moe_permute.plan(call.input.dtype, call.input.shape[1], call.topk, call.scale_format, pdl=settings.PDL)
         return KernelSpec(moe_permute.KERNEL, config)
 
     def declare(self) -> dict[str, Property]:
         return {
             "hidden": size(lambda call: call.input.shape[1]),
             "dtype": dtype(lambda call: call.input.dtype, REQUIRED),
-            **self.arguments_as_properties("topk"),
+            **self.arguments_as_properties("topk", "scale_format"),
         }
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
@@ -118,6 +121,7 @@ class _Permute(KernelPath[_Call]):
             "permuted_to_expanded": pairs,
             "topk": given.topk,
             "expanded_to_permuted": pairs.view(1, given.topk),
+            "scale_format": given.scale_format,
         }
 
 
@@ -139,6 +143,7 @@ def moe_permute_fp8quant(
     permuted_to_expanded: Tensor,
     topk: int,
     expanded_to_permuted: Tensor | None = None,
+    scale_format: FP8ScaleFormat | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -161,6 +166,8 @@ def moe_permute_fp8quant(
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
             :func:`moe_route` returns it. With any other content the result is unspecified. An index below -1, or
             of R or more, is refused on a CPU; on a GPU the pair is not written.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, as in :func:`fp8_quantize`. ``None`` means any
+            float32 scale.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and a column-major or row-major ``scale``.
 
     Returns:

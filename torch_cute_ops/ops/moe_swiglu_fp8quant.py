@@ -15,6 +15,7 @@ from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32, readable_rows, writable_columns
 from torch_cute_ops.ops._properties import REQUIRED, Property, dtype, flag, size
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
+from torch_cute_ops.ops._signature import FP8ScaleFormat
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -29,6 +30,7 @@ class _Call(NamedTuple):
     swiglu_beta: float
     swiglu_limit: float | None
     gate: Gate
+    scale_format: str | None
 
     @property
     def swiglu(self) -> tuple[float, float, float | None]:
@@ -92,9 +94,18 @@ class _Gate(KernelPath[_Call]):
 
     def key(self, call: _Call, device: int) -> tuple[Any, ...]:
         given = call.offsets is not None, call.counts is not None, gates_plainly(*call.swiglu)
-        return call.input.shape[-1], call.input.dtype, *given, _has_large_table(call), call.gate, device
+        return (
+            call.input.shape[-1],
+            call.input.dtype,
+            *given,
+            _has_large_table(call),
+            call.gate,
+            call.scale_format,
+            device,
+        )
 
     def check(self, call: _Call) -> None:
+        _checks.check_fp8_format(self.op, FP8_BLOCK128.granularity, None, call.scale_format)
         _checks.check_rows(self.op, "input", call.input, FP8_BLOCK128, _checks.INPUT_DTYPES, halves=True)
         _checks.check_expert_rows(self.op, call.input, call.offsets, call.counts)
         _checks.check_swiglu(self.op, *call.swiglu)
@@ -109,7 +120,9 @@ class _Gate(KernelPath[_Call]):
         given = call.offsets is not None, call.counts is not None
         width, is_general = call.input.shape[-1] // 2, not gates_plainly(*call.swiglu)
         experts = 1 if call.counts is None else call.counts.numel()
-        spec = row_quant.RowQuantSpec.for_gated_experts(call.input.dtype, width, *given, is_general, experts, call.gate)
+        spec = row_quant.RowQuantSpec.for_gated_experts(
+            call.input.dtype, width, *given, is_general, experts, call.gate, call.scale_format
+        )
         return KernelSpec(row_quant.KERNEL, row_quant.plan(spec, arch, pdl=settings.PDL))
 
     def declare(self) -> dict[str, Property]:
@@ -120,7 +133,7 @@ class _Gate(KernelPath[_Call]):
             "counts": flag(lambda call: call.counts is not None, True),
             "swiglu": flag(lambda call: not gates_plainly(*call.swiglu)),
             "many_experts": flag(_has_large_table),
-        } | self.arguments_as_properties("gate")
+        } | self.arguments_as_properties("gate", "scale_format")
 
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         experts = MAX_EXPERTS if given.many_experts else 1
@@ -131,6 +144,7 @@ class _Gate(KernelPath[_Call]):
             "counts": torch.zeros(experts, dtype=torch.int32, device=device) if given.counts else None,
             "swiglu_beta": 1.0 if given.swiglu else 0.0,
             "gate": given.gate,
+            "scale_format": given.scale_format,
         }
 
 
@@ -156,6 +170,7 @@ def moe_swiglu_fp8quant(
     swiglu_beta: float = 0.0,
     swiglu_limit: float | None = None,
     gate: Gate = "silu",
+    scale_format: FP8ScaleFormat | None = None,
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -166,7 +181,7 @@ def moe_swiglu_fp8quant(
         g = min(gate, swiglu_limit)
         u = clip(up, -swiglu_limit, swiglu_limit)
         h = g · sigmoid(swiglu_alpha · g) · (u + swiglu_beta)
-        scale = amax(h) / 448  # of each 128 columns
+        scale = amax(h) / 448  # of each 128 columns, unless scales are powers of two
         y = e4m3(h / scale)
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
@@ -187,6 +202,8 @@ def moe_swiglu_fp8quant(
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
             (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, as in :func:`fp8_quantize`. ``None`` means any
+            float32 scale.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and a column-major or row-major ``scale``.
 
     Returns:

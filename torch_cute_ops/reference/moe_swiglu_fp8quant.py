@@ -4,20 +4,24 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats import FP8_BLOCK128, resolve_fp8_format
 from torch_cute_ops.formats.experts import used_rows, zeroed_rows
-from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
 
 def moe_swiglu_fp8quant(
-    input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, **gate: Any
+    input: torch.Tensor,
+    offsets: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    scale_format: str | None = None,
+    **gate: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate ``input`` (..., 2I), quantise it to FP8, and set rows of padding to zero; see the op's docstring."""
     lead = input.shape[:-1]
     value = silu_mul_rows(input, **gate)
-    y, scale = quantize_fp8_rows(value, FP8_BLOCK128, None, COLUMN)
+    fmt, layout = resolve_fp8_format(FP8_BLOCK128.granularity, None, scale_format)
+    y, scale = quantize_fp8_rows(value, fmt, None, layout)
     used = used_rows(lead.numel(), offsets, counts).view(*lead, 1)
     return zeroed_rows(y, used), zeroed_rows(scale, used)
 

@@ -23,8 +23,9 @@ class MoeCase(KernelCase):
         family: kernel family, or ``moe_swiglu`` for experts' rows of ``row_quant``.
         plan_arguments: arguments of the family's ``plan``. For a kernel that chooses experts: the fields of
             ``ExpertChoice`` except ``is_finite``, the other argument, and ``is_finite`` if it is true. For
-            ``moe_swiglu``: the width of a row, the dtype, whether offsets, counts and the general gate are used, and
-            the number of experts if it is not the usual number.
+            ``moe_swiglu``: the width of a row, the dtype, whether offsets, counts and the general gate are used, the
+            number of experts if it is not the usual number, and then the gate and the scale format if they are not
+            the default.
         arch: architecture to compile for.
     """
 
@@ -50,8 +51,8 @@ class MoeCase(KernelCase):
 
 
 def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: bool, swiglu: bool, *rest: Any) -> Any:
-    *experts, arch = rest
-    spec = row_quant.RowQuantSpec.for_gated_experts(dtype, width, offsets, counts, swiglu, *experts)
+    *more, arch = rest
+    spec = row_quant.RowQuantSpec.for_gated_experts(dtype, width, offsets, counts, swiglu, *more)
     return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[arch]))
 
 
@@ -74,8 +75,10 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_finalize", (FP32, 7168, 27, True), "sm_120a"),
     ("moe_permute", (BF16, 7168, 32), "sm_90a"),
     ("moe_permute", (FP32, 2880, 23), "sm_120a"),
+    ("moe_permute", (BF16, 7168, 8, "ue8m0"), "sm_90a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 1024), "sm_90a"),
     ("moe_swiglu", (7168, FP32, False, True, True, 1024), "sm_120a"),
+    ("moe_swiglu", (2048, BF16, True, True, False, 256, "silu", "ue8m0"), "sm_100a"),
 )
 """Cases with more than 512 experts, cases with more than 16 experts per token, and a choice with ``is_finite``."""
 

@@ -29,6 +29,7 @@ class Config:
         few: largest number of tokens for a single launch. With more tokens, the first launch stores scales once per
             token.
         pdl: True to launch with programmatic dependent launch.
+        scale_format: ``"ue8m0"`` if scales are powers of two, or None.
     """
 
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class Config:
     topk: int
     few: int
     pdl: bool
+    scale_format: str | None = None
 
     @property
     def threads_per_token(self) -> int:
@@ -78,7 +80,7 @@ class Arguments(namedtuple("Arguments", "input y scale expanded_to_permuted perm
     """
 
 
-def plan(dtype: torch.dtype, width: int, topk: int, pdl: bool = True) -> Config:
+def plan(dtype: torch.dtype, width: int, topk: int, scale_format: str | None = None, pdl: bool = True) -> Config:
     """Return the configuration for tokens of ``width`` elements with up to ``topk`` rows each. Every architecture
     supports it."""
-    return Config(dtype, width, topk, FEW, pdl)
+    return Config(dtype, width, topk, FEW, pdl, scale_format)

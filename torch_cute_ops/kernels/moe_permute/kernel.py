@@ -11,8 +11,15 @@ from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.memory import unpack
+from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0, is_live, ue8m0_scale
 from torch_cute_ops.kernels.common.experts.routing import TokenKernel, alignment, row_below, words_of_token
-from torch_cute_ops.kernels.common.fp8.encode import divide_e4m3, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.fp8.encode import (
+    E4M3_MAX,
+    divide_e4m3,
+    dynamic_scale,
+    multiply_e4m3,
+    scale_divisor,
+)
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.moe_permute.config import COPY_THREADS, SCALES_PER_THREAD, THREADS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
@@ -104,9 +111,12 @@ class MoePermuteKernel(TokenKernel):
         values = unpack(words, self.dtype)
         amax = reduce(ptx.max_abs_nan, values, Float32(0.0))
         amax = cute.arch.warp_reduction(amax, ptx.max_abs_nan, threads_in_group=SCALE_THREADS)
-        own = dynamic_scale(amax)
-        divisor = scale_divisor(own, None, is_dynamic=True)
-        codes = divide_e4m3(values, divisor)
+        if const_expr(c.scale_format == "ue8m0"):
+            byte, inverse = ue8m0_scale(amax, E4M3_MAX)
+            own, codes = float_of_ue8m0(byte), multiply_e4m3(values, inverse, is_live(amax))
+        else:
+            own = dynamic_scale(amax)
+            codes = divide_e4m3(values, scale_divisor(own, None, is_dynamic=True))
         for row in rows:
             to = y.iterator + cute.assume(Int64(row) * c.width + first, divby=FP8_UNIT)
             ptx.store_if(to, codes, row >= 0)

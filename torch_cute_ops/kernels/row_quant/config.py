@@ -19,6 +19,7 @@ from torch_cute_ops.formats.fp8 import (
     MXFP8,
     ROW,
     FP8Format,
+    resolve_fp8_format,
 )
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
@@ -150,10 +151,12 @@ class RowQuantSpec:
         swiglu: bool,
         experts: int = USUAL_EXPERTS,
         gate: Gate = "silu",
+        scale_format: str | None = None,
     ) -> "RowQuantSpec":
-        """Return the specification that gates experts' rows and quantises them to FP8 blocks with column-major
+        """Return the specification that gates experts' rows and quantises them to FP8 blocks of 128 with column-major
         scales."""
-        blocks = cls("silu_mul", dtype, None, width, width, FP8_BLOCK128, COLUMN, rows="experts", swiglu=swiglu)
+        fmt, layout = resolve_fp8_format(FP8_BLOCK128.granularity, COLUMN.name, scale_format)
+        blocks = cls("silu_mul", dtype, None, width, width, fmt, layout, rows="experts", swiglu=swiglu)
         # Without counts there is no table. Use the same ``max_experts`` for all calls, so that they share a kernel.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room, gate=gate)
