@@ -158,6 +158,24 @@ def test_scales_of_a_checkpoint(name):
             assert np.array_equal(weights.raw(q.scale), weights.raw(want.scale)) and torch.equal(q.codes, codes)
 
 
+@pytest.mark.parametrize("rows", [N, 256])
+def test_powers_of_two_as_scales_of_blocks(rows):
+    """Check that FP8 block scales in e8m0 give the same object as the same numbers in float32."""
+    codes = torch.randn(rows, K).to(torch.float8_e4m3fn)
+    powers = torch.randint(118, 132, (2, 3), dtype=torch.uint8)
+    numbers = torch.from_numpy(np.ldexp(1.0, powers.numpy().astype(int) - 127)).float()
+    q, want = (
+        QuantizedWeight(codes, scale, format="fp8_block") for scale in (powers.view(torch.float8_e8m0fnu), numbers)
+    )
+    assert q.scale.dtype == torch.float32 and torch.equal(q.scale, numbers)
+    x = torch.randn(4, K).bfloat16()
+    assert torch.equal(linear(x, q), linear(x, want)) and torch.equal(dequantize(q), dequantize(want))
+    with pytest.raises(
+        TypeError, match=r"got scale with dtype torch\.uint8; expected torch\.float32 or torch\.float8_e8m0"
+    ):
+        QuantizedWeight(codes, powers, format="fp8_block")
+
+
 # Properties of QuantizedWeight
 
 

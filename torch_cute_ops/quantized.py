@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, nvfp4_global_scale
 from torch_cute_ops.formats.fp4 import E4M3_MAX, _has_value, encode_e4m3
+from torch_cute_ops.formats.fp8 import float32_scales
 from torch_cute_ops.formats.scale_layout import (
     SCALE_LAYOUTS,
     FP4ScaleLayout,
@@ -74,8 +75,8 @@ class QuantizedWeight:
         codes: (N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K)
             float8_e4m3fn (FP8).
         scale: block scales: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), linear or tiled as
-            :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32, the factors of
-            decoded blocks (FP8).
+            :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32 or
+            float8_e8m0fnu, which is converted to float32: the factors of decoded blocks (FP8).
         global_scale: float32, one element, positive and finite, by which the matrix was multiplied before it was
             encoded. It equals compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. NVFP4
             requires it; other formats take None. The value is checked on a CPU, and on a GPU if
@@ -109,6 +110,8 @@ class QuantizedWeight:
             codes = codes.view(torch.uint8)
             layout: FP4ScaleLayout = "linear" if layout_of_operand(scale).is_linear else "128x4"
             scale = convert_scales(scale, *shape, layout, "128x4").view(fmt.scale_dtype)
+        else:
+            scale = float32_scales(scale)
         alpha = None
         if global_scale is not None:
             global_scale = global_scale.reshape(1)
@@ -458,7 +461,7 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
             f"{name}: got codes with shape {tuple(codes.shape)}; expected {'(N, K/2)' if fmt else '(N, K)'}"
         )
     _check_dtype(name, "codes", codes, PACKED_DTYPES if fmt else (torch.float8_e4m3fn,))
-    _check_dtype(name, "scale", scale, fmt.scale_dtypes if fmt else (torch.float32,))
+    _check_dtype(name, "scale", scale, fmt.scale_dtypes if fmt else (torch.float32, torch.float8_e8m0fnu))
     if codes.stride(1) != 1:
         raise ValueError(f"{name}: got codes with strides {codes.stride()}; expected row-major codes")
     n, k = codes.shape[0], codes.shape[1] * (2 if fmt else 1)

@@ -13,6 +13,7 @@ from support import spec, weights
 from support.layers import CLASSES, KINDS, assert_compiles_once, assert_computes, assert_product, by_kind
 from torch import nn
 
+from torch_cute_ops import fp8_quantize, mm_fp8_block
 from torch_cute_ops.nn import (
     FP8BlockLinear,
     FP8ChannelLinear,
@@ -46,6 +47,26 @@ def quantised(
 def test_values(cls, activations, dtype, device):
     layer = quantised(cls, activations, dtype=dtype).to(device)
     assert_computes(layer, torch.randn(2, 5, K, dtype=dtype, device=device))
+
+
+def test_powers_of_two_as_scales_of_blocks():
+    """Check that FP8BlockLinear stores e8m0 block scales as float32, and that its GEMM takes activations whose scales
+    are powers of two."""
+    weight = torch.randn(N, K).to(torch.float8_e4m3fn)
+    powers = torch.randint(118, 132, (2, 3), dtype=torch.uint8)
+    layer = FP8BlockLinear.from_tensors(weight, powers.view(torch.float8_e8m0fnu))
+    assert layer.weight_scale_inv.dtype == torch.float32
+    assert np.array_equal(layer.weight_scale_inv.double().numpy(), np.ldexp(1.0, powers.numpy().astype(int) - 127))
+    assert_computes(layer, torch.randn(2, 5, K, dtype=torch.bfloat16))
+    x = torch.randn(5, K)
+    a, a_scale = fp8_quantize(x, granularity="block128", scale_format="ue8m0")
+    y = mm_fp8_block(a, layer.weight.t(), a_scale, layer.weight_scale_inv, out_dtype=torch.float32)
+    decoded = a.double() * a_scale.double().repeat_interleave(128, 1)[:, :K]
+    exact = decoded @ layer.dequantize().double().t()
+    assert (y - exact).norm() < 1e-6 * exact.norm()
+    nan = powers.clone()
+    nan[0, 0] = 0xFF
+    assert FP8BlockLinear.from_tensors(weight, nan.view(torch.float8_e8m0fnu)).weight_scale_inv[0, 0].isnan()
 
 
 @by_kind

@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from torch_cute_ops.formats.fp4 import decode_ue8m0
 from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, SCALE_LAYOUTS, ScaleLayout
 
 SHORT_BLOCK: Final = 64
@@ -97,6 +98,11 @@ def resolve_fp8_format(
             "or None"
         )
     return fmt, layout if fmt.block_size else ROW
+
+
+def float32_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Decode block scales in float8_e8m0fnu to float32, which is exact. Return scales in other dtypes unchanged."""
+    return decode_ue8m0(scale.view(torch.uint8)) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
 def column_strides(shape: Sequence[int]) -> tuple[int, ...]:

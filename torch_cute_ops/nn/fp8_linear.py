@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats.fp4 import encode_e4m3
+from torch_cute_ops.formats.fp8 import float32_scales
 from torch_cute_ops.nn._base import (
     FP8_BLOCKS,
     Activations,
@@ -92,10 +93,11 @@ class FP8BlockLinear(QuantLinear):
 
         Args:
             weight: (N, K) float8_e4m3fn.
-            weight_scale_inv: (⌈N/128⌉, ⌈K/128⌉) float32, factors of the decoded weight.
+            weight_scale_inv: (⌈N/128⌉, ⌈K/128⌉) float32 or float8_e8m0fnu, factors of the decoded weight. The layer
+                stores float8_e8m0fnu as float32.
             bias, parts, activations: as in :class:`QuantLinear`.
         """
-        tensors = {"weight": weight, "weight_scale_inv": weight_scale_inv}
+        tensors = {"weight": weight, "weight_scale_inv": float32_scales(weight_scale_inv)}
         return cls._build(weight.shape[-1], tensors, bias, parts, activations)
 
     @classmethod
