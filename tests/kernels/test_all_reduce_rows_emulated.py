@@ -16,7 +16,7 @@ from test_row_quant_emulated import EPS, Outcome, check, expected
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_BLOCK128_UE8M0, FP8_TOKEN, MXFP8, ROW
 from torch_cute_ops.kernels import all_reduce_rows, row_quant
 from torch_cute_ops.kernels.all_reduce_rows.config import CONTROL_WORDS, FAILED, MAX_CTAS
 from torch_cute_ops.kernels.all_reduce_rows.kernel import AllReduceRowsKernel
@@ -70,6 +70,8 @@ RUNS = {
     "nvfp4-odd-epoch": Run(NVFP4, TILES, 1024, 132, 2, 1, epoch=7, seed=1),
     "rows-share-a-warp": Run(MXFP4, SCALE_LAYOUTS["8x4"], 128, 19, 2, 1, weight=FP32, arch=BLACKWELL, max_ctas=1),
     "short-block": Run(FP8_BLOCK128, COLUMN, 576, 5, 2, 0, arch=CONSUMER),
+    "powers-of-two": Run(FP8_BLOCK128_UE8M0, COLUMN, 576, 5, 2, 1),
+    "mxfp8": Run(MXFP8, TILES, 1024, 7, 2, 0, arch=BLACKWELL),
     # More ranks: the sum depends on the order.
     "middle-of-three": Run(FP8_TOKEN, ROW, 1040, 5, 3, 1, dtype=FP16, weight=FP16, epoch=2**31 + 1),
     "last-of-four": Run(None, ROW, 1536, 5, 4, 3, dtype=FP32, weight=FP32, seed=None),
@@ -174,8 +176,10 @@ def execute(run: Run, given: Given, timer: int = 0, more: Any = str, **options: 
     elif fmt is not None:
         y = poisoned(rows, run.width, dtype=torch.float8_e4m3fn)
         count = fmt.scales_per_row(run.width)
-        is_column = run.layout == COLUMN
-        scale = poisoned(count, rows, dtype=FP32).t() if is_column else poisoned(rows, count, dtype=FP32)
+        if run.layout == COLUMN:
+            scale = poisoned(count, rows, dtype=FP32).t()
+        else:
+            scale = poisoned(*run.layout.shape((rows,), count), dtype=fmt.scale_dtype)
     else:
         norm = poisoned(rows, run.width, dtype=run.dtype)
     residual = given.residual.clone()

@@ -65,7 +65,7 @@ class Operand:
         if isinstance(self.format, FP8Format):
             if self.is_interleaved:
                 k = -(-k // INTERLEAVED_K) * INTERLEAVED_K
-            return k + 4 * self.format.scales_per_row(k)
+            return k + self.format.scale_dtype.itemsize * self.format.scales_per_row(k)
         return k * self.format.itemsize
 
 
