@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.formats import (
+    MXFP8,
     NVFP4,
     SCALE_LAYOUTS,
     FP4Format,
@@ -33,6 +34,7 @@ from torch_cute_ops.ops._backend_path import BackendPath, seen_as
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.ops._gemm import with_alpha
 from torch_cute_ops.ops._row_quant import gate_arguments
+from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime.calls import described
 
 SETTING: Final = "TORCH_CUTE_OPS_CHECK"
@@ -512,7 +514,9 @@ def _gemm(
     else:
         owners, rows = None, _chosen(count, a.device)
     a_scale = _scale_rows(call.a_scale, problem.a, rows, count, problem.k)
-    if problem.a.is_fp8 and not problem.a.has_fp8_blocks and not problem.b.is_fp4:
+    if problem.b.format == MXFP8:
+        b_scale = linear_mx_scales(b_scale, n, problem.k)
+    if problem.a.has_fp8_tokens and not problem.b.is_fp4:
         b_scale, alpha = with_alpha(b_scale, alpha), None
     got = out.reshape(count, n)[rows]
     kept = {"fp8_sums": _fp8_sums_error(problem)}
@@ -557,7 +561,7 @@ def _gemm(
 
 def _fp8_sums_error(problem: Any) -> float:
     """Return the error bound of a sum in FP8 tensor cores, relative to the sum of all magnitudes."""
-    if problem.a.is_fp8 and not problem.a.has_fp8_blocks:
+    if problem.a.has_fp8_tokens:
         k = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
     else:
         k = PROMOTED_BLOCK
@@ -580,6 +584,8 @@ def _scale_rows(scale: Tensor | None, operand: Any, rows: Tensor, count: int, k:
     if isinstance(operand.format, FP4Format):
         linear = to_linear(scale, operand.scale_layout, count, k // operand.format.block_size)
         return from_linear(linear[rows], operand.scale_layout)
+    if operand.format == MXFP8:
+        return linear_mx_scales(scale, count, k)[rows]
     return scale if scale.dim() == 1 else scale.reshape(count, -1)[rows]
 
 

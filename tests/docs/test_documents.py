@@ -162,7 +162,7 @@ def test_backends_of_gpus(row: dict[str, str]) -> None:
     listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
     columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
     assert set(columns) == set(ARCHS)
-    given = {"block_size": 32} if "MXFP4" in row["GEMM"] else {}
+    given = {"block_size": 32} if "MXFP4" in row["GEMM"] else {"mxfp8": True} if "MXFP8" in row["GEMM"] else {}
     for op in re.findall(r"`(\w+)`", row["GEMM"]):
         spec = OPS[op]
         kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op), **given)

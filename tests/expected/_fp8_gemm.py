@@ -44,6 +44,13 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
     return Weight(numbers(codes), factors)
 
 
+def mx_factors(scale: torch.Tensor, rows: int, k: int) -> np.ndarray:
+    """Return the values (rows, K/32), float64, of MXFP8 scales in any layout."""
+    bytes_ = scale.detach().cpu().contiguous().view(torch.uint8).numpy()
+    linear = spec.collect(bytes_, spec.layout_named(None, scale), rows, k // 32)
+    return spec.scale_value(linear, "ue8m0").astype(np.float64)
+
+
 def sum_of_block(left: np.ndarray, right: np.ndarray, device: str) -> Bounded:
     """Compute ``left @ right.T`` for elements that share a scale, with the error bound of tensor cores."""
     total, lost, before = (np.zeros((len(left), len(right))) for _ in range(3))
@@ -64,15 +71,17 @@ def gemm(
     alpha: np.ndarray | None,
     bias: np.ndarray | None,
     device: str,
+    size_of_block: int = BLOCK,
 ) -> Bounded:
-    """Compute ``alpha · a @ weight.T + bias`` for ``a`` (rows, K) with scales (rows, ⌈K/128⌉), with the error bound."""
+    """Compute ``alpha · a @ weight.T + bias`` for ``a`` (rows, K) with scales (rows, ⌈K/size_of_block⌉), with the error
+    bound."""
     left, (right, columns) = numbers(a), weight
     rows = a_scale.detach().cpu().double().t().numpy()
     n = len(right)
     total, bound, size = (np.zeros((len(left), n)) for _ in range(3))
     with np.errstate(all="ignore"):
         for block in range(len(rows)):
-            columns_of_block = slice(block * BLOCK, (block + 1) * BLOCK)
+            columns_of_block = slice(block * size_of_block, (block + 1) * size_of_block)
             partial, lost = sum_of_block(left[:, columns_of_block], right[:, columns_of_block], device)
             factor = rows[block][:, None] * columns[:, block]
             total += factor * partial

@@ -1,9 +1,10 @@
 """``mm_fp8_block``: results may differ from float64 sums by the error bound of tensor cores."""
 
+import numpy as np
 import torch
 
 from expected._epilogue import of_rows
-from expected._fp8_gemm import assert_close, fp8_weight, gemm
+from expected._fp8_gemm import Weight, assert_close, fp8_weight, gemm, mx_factors, numbers
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
@@ -17,6 +18,10 @@ def results(given):
     """Return the sums and their error bounds, as tensors in the shape of the result."""
     device = given["a"].device.type
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])
+    if given["b_scale"].dtype != torch.float32:
+        a, b = given["a"], given["b"].t()
+        weight = Weight(numbers(b), mx_factors(given["b_scale"], *b.shape))
+        return (gemm(a, weight, torch.from_numpy(mx_factors(given["a_scale"], *a.shape)), *epilogue, device, 32),)
     weight = fp8_weight(given["b"].t(), given["b_scale"])
     return (gemm(given["a"], weight, given["a_scale"], *epilogue, device),)
 
@@ -39,4 +44,8 @@ def rows_alone(given, outputs):
         if a.device.type == "cpu":
             within = slice(row, row + 1)
             alone = {"a": given["a"][within], "a_scale": given["a_scale"][within]}
+            if given["b_scale"].dtype != torch.float32:
+                factors = mx_factors(given["a_scale"], *given["a"].shape)[within]
+                exponents = np.where(np.isnan(factors), 128, np.log2(np.nan_to_num(factors, nan=1.0)))
+                alone["a_scale"] = torch.from_numpy((exponents + 127).astype(np.uint8))
             yield given | alone, (outputs[0][within],)

@@ -6,23 +6,34 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Sample, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8, mm_fp8_fp4
+from samples import Sample, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8, mm_fp8_block, mm_fp8_fp4
 from samples._fp8_fp4_tokens import with_tokens
 from support.emulated import CPU, poisoned
 from support.gemm_problems import CPU as NO_GPU
-from support.gemm_problems import FP32, ROW_LAYOUTS, backend_for, fp8_fp4_problem, fp8_problem, token_problem
+from support.gemm_problems import (
+    FP32,
+    ROW_LAYOUTS,
+    backend_for,
+    fp8_fp4_problem,
+    fp8_problem,
+    mx_problem,
+    token_problem,
+)
 from support.tactics import check_every_tactic, operands_of
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import FP8_TOKEN
+from torch_cute_ops.gemm import error_bounds
 from torch_cute_ops.gemm.backends import _fp8
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
-from torch_cute_ops.gemm.select import choose, target_of
+from torch_cute_ops.gemm.select import BACKENDS, choose, target_of
+from torch_cute_ops.gemm.tune import Bench
 from torch_cute_ops.kernels import fp8_fp4_mma
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
+from torch_cute_ops.reference.mm_fp8_block import mxfp8_gemm
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -72,6 +83,37 @@ def test_choices(make, arch) -> None:
             assert (found == "mma_sync") == (not is_other and (m < 4096 or make is not token_problem))
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_mxfp8_on_every_gpu(arch) -> None:
+    """Check that the backend supports MXFP8 on every GPU, that ``"auto"`` takes it, and that only the reference is a
+    further backend."""
+    (target, *_) = usual_targets(ARCHS[arch])
+    problem = mx_problem()
+    assert [each.name for each in BACKENDS if each.handles(problem)] == ["mma_sync", "reference"]
+    for m in (1, 16, 4096):
+        assert choose(problem, m, target).backend.name == "mma_sync"
+    backend = backend_for("mma_sync", problem)
+    for tactic in backend.tactics(problem, 16, target):
+        (kernel,) = backend.kernels(problem, tactic, target.arch)
+        assert kernel.config.is_mx and kernel.config.reason_unsupported(target.arch) is None
+    assert backend.estimate(problem, 1, tactic, target) > problem.bytes_moved(1) / target.bandwidth
+    assert problem.bytes_moved(2) == (2 + 4096) * (7168 + 224) + 2 * 2 * 4096
+
+
+def test_operands_of_tuning_in_mxfp8() -> None:
+    """Check that tuning accepts the reference's results for its operands, and refuses results of one wrong scale."""
+    problem = mx_problem(n=72, k=192, out_dtype=FP32)
+    bench = Bench(problem, 9, dataclasses.replace(NO_GPU, device=CPU))
+    operands, _ = bench._exact
+    want, allowed = bench._expected
+    assert operands.a_scale.shape == (9, 6) and operands.b_scale.shape == (72, 6)
+    got = mxfp8_gemm(operands.a, operands.b.t(), operands.a_scale, operands.b_scale, None, None, FP32)
+    assert error_bounds.difference(got, want, allowed) is None
+    operands.b_scale[3, 2] += 2
+    got = mxfp8_gemm(operands.a, operands.b.t(), operands.a_scale, operands.b_scale, None, None, FP32)
+    assert error_bounds.difference(got, want, allowed) is not None
+
+
 @EVERY
 def test_estimates(make) -> None:
     """Check that one row takes little longer than reading the weight, and many rows longer than their MMAs."""
@@ -105,6 +147,7 @@ def samples(m: int, n: int, k: int, device: torch.device) -> Iterator[tuple[str,
     calls = [
         ("mm_fp8_fp4", mm_fp8_fp4.sample("block", m, n, k, *weights[0][1:], device, exact=True)),
         ("grouped_mm_fp8_fp4", grouped_mm_fp8_fp4.contiguous("block", *weights[1][1:], counts, n, k, device, **exact)),
+        ("mm_fp8_block", mm_fp8_block.mx_sample("mxfp8", m, n, k, device, exact=True, layout="linear")),
         ("mm_fp8", mm_fp8.sample("token", m, n, k, device, exact=True)),
         ("mm_fp8", mm_fp8.sample("tensor", m, n, k, device, exact=True, one_a_scale=True, one_b_scale=True)),
     ]

@@ -11,12 +11,12 @@ from expected import assert_same
 from samples import Sample
 from samples._fp8_fp4 import with_fp4_weight
 from samples.grouped_mm_fp8 import contiguous, masked
-from samples.mm_fp8_block import sample
+from samples.mm_fp8_block import mx_sample, sample
 from support.cases import arguments, expected_of, forget, run, with_usable_backend
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_cute_ops
-from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.ops._call import CallPath
 from torch_cute_ops.registry import OPS
 
@@ -169,6 +169,39 @@ def test_layouts_on_the_fast_path(op, launches, slow_calls):
             forget(OPS[op])
             given = in_layout(one, layout)
             check(op, one, (OPS[op].cuda(*given.args, **given.kwargs),))
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("weight_layout", SCALE_LAYOUTS)
+def test_mxfp8_layouts(layout, weight_layout, launches):
+    """Check MXFP8 scales in each layout through the CUDA entry, for whole and for short k tiles, and in calls for which
+    a launcher exists."""
+    for m, k in ((6, 768), (130, 192)):
+        for _ in range(2):
+            one = mx_sample("", m, N, k, CPU, exact=True, layout=layout, weight_layout=weight_layout)
+            options = {"out_dtype": torch.float32}
+            got = OPS["mm_fp8_block"].cuda(*one.args, **options)
+            assert torch.equal(got, OPS["mm_fp8_block"].reference(*one.args, **options))
+            _, passed = launches.calls[-1]
+            assert passed[2].shape == (m, -(-k // 128)) and passed[2].stride() == (1, m)
+            assert passed[3].shape == (N, -(-k // 128)) and passed[3].is_contiguous()
+    assert len(launches.compiled) == 1
+
+
+def test_mxfp8_scales_at_any_address(launches):
+    """Check linear scales that begin at an odd byte, and scales with gaps between the rows."""
+    a, b, a_scale, b_scale = mx_sample("", 6, N, 256, CPU, exact=True, layout="linear").args
+    options = {"out_dtype": torch.float32}
+    want = OPS["mm_fp8_block"].reference(a, b, a_scale, b_scale, **options)
+
+    def moved(scale):
+        return torch.cat((scale.flatten()[:1], scale.flatten()))[1:].view(scale.shape)
+
+    def gapped(scale):
+        return torch.cat((scale, scale), 1)[:, : scale.shape[1]]
+
+    for change in (moved, gapped):
+        assert torch.equal(OPS["mm_fp8_block"].cuda(a, b, change(a_scale), change(b_scale), **options), want)
 
 
 def test_one_row_is_read_in_place(launches, slow_calls):

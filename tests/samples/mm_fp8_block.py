@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from support import spec
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
-from samples._fp8_gemm import FP8, NAN, integers, matrix, option_errors, tensor_errors, weight
+from samples._fp8_gemm import FP8, NAN, codes, integers, matrix, option_errors, tensor_errors, weight
 from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
@@ -54,6 +55,60 @@ def sample(name: str, m: int, n: int, k: int, device: torch.device, *, exact: bo
     return Sample(name, (a, b.t(), a_scale, b_scale), kwargs)
 
 
+def mx_sample(
+    name: str,
+    m: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    *,
+    layout: str = "128x4",
+    weight_layout: str = "linear",
+    exact: bool = False,
+    **kwargs: Any,
+) -> Sample:
+    """Return a random call with MXFP8 matrices, whose scales are bytes in these layouts. With ``exact``, all its sums
+    are exact."""
+    numbers = integers if exact else codes
+    a, b = (numbers(rows, k, device=device) for rows in (m, n))
+    scales = []
+    for rows, name_of_layout in ((m, layout), (n, weight_layout)):
+        low, high = (125, 130) if exact else (110, 131)
+        linear = torch.randint(low, high, (rows, k // 32), dtype=torch.uint8)
+        arranged = spec.arrange(linear.numpy(), name_of_layout) if name_of_layout != "linear" else linear.numpy()
+        scales.append(torch.from_numpy(arranged).to(device))
+    return Sample(name, (a, b.t(), *scales), kwargs)
+
+
+def _mxfp8(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with MXFP8 matrices."""
+    layouts = ("128x4", "linear", "8x4")
+    for i, (name, sizes) in enumerate(SIZES.items()):
+        given = {"layout": layouts[i % 3], "weight_layout": layouts[i // 3 % 3]}
+        yield mx_sample(f"mxfp8-{name}", *sizes, device, **given)
+    for out_dtype in DTYPES:
+        yield mx_sample(f"mxfp8-to-{short(out_dtype)}", 19, 136, 384, device, out_dtype=out_dtype)
+        exact = {"exact": True, "out_dtype": out_dtype}
+        yield mx_sample(f"mxfp8-exact-{short(out_dtype)}", 9, 264, 640, device, **exact)
+    yield mx_sample("mxfp8-reference", 9, 24, 256, device, backend="reference")
+    for name, given in epilogues(136, torch.bfloat16, device):
+        yield mx_sample(f"mxfp8-{name}", 70, 136, 192, device, out_dtype=torch.bfloat16, **given)
+    one = mx_sample("mxfp8-nan", 9, 136, 256, device, layout="linear")
+    one.args[0].view(torch.uint8)[1, 5] = NAN
+    one.args[2][2, 1], one.args[3][7, 3], one.args[2][3] = 255, 255, 0
+    yield one
+    one = mx_sample("mxfp8-e8m0", 9, 136, 256, device)
+    a, b, *scales = one.args
+    yield Sample("mxfp8-e8m0", (a, b, *(scale.view(torch.float8_e8m0fnu) for scale in scales)), {})
+    one = mx_sample("mxfp8-views", 6, 24, 256, device, layout="linear")
+    a, b, a_scale, b_scale = one.args
+    wide = torch.cat((a.view(torch.uint8),) * 3, 1).view(FP8)
+    strided = torch.cat((a_scale,) * 2, 1)[:, : a_scale.shape[1]]
+    pitched = torch.cat((b_scale.flatten()[:1], b_scale.flatten()))[1:].view(b_scale.shape)
+    yield Sample("mxfp8-offset", (a, b, a_scale, pitched), {})
+    yield Sample("mxfp8-views", (wide[:, 1 : 1 + a.shape[1]], with_padding(b), strided, b_scale), {})
+
+
 def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     """Yield calls that the op accepts, each named after what it tests."""
     device = torch.device(device)
@@ -79,6 +134,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     yield from _values(device)
     yield from _epilogues(device)
     yield from _views(device)
+    yield from _mxfp8(device)
 
 
 def _values(device: torch.device) -> Iterator[Sample]:
@@ -170,6 +226,18 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
         "b-scale-transposed-view", ValueError, "a transposed view", b_scale=tensors["b_scale"].t().contiguous().t()
     )
     yield bad("a-of-other-k", ValueError, r"got a with shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
+    mx = mx_sample("", m, n, k, device)
+    _, _, mx_a, mx_b = mx.args
+    text = "got a_scale with dtype float32; expected uint8 or float8_e8m0fnu"
+    yield bad("mxfp8-a-scale-float32", TypeError, text, b_scale=mx_b)
+    yield bad("mxfp8-a-scale-bytes", TypeError, "got a_scale with dtype uint8; expected float32", a_scale=mx_a)
+    for name, right, wrong in (("a_scale", mx_b, mx_a[:0]), ("a_scale", mx_b, mx_b), ("a_scale", mx_b, mx_a.flatten())):
+        text = r"got a_scale with shape .*; expected \(4, 8\) \(linear\) or .* \(8x4\), MXFP8 scales of a"
+        yield bad(f"mxfp8-{name}-{list(wrong.shape)}", ValueError, text, a_scale=wrong, b_scale=right)
+    text = r"got b_scale with shape \(136, 7\); expected \(136, 8\) \(linear\)"
+    yield bad("mxfp8-b-scale-narrow", ValueError, text, a_scale=mx_a, b_scale=mx_b[:, :7])
+    transposed = mx_b.t().contiguous().t()
+    yield bad("mxfp8-b-scale-transposed", ValueError, "a transposed view", a_scale=mx_a, b_scale=transposed)
     yield from option_errors(bad, n, device)
     yield from prefetch_errors(bad, device)
     yield from stride_errors(good, "b")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import ALL_ROWS, GemmProblem, Grouping, Operand
@@ -63,6 +63,12 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
     grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
     epilogue = Epilogue(out_dtype, alpha, bias_dtype)
     return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
+
+
+def mx_problem(n=4096, k=7168, out_dtype=BF16, alpha=None, bias_dtype=None):
+    """Return a GEMM problem of MXFP8 matrices."""
+    operand = Operand(MXFP8, SCALE_LAYOUTS["linear"])
+    return GemmProblem(operand, operand, n, k, Epilogue(out_dtype, alpha, bias_dtype))
 
 
 def token_problem(

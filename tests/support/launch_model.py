@@ -50,7 +50,7 @@ from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
-from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
+from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns, mxfp8_gemm
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight, prepared_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
@@ -324,6 +324,13 @@ def compute_fp8(config: Any, *args: Any) -> None:
     weight = call.b.mT
     if isinstance(config, fp8_fp4_recode.Config):
         factors = exponents_of(call.b_scale, weight.shape).float().exp2()
+    elif getattr(config, "is_mx", False):
+        blocks = call.a.shape[-1] // 32
+        a_scale, b_scale = (
+            each.data.contiguous().view(torch.uint8)[:, :blocks] for each in (call.a_scale, call.b_scale)
+        )
+        write(out, mxfp8_gemm(a, weight, a_scale, b_scale, call.alpha, call.bias, out.dtype))
+        return
     elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
     else:

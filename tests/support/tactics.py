@@ -21,7 +21,7 @@ def operands_of(problem: GemmProblem, call: Any) -> Operands:
     """Return the operands of a GEMM call in the form that backends expect: per-token scales, or a single scale of all
     rows, become one column."""
     operands = Operands(**{name: getattr(call, name) for name in Operands._fields})
-    if operands.a_scale is None or problem.a.has_fp8_blocks:
+    if operands.a_scale is None or not problem.a.has_fp8_tokens:
         return operands
     rows = call.a.shape[: -2 if problem.a.is_interleaved else -1].numel()
     return operands._replace(a_scale=operands.a_scale.reshape(-1, 1).expand(rows, 1))

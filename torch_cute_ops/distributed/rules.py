@@ -107,7 +107,7 @@ REPLICATED: Final = Rule("", {}, {})
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     """Return all ways to shard a call. The first rule replicates all tensors."""
-    if spec.name in WITHOUT or _has_foreign_tiles(call):
+    if spec.name in WITHOUT or _has_foreign_tiles(call) or _is_mxfp8(spec, call):
         return [REPLICATED]
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
@@ -116,6 +116,11 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     else:
         found = _OTHERS.get(spec.name, _nothing)(call)
     return [REPLICATED, *found]
+
+
+def _is_mxfp8(spec: OpSpec, call: Call) -> bool:
+    """Return True for a GEMM of MXFP8 matrices, which is not sharded."""
+    return spec.name == "mm_fp8_block" and call["b_scale"].dtype != torch.float32
 
 
 def _has_foreign_tiles(call: Call) -> bool:

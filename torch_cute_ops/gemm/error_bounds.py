@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Format
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, SCALE_LAYOUTS, FP4Format, FP8Format
+from torch_cute_ops.formats.fp4 import decode_ue8m0
 from torch_cute_ops.formats.interleave import INTERLEAVED_K, deinterleave_k
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm.backends._fp8 import has_tokens_and_fp4
@@ -233,6 +234,8 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
         assert scale is not None
         if operand.is_interleaved:
             a = deinterleave_k(a.reshape(rows, -1, INTERLEAVED_K), k)
+        if operand.format == MXFP8:
+            scale = decode_ue8m0(scale)
         factors = scale.expand(rows, 1) if scale.dim() == 1 else scale.reshape(rows, -1)
         factors = factors[part].double().repeat_interleave(operand.format.block_size or k, 1)
         return a[part].double() * factors[:, :k]
@@ -251,6 +254,8 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
         return to_linear(scale, problem.b.scale_layout, rows, blocks).view(experts, problem.n, blocks)
     if problem.b.has_fp8_blocks:
         return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
+    if problem.b.format == MXFP8:
+        return decode_ue8m0(scale).view(experts, problem.n, -1)
     return scale.reshape(experts, -1, 1).expand(experts, problem.n, 1)
 
 
@@ -266,9 +271,10 @@ def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert
         if not problem.a.is_fp8:
             return decode_rows(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"]).double()
         codes, factors = fp8_weight(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"])
-    elif not problem.b.has_fp8_blocks:
+    elif problem.b.has_fp8_tokens:
         return codes.double() * factors.double()
-    return codes.double() * factors.double().repeat_interleave(FP8_BLOCK128.block_size, 1)[:, : problem.k]
+    block_size = MXFP8.block_size if problem.b.format == MXFP8 else FP8_BLOCK128.block_size
+    return codes.double() * factors.double().repeat_interleave(block_size, 1)[:, : problem.k]
 
 
 def _slices(within: slice, k: int) -> Iterator[slice]:

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN, FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.gates import Gate, GemmGate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.prepared_scales import prepared_shape
@@ -51,9 +51,13 @@ class Operand:
 
     @cached_property
     def has_fp8_blocks(self) -> bool:
-        """True if the operand consists of FP8 codes with block scales, False if it has a scale per row or per
-        tensor."""
+        """True if the operand consists of FP8 codes with fp32 block scales of 128 elements."""
         return self.format == FP8_BLOCK128
+
+    @cached_property
+    def has_fp8_tokens(self) -> bool:
+        """True if the operand consists of FP8 codes with a scale per row or per tensor."""
+        return self.format in (FP8_TENSOR, FP8_TOKEN)
 
     def row_bytes(self, k: int) -> int:
         """Return the bytes of a row of ``k`` elements, including its scales."""

@@ -21,7 +21,7 @@ from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import FP8FP4TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_codes import FP8FP4WgmmaCodes
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_rs import FP8FP4WgmmaRS
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma_ss import FP8FP4WgmmaSS
-from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync, FP8TokenMmaSync
+from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync, FP8TokenMmaSync, MXFP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_scaled_mm import FP8ScaledMM
 from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8TokenTcgen05
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
@@ -59,6 +59,7 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4TokenTcgen05(),
     FP8MmaSync(),
     FP8TokenMmaSync(),
+    MXFP8MmaSync(),
     FP8FP4MmaSync(),
     FP8FP4TokenMmaSync(),
     Cublas(),

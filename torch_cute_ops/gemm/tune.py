@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import FP8_TENSOR, SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats import FP8_TENSOR, MXFP8, SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.prepared_scales import prepared_of_linear
 from torch_cute_ops.formats.scale_layout import from_linear
@@ -295,6 +295,8 @@ def _operand(
             codes = interleave_k(codes)
         if operand.format == FP8_TENSOR:
             return codes, _fp8_scales((1, 1), generator, exact).expand(math.prod(lead), 1)
+        if operand.format == MXFP8:
+            return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
         if not operand.has_fp8_blocks:
             return codes, _fp8_scales((math.prod(lead), 1), generator, exact)
         blocks = operand.format.scales_per_row(k)
@@ -317,6 +319,8 @@ def _weight(
     assert isinstance(operand.format, FP8Format)
     *experts, n = lead
     codes = _fp8((*lead, k), generator, exact)
+    if operand.format == MXFP8:
+        return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
     if not operand.has_fp8_blocks:
         shape = (*experts, n) if operand.format != FP8_TENSOR else (*experts,) or (1,)
         return codes, _fp8_scales(shape, generator, exact)
@@ -330,6 +334,11 @@ def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Ten
     return torch.randn(shape, dtype=torch.bfloat16, device=generator.device, generator=generator).to(
         torch.float8_e4m3fn
     )
+
+
+def _mx_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return random ue8m0 bytes of 1/2, 1 and 2."""
+    return torch.randint(126, 129, shape, dtype=torch.uint8, device=generator.device, generator=generator)
 
 
 def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:

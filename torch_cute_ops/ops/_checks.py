@@ -99,7 +99,7 @@ def check_fp4_scale(
     lead, blocks = matrix[:-1], matrix[-1] // fmt.block_size
     expected = layout.shape(lead, blocks)
     if scale.shape == expected:
-        _check_not_transposed(op, name, scale, layout)
+        check_not_transposed(op, name, scale, layout)
         return
     got, of = f"cute::{op}: got {name} with shape {tuple(scale.shape)}", name.removesuffix("_scale")
     if of == "scale":
@@ -110,7 +110,7 @@ def check_fp4_scale(
         reason = reason_no_tiles(scale, lead, blocks, layout)
         if reason is not None:
             raise ValueError(f"{got}, which are not the {layout.name} scales of {of}: {reason}")
-        _check_not_transposed(op, name, scale, layout)
+        check_not_transposed(op, name, scale, layout)
         return
     if follows is not None:
         shown = "linear scales" if layout.is_linear else "tiles"
@@ -124,7 +124,7 @@ def check_fp4_scale(
     )
 
 
-def _check_not_transposed(op: str, name: str, scale: torch.Tensor, layout: ScaleLayout) -> None:
+def check_not_transposed(op: str, name: str, scale: torch.Tensor, layout: ScaleLayout) -> None:
     """Check that FP4 block scales do not have the strides of a transposed view."""
     if is_transposed_scale(scale, layout):
         raise ValueError(

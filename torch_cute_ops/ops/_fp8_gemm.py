@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.formats.prepared_scales import is_prepared, prepared_shape
-from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.scale_layout import fitting_layouts, weight_layout
 from torch_cute_ops.formats.token_scales import has_token_scales, is_interleaved
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._backend_path import (
@@ -27,6 +27,8 @@ Tensor = torch.Tensor
 
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
+MX_SCALE_DTYPES: Final = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes that ops accept for the scales of an MXFP8 matrix."""
 
 
 def check_token_scales(
@@ -144,7 +146,7 @@ class FP8Gemm(Gemm):
         assert a_scale is not None
         self.check_layout(call)
         _checks.check_dtype(op, "a", a, (torch.float8_e4m3fn,))
-        _checks.check_dtype(op, "a_scale", a_scale, (torch.float32,))
+        _checks.check_dtype(op, "a_scale", a_scale, MX_SCALE_DTYPES if self.is_mxfp8(call) else (torch.float32,))
         fmt, layout = self._check_weight_format(call)
         experts, n, k = self.check_weight_shape(b, "K" if fmt is None else "K/2")
         if fmt is not None:
@@ -154,7 +156,10 @@ class FP8Gemm(Gemm):
         if n % FP8_N_MULTIPLE:
             raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
         self.check_rows(call, experts, k)
-        if self.has_token_scales(call) and fmt is not None:
+        if self.is_mxfp8(call):
+            self._check_mx_scale("a_scale", a_scale, a.shape[0], k)
+            self._check_mx_scale("b_scale", b_scale, n, k)
+        elif self.has_token_scales(call) and fmt is not None:
             self._check_fp4_tokens(call, n, k, fmt, layout)
         elif self.has_token_scales(call):
             check_token_scales(op, a_scale, b_scale, a.shape[:-1], tuple(b.shape[:-2]), n)
@@ -162,6 +167,22 @@ class FP8Gemm(Gemm):
             self._check_block_scales(call, n, k, fmt, layout)
         self.check_expert_rows(call, experts)
         return n, k
+
+    def is_mxfp8(self, call: GemmCall) -> bool:
+        """Return True if both matrices are in MXFP8, as the dtype of the weight's scales says."""
+        return self.b == "fp8" and self.over == "none" and call.b_scale.dtype in MX_SCALE_DTYPES
+
+    def _check_mx_scale(self, name: str, scale: Tensor, rows: int, k: int) -> None:
+        """Check the shape and strides of the MXFP8 scales of a matrix (rows, K)."""
+        blocks = k // MXFP8.block_size
+        fitting = fitting_layouts(scale.shape, (rows,), blocks)
+        if not fitting:
+            shapes = " or ".join(f"{each.shape((rows,), blocks)} ({each.name})" for each in SCALE_LAYOUTS.values())
+            raise ValueError(
+                f"cute::{self.op}: got {name} with shape {tuple(scale.shape)}; expected {shapes}, MXFP8 scales of "
+                f"{name[0]}"
+            )
+        _checks.check_not_transposed(self.op, name, scale, fitting[0])
 
     def has_token_scales(self, call: GemmCall) -> bool:
         """Return True for scales per token, per channel or per matrix, and False for scales per block."""
@@ -252,7 +273,8 @@ class FP8Gemm(Gemm):
     def _check_weight_format(self, call: GemmCall) -> tuple[FP4Format | None, ScaleLayout | None]:
         if self.b == "fp8":
             _checks.check_dtype(self.op, "b", call.b, (torch.float8_e4m3fn,))
-            _checks.check_dtype(self.op, "b_scale", call.b_scale, (torch.float32,))
+            dtypes = (torch.float32, *MX_SCALE_DTYPES) if self.over == "none" else (torch.float32,)
+            _checks.check_dtype(self.op, "b_scale", call.b_scale, dtypes)
             return None, None
         fmt, _, layout = self.fp4_format(call)
         _checks.check_dtype(self.op, "b", call.b, _checks.PACKED_DTYPES)
@@ -299,6 +321,9 @@ class FP8Gemm(Gemm):
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         p = gemm_package().problem
         a = p.Operand(FP8_BLOCK128, COLUMN)
+        if self.is_mxfp8(call):
+            mxfp8 = p.Operand(MXFP8, SCALE_LAYOUTS["linear"])
+            return mxfp8, mxfp8
         if self.b == "fp8":
             return a, p.Operand(FP8_BLOCK128)
         fmt, _, b_layout = self.fp4_format(call)
@@ -310,7 +335,10 @@ class FP8Gemm(Gemm):
         return a, p.Operand(fmt, b_layout)
 
     def declare_kind(self) -> dict[str, Property]:
-        return {**(self.declare_fp4_tokens() if self.b == "fp4" else {}), **super().declare_kind()}
+        kind = self.declare_fp4_tokens() if self.b == "fp4" else {}
+        if self.b == "fp8" and self.over == "none":
+            kind = {"mxfp8": flag(self.is_mxfp8)}
+        return {**kind, **super().declare_kind()}
 
     def declare_fp4_tokens(self) -> dict[str, Property]:
         """Return the static properties that only GEMMs of FP8 activations and an FP4 weight have."""
@@ -345,6 +373,10 @@ class FP8Gemm(Gemm):
         if self.b == "fp8":
             made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             made["b_scale"] = zeros(*weights[:-1], -(-given.n // FP8_BLOCK128.block_size), blocks)
+            if getattr(given, "mxfp8", False):
+                mx_blocks = given.k // MXFP8.block_size
+                for name, rows in (("a_scale", given.m), ("b_scale", given.n)):
+                    made[name] = zeros(rows, mx_blocks, dtype=torch.uint8)
         else:
             fmt, layout = self.example_format(given)
             made["b"], made["b_scale"] = fp4_zeros((*weights, given.k), fmt, weight_layout(layout), device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, FP4Format
 from torch_cute_ops.formats.fp8 import is_one_column, new_column_scales
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
@@ -29,6 +29,7 @@ from torch_cute_ops.ops._operands import aligned, are_int32
 from torch_cute_ops.ops._properties import Property, choice, dtype, flag, size
 from torch_cute_ops.ops._signature import AlphaKind
 from torch_cute_ops.ops._with_gemm import PREFETCH_MULTIPLE, is_prefetchable
+from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.dispatch import mark_written
@@ -333,7 +334,9 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
         self.has_fp8_rows = problem.a.has_fp8_blocks
-        self.has_token_scales = problem.a.is_fp8 and not problem.a.has_fp8_blocks
+        self.has_token_scales, self.is_mxfp8 = problem.a.has_fp8_tokens, problem.a.format == MXFP8
+        if self.is_mxfp8:
+            self.is_direct = False  # ``launch`` converts the scales to the linear layout
         # For an FP4 weight, the compiled function does not check the number of blocks in a_scale.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
         self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0
@@ -430,6 +433,10 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             a, a_scale = aligned(a), a_scale.reshape(-1).contiguous()[:, None].expand(rows, 1)
             if self.fmt is None:
                 b_scale, alpha = with_alpha(b_scale, alpha), None
+        elif self.is_mxfp8:
+            assert a_scale is not None
+            a, a_scale = aligned(a), aligned(linear_mx_scales(a_scale, *a.shape))
+            b_scale = linear_mx_scales(b_scale, *b.mT.shape)
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.tile_rows:

@@ -22,17 +22,19 @@ def mm_fp8_block(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply two FP8 matrices with block scales.
+    """Multiply two FP8 matrices with block scales of 128 elements, or two MXFP8 matrices.
 
-    With k in the j-th block of 128::
+    With k in the j-th block of 128, or of 32 for MXFP8, which has a scale for each row of the weight::
 
         sum[m, n] = Σ_j a_scale[m, j] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n])
+        sum[m, n] = Σ_j a_scale[m, j] · b_scale[n, j] · (Σ_k a[m, k] · b[k, n])  # MXFP8
         out[m, n] = alpha · sum[m, n] + bias[n]
 
-    Operands are stored as the quantising ops write them (``granularity="block128"``) and as checkpoints such as
-    DeepSeek-V3 hold them. The tensor cores accumulate one block at a time. The block's sum, times
-    both scales, is added to an fp32 accumulator, so that the error of the tensor cores' own accumulation does not grow
-    with K. The result is rounded once to ``out_dtype``.
+    Operands are stored as the quantising ops write them (``granularity="block128"`` or ``"block32"``) and as
+    checkpoints such as DeepSeek-V3 hold them. The dtype of the scales says which: float32, or bytes for MXFP8. The
+    tensor cores accumulate one block at a time. The block's sum, times both scales, is added to an fp32 accumulator, so
+    that the error of the tensor cores' own accumulation does not grow with K. The result is rounded once to
+    ``out_dtype``.
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
@@ -41,8 +43,11 @@ def mm_fp8_block(
         a_scale: (M, ⌈K/128⌉) float32, block scales of ``a``. Column-major scales, as the quantising ops write them, are
             read in place, even with padding between the columns; scales with other strides are copied first. Pass
             scales (⌈K/128⌉, M) as ``a_scale.mT``: if M = ⌈K/128⌉, no check can detect that the scales are transposed.
+            MXFP8: uint8 or float8_e8m0fnu, linear (M, K/32) or tiled as the quantising ops write them.
         b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
+            MXFP8: uint8 or float8_e8m0fnu, linear (N, K/32) or tiled. Linear scales are read in place if K is a
+            multiple of 128; other scales are rearranged in each call.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
             column. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
@@ -78,5 +83,6 @@ def mm_fp8_block(
 
     References:
         DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
-        docs/numerics.md, "FP8 with block scales".
+        docs/numerics.md, "FP8 with block scales". MXFP8: Open Compute Project, "OCP Microscaling Formats (MX)
+        Specification", version 1.0, 2023.
     """

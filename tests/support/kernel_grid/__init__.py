@@ -25,12 +25,14 @@ from support.kernel_grid.fp8_gemms import (
     FP8FP4TokenGemmCase,
     FP8GemmCase,
     FP8TokenGemmCase,
+    MXFP8GemmCase,
     RecodeCase,
     fp8_fp4_gemm_cases,
     fp8_fp4_mma_cases,
     fp8_fp4_token_gemm_cases,
     fp8_gemm_cases,
     fp8_token_gemm_cases,
+    mxfp8_gemm_cases,
 )
 from support.kernel_grid.moe import MoeCase, moe_cases
 from support.kernel_grid.rows import (
@@ -79,6 +81,7 @@ __all__ = [
     "FP8TokenGemmCase",
     "GatedExpertsCase",
     "KernelCase",
+    "MXFP8GemmCase",
     "MmaCase",
     "MoeCase",
     "RecodeCase",
@@ -101,6 +104,7 @@ __all__ = [
     "in_process",
     "mma_cases",
     "moe_cases",
+    "mxfp8_gemm_cases",
     "tcgen05_cases",
     "tcgen05_experts_cases",
     "tcgen05_gated_cases",

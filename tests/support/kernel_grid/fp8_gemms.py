@@ -92,6 +92,25 @@ class FP8GemmCase(KernelCase):
 
 
 @dataclass(frozen=True)
+class MXFP8GemmCase(KernelCase):
+    """A GEMM of MXFP8 matrices by ``fp8_mma``: ``tile_m``, the epilogue and the architecture."""
+
+    tile_m: int
+    epilogue: Epilogue
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        return "-".join(("fp8_mma-mx", str(self.tile_m), epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel, built as the op builds it."""
+        given = {"rows": ExpertLayout(), "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
+        return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile_m, is_mx=True, **given))
+
+
+@dataclass(frozen=True)
 class FP8TokenGemmCase(KernelCase):
     """An FP8 GEMM with per-token scales.
 
@@ -367,6 +386,11 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
         layout = next(layouts)
         cases.append(FP8GemmCase(family, layout, tile, next(by_column if layout == "plain" else by_expert), arch))
     return cases
+
+
+def mxfp8_gemm_cases(every: bool) -> list[MXFP8GemmCase]:
+    """Return cases of every tile and architecture, with the epilogues that need the most registers."""
+    return [MXFP8GemmCase(*one) for one in itertools.product(fp8_mma.MX_TILES, PER_COLUMN[:2], ARCHS)]
 
 
 def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:

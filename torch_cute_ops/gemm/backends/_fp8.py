@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats.fp8 import FP8_TENSOR
+from torch_cute_ops.formats.fp8 import FP8_TENSOR, MXFP8
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.decode import reason_no_kernel, reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import Tile
@@ -121,7 +121,12 @@ class FP8TokenBackend(FP8Backend):
 
 def has_token_scales(problem: GemmProblem) -> bool:
     """Return True if the problem multiplies FP8 matrices without block scales."""
-    return problem.a.is_fp8 and problem.b.is_fp8 and not problem.a.has_fp8_blocks
+    return problem.a.has_fp8_tokens and problem.b.is_fp8
+
+
+def has_mxfp8(problem: GemmProblem) -> bool:
+    """Return True if the problem multiplies MXFP8 matrices."""
+    return problem.a.format == MXFP8
 
 
 def has_blocks_and_fp4(problem: GemmProblem) -> bool:
@@ -133,8 +138,7 @@ def has_blocks_and_fp4(problem: GemmProblem) -> bool:
 def has_tokens_and_fp4(problem: GemmProblem) -> bool:
     """Return True if the problem multiplies FP8 activations without block scales by an FP4 weight, plain or with
     experts over rows."""
-    has_tokens = problem.a.is_fp8 and not problem.a.has_fp8_blocks
-    return has_tokens and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+    return problem.a.has_fp8_tokens and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
 
 
 def epilogue_of_token_scales(problem: GemmProblem) -> Epilogue:

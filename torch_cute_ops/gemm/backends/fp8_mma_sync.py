@@ -3,10 +3,13 @@
 import math
 from typing import Final, NamedTuple
 
+import torch
+
 from torch_cute_ops.gemm import cost
-from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8TokenBackend
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8TokenBackend, has_mxfp8
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, rows_of_expert
+from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_mma
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
@@ -14,6 +17,8 @@ from torch_cute_ops.kernels.common.fp8.warp_layouts import TILE_N, WarpGemmConfi
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
+
+Tensor = torch.Tensor
 
 FP8_RATE: Final = 2.0
 """Rate of FP8 MMAs, divided by the rate of 16-bit MMAs (data sheets of compute capability 12)."""
@@ -38,6 +43,7 @@ class FP8MmaSync(FP8Backend):
     name = "mma_sync"
     tactic_type = FP8MmaTactic
     has_blocks = True
+    is_mx = False
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
         return tuple(map(FP8MmaTactic, fp8_mma.TILES))
@@ -49,6 +55,11 @@ class FP8MmaSync(FP8Backend):
             # estimates for wgmma, which are fitted to measurements. On data-center GPUs, FP8 mma.sync is executed as
             # 16-bit MMAs, on data-center Blackwell at a small fraction of the rate of tcgen05.
             return math.inf
+        return self.seconds(problem, m, tactic, target)
+
+    def seconds(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
+        """Return the estimated time of a call."""
+        assert target.arch is not None
         ctas_per_sm = self.ctas_per_sm(problem, tactic, target.arch)
         tile = Tile(tactic.tile_m, TILE_N, ctas_per_sm=ctas_per_sm)
         tiles, k_tiles = tile.tiles_of(problem, m), -(-problem.k // K_TILE)
@@ -76,6 +87,7 @@ class FP8MmaSync(FP8Backend):
             arch=arch,
             pdl=settings.PDL,
             has_blocks=self.has_blocks,
+            is_mx=self.is_mx,
         )
 
     def kernels(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> tuple[KernelSpec, ...]:
@@ -99,3 +111,47 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
     regardless of ``fast_accum``."""
 
     has_blocks = False
+
+
+class MXFP8MmaSync(FP8MmaSync):
+    """Backend for MXFP8 operands, on every GPU. The result of each MMA, of 32 elements of K, is scaled and added in
+    fp32. Each call first arranges the scales as words of four bytes."""
+
+    is_mx = True
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
+        return tuple(map(FP8MmaTactic, fp8_mma.MX_TILES))
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return has_mxfp8(problem)
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
+        # The only kernel for MXFP8, so its estimate is compared with no other kernel's.
+        return self.seconds(problem, m, tactic, target)
+
+    def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:
+        function, max_ctas, _ = self.compiled(problem, tactic, target)
+
+        def launch(given: Operands, out: Tensor) -> None:
+            assert given.a_scale is not None
+            a_scale, b_scale = mx_words(given.a_scale, column_major=True), mx_words(given.b_scale)
+            function(given.a, given.b, a_scale, b_scale, None, None, given.alpha, given.bias, out, None, max_ctas)
+
+        return launch
+
+
+def mx_words(scale: Tensor, column_major: bool = False) -> Tensor:
+    """Arrange linear MXFP8 scales (rows, K/32) as words of four bytes, (rows, ⌈K/128⌉), viewed as float32.
+
+    Missing bytes at the end of a row are zero.
+    """
+    blocks = scale.shape[1]
+    if blocks % 4:
+        scale = torch.nn.functional.pad(scale, (0, -blocks % 4))
+    scale = scale.contiguous()
+    if scale.storage_offset() % 4:
+        scale = scale.clone()
+    words = scale.view(torch.int32)
+    if column_major:
+        words = words.t().contiguous().t()
+    return words.view(torch.float32)

@@ -8,14 +8,14 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
-from torch_cute_ops.gemm.backends._fp8 import has_token_scales, has_tokens_and_fp4
+from torch_cute_ops.gemm.backends._fp8 import has_mxfp8, has_token_scales, has_tokens_and_fp4
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
-from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
+from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns, mxfp8_gemm
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight, prepared_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
@@ -71,6 +71,8 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
         return scaled_gemm(given.a, given.b.t(), *scales, given.bias, problem.out_dtype)
     weight = given.b.mT
     assert given.a_scale is not None
+    if has_mxfp8(problem):
+        return mxfp8_gemm(given.a, weight, given.a_scale, given.b_scale, given.alpha, given.bias, problem.out_dtype)
     if has_tokens_and_fp4(problem):
         return _tokens_and_fp4(problem, given)
     if isinstance(fmt, FP4Format):

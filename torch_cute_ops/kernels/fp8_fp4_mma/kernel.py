@@ -213,6 +213,8 @@ class UnitPromotion:
     """Promotion with block scales of ``a``, and units of weight rows that depend on the k tile. ``BlockScales`` stores
     both in a slot."""
 
+    by_step = False
+
     def __init__(self, config: Config):
         self.config = config
 
@@ -224,7 +226,7 @@ class UnitPromotion:
         at = self.config.a_scales_at + (work.row + 16 * i + work.lane // 4) * 4
         return [ptx.float_of(load_words(_words(slot, at + 32 * r, 1))[0]) for r in range(2)]
 
-    def of_columns(self, slot: cute.Pointer, column, lane) -> list:
+    def of_columns(self, factors: list, slot: cute.Pointer, group: int, column, lane) -> list:
         """Load the units of two weight rows."""
         words = load_words(_words(slot, self.config.units_at + (column + lane % 4 * 2) * 4, 2))
         return [ptx.float_of(word) for word in words]

@@ -1,19 +1,22 @@
 """FP8 GEMMs for every GPU, by mma.sync, plain or grouped by expert.
 
-With block scales, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] ·
-b[n, k]))``. With per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k] · b[n, k])``, where the weight's
-scales are the epilogue's alpha.
+With block scales, ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n,
+k]))``. With per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k] · b[n, k])``, where the weight's scales
+are the epilogue's alpha. With MXFP8, the sum of each 32 elements is multiplied by ``a_scale[m, k / 32] · b_scale[n, k /
+32]``.
 
-Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of ``b``. CTAs are persistent and compute
-tiles in the order of ``common.fp8.tiles``. A k tile spans 128 elements; the last k tile may span 64. While the warps
-multiply the current k tile, each thread copies parts of the next k tiles into the stages by ``cp.async``. The results
-of a k tile are multiplied by both scales, unless the scales are per token, and added to accumulators in fp32.
-Per-token scales multiply the accumulators at the end. The epilogue is applied to the accumulators. The results are
-stored in whole cache lines, only in rows that the expert owns. The kernel uses no mbarriers.
+Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` (MXFP8: 16 or 32) and 128 rows of ``b``. CTAs are
+persistent and compute tiles in the order of ``common.fp8.tiles``. A k tile spans 128 elements; the last k tile may span
+64. While the warps multiply the current k tile, each thread copies parts of the next k tiles into the stages by
+``cp.async``. The results of a k tile are multiplied by both scales, unless the scales are per token, and added to
+accumulators in fp32. With MXFP8, the result of each MMA is multiplied and added. A lane first loads one word, of four
+scales, for each of its rows and columns. Per-token scales multiply the accumulators at the end. The epilogue is applied
+to the accumulators. The results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
+mbarriers.
 
 A lane reads 16 bytes (four words) of a row at once, and uses each word in a different MMA with K = 32. The order in
 which the elements of a k tile are multiplied thus differs from their order in memory. The order of multiplication is
-the same for both operands.
+the same for both operands. With MXFP8, a lane reads 8 bytes at once, and each MMA multiplies 32 neighbouring elements.
 
 Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,
 mostly from L2. The result is written once.
@@ -22,12 +25,12 @@ mostly from L2. The result is written once.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_mma.config import TILE_N, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp8_mma.config import MX_TILES, TILE_N, TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_mma.kernel import FP8MmaKernel
 
-__all__ = ["KERNEL", "TILES", "TILE_N", "Arguments", "Config", "FP8MmaKernel", "plan"]
+__all__ = ["KERNEL", "MX_TILES", "TILES", "TILE_N", "Arguments", "Config", "FP8MmaKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP8MmaKernel"
 __getattr__ = on_demand(__name__, "FP8MmaKernel")

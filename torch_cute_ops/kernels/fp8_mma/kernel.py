@@ -3,17 +3,21 @@
 The package's docstring describes the roles of the warps and the data path.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0
 from torch_cute_ops.kernels.common.fp8.consumers import GemmEpilogue
 from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.warp_gemm import (
     PIECE,
     PIECES,
+    BlockRows,
     LaneRows,
     TokenPromotion,
     WarpGemm,
@@ -28,8 +32,10 @@ class FP8MmaKernel:
 
     def __init__(self, config: Config):
         self.config = config
-        rows = LaneRows()
-        promotion = BlockPromotion(config) if config.has_blocks else TokenPromotion(config)
+        rows: Any = BlockRows() if config.is_mx else LaneRows()
+        promotion: Any = BlockPromotion(config) if config.has_blocks else TokenPromotion(config)
+        if config.is_mx:
+            promotion = MXPromotion(config)
         source = FP8Weight(TILE_N, config.rows.is_plain, config.has_blocks)
         self.gemm = WarpGemm(config, source, rows, CopiedWeight(config, rows), promotion, GemmEpilogue(config))
 
@@ -72,6 +78,8 @@ class CopiedWeight:
 class BlockPromotion:
     """Promotion with block scales of both operands, whose products are factors of a k tile's results."""
 
+    by_step = False
+
     def __init__(self, config: Config):
         self.config = config
 
@@ -89,7 +97,7 @@ class BlockPromotion:
     def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
         return factors[2 * i : 2 * i + 2]
 
-    def of_columns(self, slot, column, lane) -> list:
+    def of_columns(self, factors: list, slot, group: int, column, lane) -> list:
         return []
 
     def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int) -> Float32:
@@ -97,3 +105,49 @@ class BlockPromotion:
 
     def finish(self, acc, tile: Tile, work: Work) -> None:
         """Return at once, because all scales have been applied."""
+
+
+class MXPromotion:
+    """Promotion of MXFP8 operands: the result of each MMA, of 32 elements, is multiplied by the product of both
+    operands' scales.
+
+    The scales of a row and a k tile are one word of four ue8m0 bytes. The arguments declare these words as fp32.
+    """
+
+    by_step = True
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @cute.jit
+    def factors(self, k_tile, tile, work) -> list:
+        """Return the words of the lane's rows, which are two of every 16 rows, and then the words of its columns, which
+        are two of every eight."""
+        c = self.config
+        words = []
+        for i in range_constexpr(c.warp_m // 8):
+            # For a row or column that does not exist, load the word of the last. Its results are not stored.
+            row = cutlass.min(work.row + i * 8 + work.lane // 4, tile.rows - 1)
+            words.append(ptx.bits_of(work.a_scale[k_tile, Int64(tile.row) + row]))
+        for i in range_constexpr(c.warp_n // 4):
+            column = tile.column + work.column + i // 2 * 8 + work.lane % 4 * 2 + i % 2
+            words.append(ptx.bits_of(work.b_scale[cutlass.min(column, work.n - 1), k_tile, tile.expert]))
+        return words
+
+    def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
+        return [_scales_of(word) for word in factors[2 * i : 2 * i + 2]]
+
+    def of_columns(self, factors: list, slot, group: int, column, lane) -> list:
+        first = self.config.warp_m // 8 + 2 * group
+        return [_scales_of(word) for word in factors[first : first + 2]]
+
+    def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int, step: int) -> Float32:
+        return ptx.fma_rn(ptx.mul_rn(of_rows[row][step], of_columns[column][step]), total, acc)
+
+    def finish(self, acc, tile: Tile, work: Work) -> None:
+        """Return at once, because all scales have been applied."""
+
+
+def _scales_of(word: Uint32) -> list:
+    """Return the values of a word of four ue8m0 bytes."""
+    return [float_of_ue8m0(word >> 8 * i & Uint32(0xFF)) for i in range(4)]

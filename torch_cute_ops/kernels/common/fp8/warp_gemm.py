@@ -10,10 +10,12 @@
   tile is multiplied.
 - *promotion* of a k tile's MMA results: ``factors`` loads scales before the thread waits for the k tile; ``of_rows``
   and ``of_columns`` return the factors of a lane's two rows of ``a`` and two weight rows; ``add`` adds a result to an
-  accumulator in fp32; ``finish`` is called after the last k tile.
+  accumulator in fp32; ``finish`` is called after the last k tile. If ``by_step`` is True, the result of each MMA is
+  added, and ``add`` gets the index of the MMA; otherwise the MMAs of a k tile are summed in the tensor cores.
 
 A lane loads eight words (32 elements of a k tile) of each of its rows. The MMA ``step`` multiplies words ``step`` and
-``4 + step`` of both operands. So the elements of a k tile may have any order that is the same for both operands.
+``4 + step`` of both operands. So the elements of a k tile may have any order that is the same for both operands. With
+``BlockRows``, each MMA multiplies 32 neighbouring elements.
 """
 
 from typing import Any, NamedTuple
@@ -209,25 +211,31 @@ class WarpGemm:
             fragments = self.activations.fragments(at, work.row, c.warp_m, work.lane)
             of_rows = [self.promotion.of_rows(factors, slot, i, work) for i in blocks]
             for group in range_constexpr(len(groups)):
-                columns = self._columns(at, slot, group, work)
+                columns = self._columns(at, factors, slot, group, work)
                 for i in range_constexpr(len(blocks)):
                     self._multiply_rows(i, fragments[i], {group: columns}, of_rows[i], acc)
         else:
             # Hold the smaller operand in registers.
-            columns_of = {group: self._columns(at, slot, group, work) for group in groups}
+            columns_of = {group: self._columns(at, factors, slot, group, work) for group in groups}
             for i in range_constexpr(len(blocks)):
                 (fragment,) = self.activations.fragments(at, work.row + 16 * i, 16, work.lane)
                 of_rows = self.promotion.of_rows(factors, slot, i, work)
                 self._multiply_rows(i, fragment, columns_of, of_rows, acc)
 
-    def _columns(self, at: cute.Pointer, slot: cute.Pointer, group: int, work: Work) -> tuple[list, list]:
+    def _columns(
+        self, at: cute.Pointer, factors: list, slot: cute.Pointer, group: int, work: Work
+    ) -> tuple[list, list]:
         """Load eight weight rows of a k tile. Return this lane's words, and the promotion's factors of its columns."""
         column = work.column + group * 8
-        return self.weight.words(at, slot, column, work.lane), self.promotion.of_columns(slot, column, work.lane)
+        words = self.weight.words(at, slot, column, work.lane)
+        return words, self.promotion.of_columns(factors, slot, group, column, work.lane)
 
     def _multiply_rows(self, i: int, fragment: list, columns_of: dict, of_rows: list, acc: cute.Tensor) -> None:
         """Multiply 16 rows of ``a`` by groups of eight weight rows, and let the promotion add the results to the
         accumulators. ``columns_of`` is keyed by the index of the group."""
+        if self.promotion.by_step:
+            self._multiply_by_step(i, fragment, columns_of, of_rows, acc)
+            return
         totals = dict.fromkeys(columns_of, [Float32(0.0)] * 4)
         for step in range(STEPS):
             for group, (words, _) in columns_of.items():
@@ -238,6 +246,53 @@ class WarpGemm:
             for j in range(4):
                 at, total = first + j, totals[group][j]
                 acc[at] = self.promotion.add(acc[at], total, of_rows, j // 2, of_columns, j % 2)
+
+    def _multiply_by_step(self, i: int, fragment: list, columns_of: dict, of_rows: list, acc: cute.Tensor) -> None:
+        """Compute ``_multiply_rows``, but let the promotion add the result of each MMA."""
+        for step in range(STEPS):
+            for group, (words, of_columns) in columns_of.items():
+                b = [words[step], words[STEPS + step]]
+                totals = ptx.mma_16x8x32(fragment[step], b, [Float32(0.0)] * 4)
+                first = (i * (self.config.warp_n // 8) + group) * 4
+                for j in range(4):
+                    at = first + j
+                    acc[at] = self.promotion.add(acc[at], totals[j], of_rows, j // 2, of_columns, j % 2, step)
+
+
+def fragments_of(rows: list) -> list:
+    """Return the operands of rows whose ``words`` are given, for each 16 rows and each MMA of the k tile: four words.
+    A lane holds every eighth row."""
+    return [
+        [[rows[2 * i + r][half + step] for half in (0, STEPS) for r in (0, 1)] for step in range(STEPS)]
+        for i in range(len(rows) // 2)
+    ]
+
+
+class BlockRows:
+    """Rows of 128 bytes of a k tile, whose MMAs multiply 32 neighbouring elements each.
+
+    For each MMA, lane ``q`` of four reads 8 bytes of a row, at ``32 * step + 8 * q``. Pieces of 16 bytes are swapped in
+    pairs, so that the 16 lanes that read at the same time, of four rows, avoid bank conflicts.
+    """
+
+    def place(self, row, piece):
+        """Return the offset, in a stage, of the ``piece``-th 16-byte piece of a row."""
+        return row * K_TILE + (piece ^ row % 4 * 2) * PIECE
+
+    def words(self, at: cute.Pointer, row, lane) -> list:
+        """Load this lane's words of a row, as four vectors of two words: for each MMA the first word, then for each MMA
+        the second word."""
+        pairs = []
+        for step in range(STEPS):
+            offset = self.place(row, lane % 4 // 2 + 2 * step) + lane % 2 * (PIECE // 2)
+            place = at + cute.assume(offset, divby=PIECE // 2)
+            pairs.append(load_words(cute.make_tensor(cute.recast_ptr(place, dtype=Uint32), cute.make_layout(2))))
+        return [pair[half] for half in range(2) for pair in pairs]
+
+    def fragments(self, at: cute.Pointer, first_row, count: int, lane) -> list:
+        """Load the operands of ``count`` rows: for each 16 rows and each MMA of the k tile, four words."""
+        row = first_row + lane // 4
+        return fragments_of([self.words(at, row + 8 * i, lane) for i in range(count // 8)])
 
 
 class LaneRows:
@@ -271,11 +326,7 @@ class LaneRows:
     def fragments(self, at: cute.Pointer, first_row, count: int, lane) -> list:
         """Load the operands of ``count`` rows: for each 16 rows and each MMA of the k tile, four words."""
         row = first_row + lane // 4
-        rows = [self.words(at, row + 8 * i, lane) for i in range(count // 8)]
-        return [
-            [[rows[2 * i + r][half + step] for half in (0, STEPS) for r in (0, 1)] for step in range(STEPS)]
-            for i in range(count // 16)
-        ]
+        return fragments_of([self.words(at, row + 8 * i, lane) for i in range(count // 8)])
 
 
 class InterleavedRows:
@@ -305,6 +356,8 @@ class InterleavedRows:
 class TokenPromotion:
     """Promotion with per-token scales of ``a``, which are applied after the sum over K."""
 
+    by_step = False
+
     def __init__(self, config: WarpGemmConfig):
         self.config = config
 
@@ -314,7 +367,7 @@ class TokenPromotion:
     def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
         return []
 
-    def of_columns(self, slot, column, lane) -> list:
+    def of_columns(self, factors: list, slot, group: int, column, lane) -> list:
         return []
 
     def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int) -> Float32:
