@@ -50,13 +50,15 @@ def rows(draw, kinds=KINDS, parts=1):
 @st.composite
 def fp8_rows(draw, parts=1):
     """Draw a tensor, the arguments of an FP8 format, and a random generator."""
-    choices = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
-    granularity, layout = draw(one_of(choices))
-    width = draw(st.integers(1, 6)) * 64 if granularity == "block128" else draw(st.integers(1, 300))
+    choices = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"), ("block32", "linear"))
+    granularity, layout = draw(one_of((*choices, ("block32", "128x4"), ("block32", "8x4"))))
+    step = {"block128": 64, "block32": 32}.get(granularity)
+    width = draw(st.integers(1, 300)) if step is None else draw(st.integers(1, 6)) * step
     dtype, generator = draw(one_of(DTYPES)), draw(generators())
     value = values(draw(one_of(KINDS)), [*draw(leads()), width * parts], dtype, generator)
-    interleaved = granularity != "block128" and draw(one_of((False, True)))
+    interleaved = step is None and draw(one_of((False, True)))
     arguments = {"granularity": granularity, "scale_layout": layout, "scale": None, "interleaved": interleaved}
+    arguments["scale_format"] = None if step is None else draw(one_of((None, "ue8m0")))
     if granularity == "tensor":
         mantissa = torch.rand(1, generator=generator) + 1
         arguments["scale"] = mantissa * 2.0 ** draw(FP8_POWERS)

@@ -10,7 +10,7 @@ from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 
 
 def moe_permute_fp8quant(
-    input: torch.Tensor, permuted_to_expanded: torch.Tensor, topk: int, scale_format: str | None = None, **_: Any
+    input: torch.Tensor, permuted_to_expanded: torch.Tensor, topk: int, scale_format: str | None, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Order rows of ``input`` (M, H) by expert, quantise them to FP8, set padding to 0; see the op's docstring."""
     used = permuted_to_expanded >= 0

@@ -14,7 +14,7 @@ def moe_swiglu_fp8quant(
     input: torch.Tensor,
     offsets: torch.Tensor | None,
     counts: torch.Tensor | None,
-    scale_format: str | None = None,
+    scale_format: str | None,
     **gate: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate ``input`` (..., 2I), quantise it to FP8, and set rows of padding to zero; see the op's docstring."""
