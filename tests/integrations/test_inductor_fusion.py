@@ -416,6 +416,50 @@ def test_sums_that_are_not_in_place(layer):
     assert (decoded - expected).norm() < 0.05 * expected.norm()  # the norm's rounding can change a code
 
 
+def test_rows_in_the_memory_of_the_residual():
+    """Check that a sum does not overwrite the residual if the rows are a view of it in another dtype."""
+    x, weight = numbers(4, H, dtype=torch.float32), numbers(H, dtype=torch.float32)
+
+    def layer(x):
+        base = x * 2
+        total = base + base.view(torch.bfloat16)[:, :H].float()
+        return *tco.fp8_quantize(F.rms_norm(total, (H,), weight, EPS).bfloat16()), total
+
+    got, compiler = compiled(layer, x)
+    *_, total = layer(x)
+    assert_equal(got, (*tco.rmsnorm_fp8quant(total, weight, eps=EPS), total))
+    assert compiler.quantising() == {"rmsnorm_fp8quant": 1}
+
+
+def test_a_root_of_a_scalar():
+    """Check rows times the reciprocal root of one number, which resembles a norm."""
+
+    def layer(x, number):
+        return tco.fp8_quantize(x * torch.rsqrt(number.square().mean(-1, keepdim=True) + EPS))
+
+    given = numbers(4, H, dtype=torch.float32), torch.tensor(3.0)
+    got, compiler = compiled(layer, *given)
+    assert_equal(got, layer(*given))
+    assert compiler.quantising() == {"fp8_quantize": 1}
+
+
+@pytest.mark.parametrize("split", [lambda x: x.chunk(2, -1), lambda x: x.tensor_split(2, -1)], ids=["chunk", "slices"])
+def test_a_gate_of_symbolic_width(split):
+    """Check that a gate compiles if the width of the rows is symbolic. It is not fused."""
+
+    def layer(x):
+        gate, up = split(x)
+        return tco.fp8_quantize(F.silu(gate) * up)
+
+    x, compiler = numbers(4, 2 * H), Compiler()
+    torch._dynamo.mark_dynamic(x, 1)
+    with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()), torch.no_grad():
+        y, scale = torch.compile(layer, backend=compiler, fullgraph=True)(x)
+    want, want_scale = layer(x)
+    error = (y.float() * scale - want.float() * want_scale).norm() / want.float().mul(want_scale).norm()
+    assert error < 0.02 and compiler.quantising() == {"fp8_quantize": 1}
+
+
 def norm_read_by_another(x, weight):
     norm = llama_norm(x, weight)
     return *tco.fp8_quantize(norm), norm.sum(-1)

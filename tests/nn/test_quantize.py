@@ -356,6 +356,23 @@ def test_warmup_calls_norms_of_gemma():
     assert sorted(calls.fused, key=str) == sorted(2 * pair, key=str)
 
 
+class NormPlusOne(nn.RMSNorm):
+    """Norm whose factor is 1 + weight, as a subclass of torch's norm."""
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+def test_warmup_calls_norms_that_add_one_in_a_subclass():
+    block = FusedBlock()
+    block.norm = NormPlusOne(H)
+    quantize_(block.bfloat16(), activations="16bit")
+    with Calls() as calls:
+        warmup(block, rows=(1,))
+    pair = [("rmsnorm", BF16_ROW, NORM), ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM)]
+    assert sorted(calls.fused, key=str) == sorted(2 * pair, key=str)
+
+
 @pytest.mark.parametrize(
     ("activation", "gate"), [(nn.GELU("tanh"), "gelu_tanh"), (nn.GELU(), "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")]
 )

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -91,9 +91,14 @@ def _input_and_eps(difference: Any, root: Any) -> tuple[Node, float] | None:
         len(both.args) == 2
         and both.args[0] is x
         and both.kwargs == {"correction": 0, "keepdim": True}
-        and [dim % value_of(x).dim() for dim in both.args[1]] == [value_of(x).dim() - 1]
+        and _is_last(both.args[1], x)
     )
     return (x, eps) if is_of_rows else None
+
+
+def _is_last(dims: Any, node: Node) -> bool:
+    """Return True if ``dims`` are the last dimension of a tensor, which may have no dimensions."""
+    return [*dims] in ([-1], [value_of(node).dim() - 1]) and value_of(node).dim() > 0
 
 
 def _with_number(node: Any) -> tuple[Any, float] | None:
@@ -161,7 +166,7 @@ def _eps_of_root(node: Any, x: Node) -> float | None:
     if not is_call(mean, aten.mean.dim) or mean.kwargs or len(mean.args) != 3 or not mean.args[2]:
         return None
     square, dims, _ = mean.args
-    if [dim % value_of(square).dim() for dim in dims] != [value_of(square).dim() - 1]:
+    if not _is_last(dims, square):
         return None
     squared = _squared(square)
     is_same = squared is not None and unwidened(squared) is unwidened(x)
@@ -274,14 +279,18 @@ def _half(node: Node) -> tuple[Node, int] | None:
         whole, sizes, *dim = split.args
         last = value_of(whole).dim() - 1
         width = value_of(whole).shape[-1]
-        halves = [sizes] * 2 if isinstance(sizes, int) else [*sizes]
+        halves = [*sizes] if isinstance(sizes, Sequence) else [sizes] * 2
+        if not all(isinstance(each, int) for each in (width, *halves)):
+            return None
         if (dim[0] if dim else 0) not in (last, -1) or halves * 2 != [width // 2] * 4 or width % 2:
             return None
         return whole, index
     if is_call(node, aten.slice.Tensor):
         whole, dim, begin, end, *step = node.args
         last, width = value_of(whole).dim() - 1, value_of(whole).shape[-1]
-        if dim not in (last, -1) or width % 2 or step not in ([], [1]) or not isinstance(end, int):
+        if not all(isinstance(each, int) for each in (width, begin, end)):
+            return None
+        if dim not in (last, -1) or width % 2 or step not in ([], [1]):
             return None
         return {(0, width // 2): (whole, 0), (width // 2, width): (whole, 1)}.get((begin, min(end, width)))
     return None

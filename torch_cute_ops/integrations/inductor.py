@@ -412,11 +412,11 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int, dtype: t
     if spent is None or not are_before(total, named.values()):
         return None
     other = operands[1] if spent is operands[0] else operands[0]
-    if storage_of(other) is storage_of(spent):
-        return None
     summed = _sum_over_ranks(other, total)
     if dtype != value_of(total).dtype:
         other = unwidened(other)
+    if storage_of(other) is storage_of(spent):
+        return None
     if dtype not in (None, value_of(other).dtype) or not _is_weight_for(other, named["weight"]):
         return None
     unused: Any = other

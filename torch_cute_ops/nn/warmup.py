@@ -61,7 +61,8 @@ def warmup(
             few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if it is torch's RMSNorm or
             LayerNorm of rows, or if its only parameter is a ``weight`` (K,). Gates are SiLU, and GELU if the model
             contains a module that computes GELU. A gate is expected before a layer with K input features if another
-            layer has 2 · K columns.
+            layer has 2 · K columns. Norms of a float32 residual plus 16-bit rows, and squared ReLU, are not called;
+            their kernels are compiled when a compiled model first runs.
         workers: number of processes; None for one per processor, at most 32, divided among the ranks of the machine.
 
     Raises:
@@ -278,7 +279,8 @@ def _norms_of(module: nn.Module) -> Iterator[_Norm]:
             dtype = None if module.weight is None else module.weight.dtype
             is_layer_norm = isinstance(module, nn.LayerNorm)
             has_bias = isinstance(module, nn.LayerNorm) and module.bias is not None
-            yield _Norm(module.normalized_shape[0], dtype, False, is_layer_norm, has_bias)
+            for plus_one in dict.fromkeys((False, not is_layer_norm and _adds_one(type(module)))):
+                yield _Norm(module.normalized_shape[0], dtype, plus_one, is_layer_norm, has_bias)
         return
     own = dict(module.named_parameters(recurse=False))
     if [*own] == ["weight"] and own["weight"].dim() == 1:
