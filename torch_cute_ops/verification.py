@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.formats import (
+    FP8_BLOCK128_UE8M0,
     MXFP8,
     NVFP4,
     SCALE_LAYOUTS,
@@ -246,14 +247,20 @@ def _compared(
         if got.dtype.itemsize > 1 and not (is_fp8 and name == "scale"):
             found = _difference(got, want, allowed.get(name, 0.0))
         elif fmt is not None:
-            steps = _steps_of_scales(got, want) if "scale" in name else STEPS_OF[type(fmt)](got, want)
-            limit: Tensor | int = 1
+            whole = fmt.block_size
             if "scale" in name:
-                moved = steps > 0
-            elif moved is not None:
-                most = STEPS_OF_E4M3 if is_fp8 else 2
-                limit = torch.where(moved.repeat_interleave(fmt.block_size, 1)[:, : steps.shape[1]], most, 1)
-            found = _wrong_steps(steps, limit, fmt.block_size)
+                moved = _steps_of_scales(got, want)
+                steps, whole = moved.abs(), ROWS if is_fp8 else whole
+            else:
+                by_block = None if moved is None else moved.repeat_interleave(fmt.block_size, 1)
+                if is_fp8 and by_block is not None:
+                    # In a block whose scale is twice the expected scale, codes are half the expected codes.
+                    power = torch.exp2(-by_block[:, : want.shape[1]].float())
+                    want = (want.float() * power).clamp(-448, 448).to(want.dtype)
+                steps = STEPS_OF[type(fmt)](got, want)
+                if not is_fp8 and by_block is not None:  # all codes of a block with another scale may differ
+                    steps = torch.where((by_block[:, : steps.shape[1]] != 0) & (steps <= 2), 0, steps)
+            found = _wrong_steps(steps, 1, whole)
         else:
             found = _wrong_steps(_steps_of_fp8(got, want), 1, 8)
         if found is not None:
@@ -307,19 +314,18 @@ def _steps_of_fp8(got: Tensor, want: Tensor) -> Tensor:
 
 
 STEPS_OF: Final = {FP4Format: _steps_of_fp4, FP8Format: _steps_of_fp8}
-STEPS_OF_E4M3: Final = 9
-"""Largest number of steps by which an e4m3 code changes if its scale is halved or doubled: eight steps between a number
-and its double, and one step by rounding."""
 
 
 def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:
+    """Return the differences of scales in steps: of their bytes, or of the exponents of fp32 powers of two."""
     if got.dtype.itemsize == 1:
         a, b = (each.view(torch.uint8).to(torch.int16) for each in (got, want))
-        return (a - b).abs()
+        return a - b
     # Compare the exponents of fp32 scales that are powers of two. The scale 2^-127 is subnormal.
     bits, want_bits = (each.contiguous().view(torch.int32) for each in (got, want))
     is_power = (bits & 0x7FFFFF == 0) | (bits == 0x400000) | got.isnan()
-    return torch.where(is_power, ((bits >> 23) - (want_bits >> 23)).abs(), 256)
+    is_power &= (bits == 0) == (want_bits == 0)  # rows that are only padding have the scale 0
+    return torch.where(is_power, (bits >> 23) - (want_bits >> 23), 256)
 
 
 # Ops of an expert layer
@@ -369,7 +375,8 @@ def _gated_rows(
     own = {"input": x.reshape(count, -1)[rows], "offsets": ends, "counts": None}
     want = spec.compute({**before, **own})
     pairs = zip(spec.outputs, outputs, want, strict=True)
-    return _compared({name: (got.reshape(count, -1)[rows], each) for name, got, each in pairs}, None)
+    fmt = FP8_BLOCK128_UE8M0 if before["scale_format"] == "ue8m0" else None
+    return _compared({name: (got.reshape(count, -1)[rows], each) for name, got, each in pairs}, fmt)
 
 
 def _finalized(

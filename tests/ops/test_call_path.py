@@ -467,3 +467,16 @@ def test_numbers_are_checked_on_later_calls(op, name, launches):
         with pytest.raises(ValueError, match=rf"cute::{op.name}: {name} is "):
             enter(op, named(op, given | {name: value}))
     assert not launches.calls
+
+
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+def test_unaligned_scales_of_mxfp8(layout):
+    """Check that MXFP8's scales must be aligned, unlike fp32 scales, because the kernel stores 16 bytes at once."""
+    op, x = OPS["fp8_quantize"], torch.randn(8, 256)
+    y, scale = op.cuda(x, granularity="block32", scale_layout=layout)
+    memory = torch.zeros(scale.numel() + 32, dtype=torch.uint8)
+    first = -memory.data_ptr() % 16 + 4
+    wrong = memory[first : first + scale.numel()].view(scale.shape)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scale_out starts at an address that is no multiple of 16 bytes"):
+            op.cuda_out(x, granularity="block32", scale_layout=layout, y=y, scale_out=wrong)

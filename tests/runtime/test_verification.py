@@ -74,6 +74,32 @@ def test_wrong_results_raise(op, device):
     assert refused == set(op.outputs)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", ["silu_mul_fp8quant", "moe_swiglu_fp8quant"])
+def test_powers_of_two_next_to_a_boundary(name, rows):
+    """Check that a scale of twice its value is accepted with the codes that belong to it, because a gate's rounding
+    may decide between two powers of two, and that other codes or a scale of 0 are refused."""
+    op, x = OPS[name], torch.randn(rows, 1024)
+    named = {"granularity": "block128"} if name == "silu_mul_fp8quant" else {"offsets": torch.tensor([0, rows]).int()}
+    call = op.bind(x, **named, scale_format="ue8m0")
+    y, scale = (each.clone() for each in getattr(torch.ops.cute, name)(x, **named, scale_format="ue8m0"))
+    verifier = Verifier(op)
+    scale[0, 1] *= 2
+    assert is_refused(op, lambda: verifier.after(call, {}, (y, scale)))
+    y[0, 128:256] = (y[0, 128:256].float() / 2).to(y.dtype)
+    verifier.after(call, {}, (y, scale))
+    assert is_refused(op, lambda: verifier.after(call, {}, (y, torch.zeros_like(scale))))
+
+
+def test_a_scale_of_zero_is_no_power_of_two():
+    op, x = OPS["fp8_quantize"], torch.zeros(4, 256)
+    named = {"granularity": "block128", "scale_format": "ue8m0"}
+    y, scale = torch.ops.cute.fp8_quantize(x, **named)
+    call, verifier = op.bind(x, **named), Verifier(op)
+    verifier.after(call, {}, (y, scale))
+    assert is_refused(op, lambda: verifier.after(call, {}, (y, torch.zeros_like(scale))))
+
+
 @pytest.mark.parametrize("named", [{"subtract_mean": True}, {"bias": torch.randn(4096)}], ids=["mean", "bias"])
 def test_terms_that_cancel(named):
     """Check that a norm in float64, rounded once to float32, is accepted although terms cancel in the reference, and

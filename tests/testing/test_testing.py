@@ -194,8 +194,12 @@ def test_differences_of_fp8_with_powers_of_two(granularity):
         with pytest.raises(AssertionError, match="padding that is not zero"):
             assert_fp8_close((good[0], padding), good, fmt, **named)
     else:
-        with pytest.raises(AssertionError, match="no powers of two"):
-            assert_fp8_close((good[0], good[1] * 1.5), good, fmt, **named)
+        for wrong in (good[1] * 1.5, -good[1], torch.zeros_like(good[1])):
+            with pytest.raises(AssertionError, match="no powers of two"):
+                assert_fp8_close((good[0], wrong), good, fmt, **named)
+        # Rows of experts' ops that are only padding have the scale 0.
+        padded = torch.zeros_like(good[0]), torch.zeros_like(good[1])
+        assert_fp8_close(padded, padded, fmt)
 
 
 def test_norm_close():

@@ -209,7 +209,7 @@ class RowQuant(KernelPath[RowCall]):
     call_type: ClassVar[Any] = RowCall
     launcher_type: ClassVar[Any] = RowLauncher
     renames: ClassVar = {"global_scale": "factor", "scale": "factor"}
-    # The kernel stores these outputs one element at a time, so they need no alignment.
+    # The kernel stores these outputs one element at a time, so they need no alignment, except MXFP8's scales.
     any_address = frozenset(("scale_linear", "scale_out", "row_scale"))
 
     def __init__(
@@ -217,6 +217,9 @@ class RowQuant(KernelPath[RowCall]):
     ) -> None:
         super().__init__(**fixed)
         self.source, self.normalises = source, normalises
+
+    def is_aligned(self, name: str, output: Tensor) -> bool:
+        return super().is_aligned(name, output) or (name == "scale_out" and output.dtype == torch.uint8)
 
     def bind(self, signature: Signature) -> None:
         super().bind(signature)
