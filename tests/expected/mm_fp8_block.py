@@ -44,7 +44,7 @@ def rows_alone(given, outputs):
         if a.device.type == "cpu":
             within = slice(row, row + 1)
             alone = {"a": given["a"][within], "a_scale": given["a_scale"][within]}
-            if given["b_scale"].dtype != torch.float32:
+            if given["a_scale"].dtype != torch.float32:
                 factors = mx_factors(given["a_scale"], *given["a"].shape)[within]
                 exponents = np.where(np.isnan(factors), 128, np.log2(np.nan_to_num(factors, nan=1.0)))
                 alone["a_scale"] = torch.from_numpy((exponents + 127).astype(np.uint8))
