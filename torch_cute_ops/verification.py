@@ -247,20 +247,11 @@ def _compared(
         if got.dtype.itemsize > 1 and not (is_fp8 and name == "scale"):
             found = _difference(got, want, allowed.get(name, 0.0))
         elif fmt is not None:
-            whole = fmt.block_size
             if "scale" in name:
                 moved = _steps_of_scales(got, want)
-                steps, whole = moved.abs(), ROWS if is_fp8 else whole
+                found = _wrong_steps(moved.abs(), 1, ROWS if is_fp8 else fmt.block_size)
             else:
-                by_block = None if moved is None else moved.repeat_interleave(fmt.block_size, 1)
-                if is_fp8 and by_block is not None:
-                    # In a block whose scale is twice the expected scale, codes are half the expected codes.
-                    power = torch.exp2(-by_block[:, : want.shape[1]].float())
-                    want = (want.float() * power).clamp(-448, 448).to(want.dtype)
-                steps = STEPS_OF[type(fmt)](got, want)
-                if not is_fp8 and by_block is not None:  # all codes of a block with another scale may differ
-                    steps = torch.where((by_block[:, : steps.shape[1]] != 0) & (steps <= 2), 0, steps)
-            found = _wrong_steps(steps, 1, whole)
+                found = _wrong_steps(_steps_of_codes(got, want, moved, fmt), 1, fmt.block_size)
         else:
             found = _wrong_steps(_steps_of_fp8(got, want), 1, 8)
         if found is not None:
@@ -313,7 +304,18 @@ def _steps_of_fp8(got: Tensor, want: Tensor) -> Tensor:
     return torch.where((a ^ b) >= 0x80, 256 * ((a | b) & 0x7F).sign(), ((a & 0x7F) - (b & 0x7F)).abs())
 
 
-STEPS_OF: Final = {FP4Format: _steps_of_fp4, FP8Format: _steps_of_fp8}
+def _steps_of_codes(got: Tensor, want: Tensor, moved: Tensor | None, fmt: FP4Format | FP8Format) -> Tensor:
+    """Return the differences of codes in steps. If scales are compared, too, ``moved`` (rows, blocks) contains their
+    differences, and codes of a block with another scale may differ as the scale explains."""
+    by_element = None if moved is None else moved.repeat_interleave(fmt.block_size, 1)
+    if isinstance(fmt, FP8Format):
+        if by_element is not None:
+            # If a scale is twice the expected scale, the codes are half the expected codes.
+            power = torch.exp2(-by_element[:, : want.shape[1]].float())
+            want = (want.float() * power).clamp(-448, 448).to(want.dtype)
+        return _steps_of_fp8(got, want)
+    steps = _steps_of_fp4(got, want)
+    return steps if by_element is None else torch.where((by_element != 0) & (steps <= 2), 0, steps)
 
 
 def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bo
             forms.setdefault(_form(module), module)
         elif (steps := steps_of(module)) is not None:
             attention.setdefault(steps.form(module), (steps, module))
-    counts = {bucket(number): number for number in numbers}.values()
+    counts, gates = {bucket(number): number for number in numbers}.values(), _gates_of(model)
 
     def calls() -> None:
         with tuning.autotune() if tune else contextlib.nullcontext():
@@ -138,11 +138,11 @@ def _calls_of(model: nn.Module, numbers: list[int], dtype: torch.dtype, tune: bo
                     if first.can_prefetch and (few or following_of(first) is not None):
                         _call_layer(first, x, first)
             if fused:
-                _call_gated(forms.values(), numbers, dtype, _gates_of(model))
+                _call_gated(forms.values(), numbers, dtype, gates)
         for steps, block in attention.values():
             steps.call(block, dtype)
         if fused:
-            _call_fused(model, forms.values(), dtype)
+            _call_fused(model, forms.values(), dtype, gates)
 
     return calls
 
@@ -274,18 +274,19 @@ class _Norm(NamedTuple):
 def _norms_of(module: nn.Module) -> Iterator[_Norm]:
     """Yield the norms of rows that a module may compute. There are none unless the module is torch's, or its only
     parameter is a ``weight`` (K,)."""
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        if len(module.normalized_shape) == 1:
-            dtype = None if module.weight is None else module.weight.dtype
-            is_layer_norm = isinstance(module, nn.LayerNorm)
-            has_bias = isinstance(module, nn.LayerNorm) and module.bias is not None
-            for plus_one in dict.fromkeys((False, not is_layer_norm and _adds_one(type(module)))):
-                yield _Norm(module.normalized_shape[0], dtype, plus_one, is_layer_norm, has_bias)
-        return
     own = dict(module.named_parameters(recurse=False))
-    if [*own] == ["weight"] and own["weight"].dim() == 1:
-        for plus_one in dict.fromkeys((False, _adds_one(type(module)))):
-            yield _Norm(own["weight"].shape[0], own["weight"].dtype, plus_one)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        shape: Sequence[int] = module.normalized_shape
+    else:
+        shape = own["weight"].shape if [*own] == ["weight"] else ()
+    if len(shape) != 1:
+        return
+    dtype = own["weight"].dtype if "weight" in own else None
+    if isinstance(module, nn.LayerNorm):
+        yield _Norm(shape[0], dtype, subtract_mean=True, has_bias="bias" in own)
+        return
+    for plus_one in dict.fromkeys((False, _adds_one(type(module)))):
+        yield _Norm(shape[0], dtype, plus_one)
 
 
 def _adds_one(norm: type[nn.Module]) -> bool:
@@ -303,7 +304,7 @@ def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
     return {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
 
 
-def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype) -> None:
+def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype, gates: Sequence[Gate]) -> None:
     """Call the fused ops that ``integrations.inductor`` may insert before layers.
 
     One row is enough, because the kernels do not depend on the number of rows.
@@ -330,5 +331,5 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **named)
             getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **named)
         if quantization is not None and width in gated:
-            for gate in _gates_of(model):
+            for gate in gates:
                 getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments, gate=gate)

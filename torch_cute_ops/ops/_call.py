@@ -384,11 +384,11 @@ class CallPath(abc.ABC, Generic[Call]):
         _checks.check_number(self.op, given, names)
         self.check_outputs(call, given)
         for name, output in zip(names, given, strict=True):
-            if self.is_aligned(name, output):
+            if self.needs_alignment(name, output):
                 _checks.check_aligned(self.op, name, output)
         return given
 
-    def is_aligned(self, name: str, output: torch.Tensor) -> bool:
+    def needs_alignment(self, name: str, output: torch.Tensor) -> bool:
         """Return True if an output must be aligned to 16 bytes."""
         return name not in self.any_address
 

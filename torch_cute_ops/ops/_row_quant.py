@@ -218,8 +218,8 @@ class RowQuant(KernelPath[RowCall]):
         super().__init__(**fixed)
         self.source, self.normalises = source, normalises
 
-    def is_aligned(self, name: str, output: Tensor) -> bool:
-        return super().is_aligned(name, output) or (name == "scale_out" and output.dtype == torch.uint8)
+    def needs_alignment(self, name: str, output: Tensor) -> bool:
+        return super().needs_alignment(name, output) or (name == "scale_out" and output.dtype == torch.uint8)
 
     def bind(self, signature: Signature) -> None:
         super().bind(signature)
