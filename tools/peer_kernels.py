@@ -157,7 +157,7 @@ def block_scaled(
 
 
 def masked(dtype: Any, scale: Any, block: int, counts: tuple[int, ...]) -> Callable[[Sizes], Problem]:
-    """Return the problem of a GEMM of several matrices, of which only the first ``counts[i]`` rows need a result.
+    """Return the problem of a GEMM of several matrices. Only the first ``counts[i]`` rows of matrix i need a result.
 
     Kernels compute whole tiles of 128 rows, so that rows up to the end of a tile also have a result.
     """

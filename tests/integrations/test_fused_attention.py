@@ -330,22 +330,56 @@ def renamed(forward):
     return forward if NAME == "cache" else other
 
 
-class Clamped(modeling_llama.LlamaAttention):
-    """Attention with a clamp of large queries, as with ``clip_qkv``."""
+class Varied(modeling_llama.LlamaAttention):
+    """Llama's attention in steps that subclasses change."""
+
+    def input_of_keys(self, hidden_states):
+        return hidden_states
+
+    def clamped(self, projected):
+        return projected
+
+    def scaled(self, q, positions):
+        return q
 
     @renamed
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            project(hidden_states).clamp(-100, 100).view(shape).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+        # Project here, because after ``merge_`` only the ``self`` of ``forward`` has the separate layers.
+        projections = (
+            self.q_proj(hidden_states),
+            self.k_proj(self.input_of_keys(hidden_states)),
+            self.v_proj(hidden_states),
         )
+        q, k, v = (self.clamped(each).view(shape).transpose(1, 2) for each in projections)
         q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        q = self.scaled(q, kwargs.get("position_ids"))
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         found, weights = attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(found.flatten(2)), weights
+
+
+class Clamped(Varied):
+    """Attention with a clamp of large queries, as with ``clip_qkv``."""
+
+    def clamped(self, projected):
+        return projected.clamp(-100, 100)
+
+
+class ScaledByPosition(Varied):
+    """Attention that scales queries at positions from 8,192 on, if it gets the positions."""
+
+    def scaled(self, q, positions):
+        return q if positions is None else q * (1 + 0.1 * (positions >= 8192).to(q.dtype))[:, None, :, None]
+
+
+class TwoInputs(Varied):
+    """Attention whose keys are projected from another tensor than queries and values."""
+
+    def input_of_keys(self, hidden_states):
+        return -hidden_states
 
 
 class Rescaled(modeling_llama.LlamaAttention):
@@ -356,43 +390,6 @@ class Rescaled(modeling_llama.LlamaAttention):
         self.scaling = hidden_states.shape[1] ** -0.5
         given = (hidden_states, position_embeddings, attention_mask)
         return modeling_llama.LlamaAttention.forward(self, *given, cache, **kwargs)
-
-
-class ScaledByPosition(modeling_llama.LlamaAttention):
-    """Attention that scales queries at positions from 8,192 on, if it gets the positions."""
-
-    @renamed
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
-        positions = kwargs.get("position_ids")
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (
-            project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
-        if positions is not None:
-            q = q * (1 + 0.1 * (positions >= 8192).to(q.dtype))[:, None, :, None]
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        found, weights = attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
-        return self.o_proj(found.flatten(2)), weights
-
-
-class TwoInputs(modeling_llama.LlamaAttention):
-    """Attention whose keys are projected from another tensor than queries and values."""
-
-    @renamed
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
-        k = self.k_proj(-hidden_states).view(shape).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        found, weights = attention(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
-        return self.o_proj(found.flatten(2)), weights
 
 
 ALL_ATTENTION_FUNCTIONS, eager_attention_forward = AttentionInterface(), modeling_llama.eager_attention_forward

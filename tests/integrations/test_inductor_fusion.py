@@ -24,50 +24,35 @@ from torch_cute_ops.integrations import inductor
 
 aten = torch.ops.aten
 
+
+def kind(op, suffix, scalar=None, **named):
+    """Return a quantisation ``(x, g) → codes and scales``, the suffix of the fused ops, and their arguments.
+
+    Args:
+        op: op that quantises.
+        suffix: suffix of the fused ops.
+        scalar: name of the argument that ``g`` becomes, or None if the op does not take ``g``.
+        named: other arguments.
+    """
+
+    def arguments(g):
+        return named if scalar is None else {scalar: g, **named}
+
+    return lambda x, g: op(x, **arguments(g)), suffix, arguments
+
+
 QUANTISE = {
-    "nvfp4": (lambda x, g: tco.fp4_quantize(x, g), "fp4quant", lambda g: {"global_scale": g}),
-    "mxfp4 linear": (
-        lambda x, g: tco.fp4_quantize(x, block_size=32, scale_layout="linear"),
-        "fp4quant",
-        lambda g: {"block_size": 32, "scale_layout": "linear"},
-    ),
-    "nvfp4 row": (lambda x, g: tco.fp4_quantize_per_token(x), "fp4quant_per_token", lambda g: {}),
-    "nvfp4 row linear": (
-        lambda x, g: tco.fp4_quantize_per_token(x, "linear"),
-        "fp4quant_per_token",
-        lambda g: {"scale_layout": "linear"},
-    ),
-    "fp8 row": (lambda x, g: tco.fp8_quantize(x), "fp8quant", lambda g: {}),
-    "fp8 interleaved": (
-        lambda x, g: tco.fp8_quantize(x, interleaved=True),
-        "fp8quant",
-        lambda g: {"interleaved": True},
-    ),
-    "fp8 static": (
-        lambda x, g: tco.fp8_quantize(x, g, "tensor"),
-        "fp8quant",
-        lambda g: {"scale": g, "granularity": "tensor"},
-    ),
-    "fp8 block": (
-        lambda x, g: tco.fp8_quantize(x, granularity="block128"),
-        "fp8quant",
-        lambda g: {"granularity": "block128"},
-    ),
-    "fp8 powers": (
-        lambda x, g: tco.fp8_quantize(x, granularity="block128", scale_format="ue8m0"),
-        "fp8quant",
-        lambda g: {"granularity": "block128", "scale_format": "ue8m0"},
-    ),
-    "mxfp8 tiles": (
-        lambda x, g: tco.fp8_quantize(x, granularity="block32"),
-        "fp8quant",
-        lambda g: {"granularity": "block32"},
-    ),
-    "mxfp8 linear": (
-        lambda x, g: tco.fp8_quantize(x, granularity="block32", scale_layout="linear"),
-        "fp8quant",
-        lambda g: {"granularity": "block32", "scale_layout": "linear"},
-    ),
+    "nvfp4": kind(tco.fp4_quantize, "fp4quant", "global_scale"),
+    "mxfp4 linear": kind(tco.fp4_quantize, "fp4quant", block_size=32, scale_layout="linear"),
+    "nvfp4 row": kind(tco.fp4_quantize_per_token, "fp4quant_per_token"),
+    "nvfp4 row linear": kind(tco.fp4_quantize_per_token, "fp4quant_per_token", scale_layout="linear"),
+    "fp8 row": kind(tco.fp8_quantize, "fp8quant"),
+    "fp8 interleaved": kind(tco.fp8_quantize, "fp8quant", interleaved=True),
+    "fp8 static": kind(tco.fp8_quantize, "fp8quant", "scale", granularity="tensor"),
+    "fp8 block": kind(tco.fp8_quantize, "fp8quant", granularity="block128"),
+    "fp8 powers": kind(tco.fp8_quantize, "fp8quant", granularity="block128", scale_format="ue8m0"),
+    "mxfp8 tiles": kind(tco.fp8_quantize, "fp8quant", granularity="block32"),
+    "mxfp8 linear": kind(tco.fp8_quantize, "fp8quant", granularity="block32", scale_layout="linear"),
 }
 by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)
 

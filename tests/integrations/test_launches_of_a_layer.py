@@ -57,68 +57,32 @@ CALL = re.compile(r"torch\.ops\.(\w+\.\w+)(?:\.default)?\(|(extern_kernels\.\w+)
 """Call of an op, of an external kernel, or of a kernel of Inductor, in a program that Inductor generated."""
 NORMS = {"cpp_fused": 2}
 """Launches for Gemma's norms before the additions to the residual."""
+SIXTEEN_BIT = {
+    "cute.add_rmsnorm": 2,
+    "cute.mm_fp4_weight_only": 3,
+    "cute.qkv_norm_rope_append": 1,
+    "cute.silu_mul_mm_fp4_weight_only": 1,
+}
+FP4 = {
+    "cute.add_rmsnorm_fp4quant": 2,
+    "cute.fp4quant_mm_fp4": 1,
+    "cute.mm_fp4": 2,
+    "cute.qkv_norm_rope_append": 1,
+    "cute.silu_mul_fp4quant_mm_fp4": 1,
+}
+FP8 = {
+    "cute.add_rmsnorm_fp8quant": 2,
+    "cute.fp8_quantize": 1,
+    "cute.mm_fp8_fp4": 4,
+    "cute.qkv_norm_rope_append": 1,
+    "cute.silu_mul_fp8quant": 1,
+}
 LAUNCHES = [
-    (
-        "llama",
-        "16bit",
-        1,
-        {
-            "cute.add_rmsnorm": 2,
-            "cute.mm_fp4_weight_only": 3,
-            "cute.qkv_norm_rope_append": 1,
-            "cute.silu_mul_mm_fp4_weight_only": 1,
-        },
-    ),
-    (
-        "qwen3",
-        "fp4",
-        1,
-        {
-            "cute.add_rmsnorm_fp4quant": 2,
-            "cute.fp4quant_mm_fp4": 1,
-            "cute.mm_fp4": 2,
-            "cute.qkv_norm_rope_append": 1,
-            "cute.silu_mul_fp4quant_mm_fp4": 1,
-        },
-    ),
-    (
-        "gemma3",
-        "16bit",
-        1,
-        {
-            "cute.add_rmsnorm": 2,
-            "cute.mm_fp4_weight_only": 3,
-            "cute.qkv_norm_rope_append": 1,
-            "cute.silu_mul_mm_fp4_weight_only": 1,
-            **NORMS,
-        },
-    ),
-    (
-        "gemma3",
-        "fp4",
-        1,
-        {
-            "cute.add_rmsnorm_fp4quant": 2,
-            "cute.fp4quant_mm_fp4": 1,
-            "cute.mm_fp4": 2,
-            "cute.qkv_norm_rope_append": 1,
-            "cute.silu_mul_fp4quant_mm_fp4": 1,
-            **NORMS,
-        },
-    ),
-    (
-        "gemma3",
-        "fp8",
-        2,
-        {
-            "cute.add_rmsnorm_fp8quant": 2,
-            "cute.fp8_quantize": 1,
-            "cute.mm_fp8_fp4": 4,
-            "cute.qkv_norm_rope_append": 1,
-            "cute.silu_mul_fp8quant": 1,
-            **NORMS,
-        },
-    ),
+    ("llama", "16bit", 1, SIXTEEN_BIT),
+    ("qwen3", "fp4", 1, FP4),
+    ("gemma3", "16bit", 1, {**SIXTEEN_BIT, **NORMS}),
+    ("gemma3", "fp4", 1, {**FP4, **NORMS}),
+    ("gemma3", "fp8", 2, {**FP8, **NORMS}),
 ]
 """Model, activations, sequences, and the calls of a layer: our ops, and kernels that Inductor compiles."""
 
