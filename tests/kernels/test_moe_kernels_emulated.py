@@ -326,8 +326,10 @@ def test_swiglu(one: Rows, given: str) -> None:
         ([5, 20, 30], range(5, 12)),
         ([-2, 3], range(3)),
         ([7, 7], []),
+        ([2**31 - 1, 0, -(2**31)], []),
+        ([5, 3, -(2**31)], []),
     ],
-    ids=["from-the-first", "to-the-last", "cut-to-the-room-there-is", "cut-before", "none"],
+    ids=["from-the-first", "to-the-last", "cut-to-the-room-there-is", "cut-before", "none", "extremes", "negative-end"],
 )
 @pytest.mark.parametrize(
     ("width", "changes", "max_ctas"),

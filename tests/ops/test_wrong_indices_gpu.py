@@ -26,6 +26,9 @@ WRONG = {
     "descending": lambda each: each.copy_(each.flip(0) if each.dim() == 1 else each.flip(1)),
     "random": lambda each: each.random_(LEAST, MOST),
     "near": lambda each: each.random_(-40, 400),
+    "overflowing": lambda each: each.copy_(
+        torch.linspace(MOST, LEAST, each.numel(), dtype=torch.float64).view_as(each)
+    ),
 }
 INDICES = ("offsets", "counts", "expanded_to_permuted", "permuted_to_expanded", "ids")
 CASES = [name for name, op in OPS.items() if any(each in op.signature.names for each in INDICES)]

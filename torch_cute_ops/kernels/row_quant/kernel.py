@@ -260,11 +260,11 @@ class RowQuantKernel:
             thread.rows = smem.experts.total[0]
             self.rows.distribute(thread)
         elif const_expr(spec.rows == "experts"):
-            # Clamp the range of rows to the buffer, because offsets may be wrong.
+            # Clamp the range of rows to the buffer, because offsets may be wrong. Clamp the end before the subtraction,
+            # which would overflow if the end were negative and the beginning large.
             thread.first_row = cutlass.max(offsets[0], Int32(0))
-            thread.rows = cutlass.max(
-                cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - thread.first_row, Int32(0)
-            )
+            end = cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0])
+            thread.rows = cutlass.max(end, thread.first_row) - thread.first_row
             self.rows.distribute(thread)
         # Look up the thread's rows in global memory: for this iteration and, with two stages, for the next iteration.
         memory_row, second_row = (
