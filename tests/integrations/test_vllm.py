@@ -26,7 +26,7 @@ from torch_cute_ops import registry
 from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_arguments
 from torch_cute_ops.integrations._engines import gemms, invariant, linear, prepare
 from torch_cute_ops.nn.quantize import SCHEMES
-from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compile_pool import FEWEST_KERNELS, Ranks, compile_ahead
 from torch_cute_ops.runtime.compiler import is_kept
@@ -665,6 +665,7 @@ def test_kernels_are_compiled_ahead(vllm, monkeypatch, tmp_path):
     """Check that the kernels of all forms reach the pool of processes, and then the cache on disk."""
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
     monkeypatch.setenv("TORCH_CUTE_OPS_CACHE_DIR", str(tmp_path))  # for the processes
+    monkeypatch.setattr(compiler, "_compiled", {})  # kernels in memory are not compiled again
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     arch = ARCHS["sm_90a"]
     forms = [

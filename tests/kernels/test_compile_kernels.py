@@ -201,7 +201,7 @@ def test_large_kernels_consist_of_few_operations(name, monkeypatch):
     """Check the number of operations, because the time to compile a kernel grows with it."""
     from cutlass.base_dsl.compiler import Compiler
 
-    class Traced(Exception):
+    class Traced(BaseException):  # the DSL wraps an Exception in its own
         pass
 
     def compile(self, module, *args, **kwargs):

@@ -102,15 +102,16 @@ def test_without_dsl_and_bundle():
     assert "RuntimeError: a kernel cannot be compiled here" in done.stderr
 
 
-def test_is_kept_without_the_dsl(made):
-    """Check that ``is_kept`` without the DSL knows only the bundle's kernels, because cache keys need the DSL."""
+def test_is_kept_without_the_dsl(made, tmp_path):
+    """Check that ``is_kept`` without the DSL, and with an empty cache, knows only the bundle's kernels."""
     code = """
 from torch_cute_ops.runtime.compiler import is_kept
 for hidden in (96, 128):
     (kernel,) = kernels_of("fp4_quantize", "sm_90a", hidden=hidden, dtype=torch.bfloat16)
     print(is_kept(kernel, ARCHS["sm_90a"]))
 """
-    done = forked(WITHOUT_DSL + IMPORTS + code, TORCH_CUTE_OPS_BUNDLE=str(made))
+    environment = {"TORCH_CUTE_OPS_BUNDLE": str(made), "TORCH_CUTE_OPS_CACHE_DIR": str(tmp_path)}
+    done = forked(WITHOUT_DSL + IMPORTS + code, **environment)
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 

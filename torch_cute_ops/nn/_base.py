@@ -419,12 +419,19 @@ class QuantLinear(nn.Module):
     @property
     def has_fp8_blocks(self) -> bool:
         """True if the input is quantised to FP8 with a scale for each 128 elements of a row."""
-        return self._input_quantization == FP8_BLOCKS
+        quantization = self._input_quantization
+        # Compare single entries, because Dynamo of torch 2.11 cannot compare dictionaries.
+        return (
+            quantization is not None
+            and quantization.to == "fp8"
+            and quantization.arguments.get("granularity") == "block128"
+        )
 
     @property
     def has_computed_row_scales(self) -> bool:
         """True if the input is quantised to FP8 with a scale per row that each call computes."""
-        return self._input_quantization is not None and self._input_quantization == Quantization("fp8", {})
+        quantization = self._input_quantization
+        return quantization is not None and quantization.to == "fp8" and not quantization.arguments
 
     def _activation_scale(self) -> Tensor | None:
         """Return the scale or global scale of the input, or None if scales are computed per row or block."""
