@@ -89,6 +89,44 @@ def test_same_bits_by_fewer_layers(scheme):
     assert counter.frame_count == 1
 
 
+class ByMethod(Attention):
+    """Attention whose ``forward`` leaves a projection to another method, as WavLM's does."""
+
+    def query(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return next(self.q_proj(each) for each in (hidden_states,))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.query(hidden_states) + torch.cat((self.k_proj(hidden_states), self.v_proj(hidden_states)), -1)
+
+
+class Counting(Attention):
+    """Attention whose ``forward`` assigns an attribute, and reads it in the next call."""
+
+    calls = 0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        q, k, v = (each(hidden_states) for each in (self.q_proj, self.k_proj, self.v_proj))
+        return (q + torch.cat((k, v), -1)) * self.calls
+
+
+class Inheriting(Attention):
+    """Attention whose ``forward`` calls the ``forward`` of its base class."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + self.k_proj(hidden_states)[:, :1]
+
+
+@pytest.mark.parametrize("cls", [ByMethod, Counting, Inheriting])
+def test_layers_that_only_their_module_can_call_stay_separate(cls):
+    model = quantize_(nn.Sequential(cls(), MLP()).bfloat16().requires_grad_(False), "mxfp4")
+    separate = copy.deepcopy(model)
+    want = [separate(X) for _ in range(2)]
+    merge_(model)
+    assert linears(model) == {"0.q_proj", "0.k_proj", "0.v_proj", "1.gate_up_proj", "1.down_proj"}
+    assert all(torch.equal(model(X), each) for each in want)
+
+
 class ByKeyword(Attention):
     """Attention that calls its layers with keywords and reads their attributes."""
 

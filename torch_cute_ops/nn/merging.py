@@ -1,7 +1,11 @@
 """Merge quantised layers that have the same input, in models whose ``forward`` calls the layers one by one."""
 
+import dis
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -20,7 +24,9 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
     A module with, say, ``q_proj``, ``k_proj`` and ``v_proj`` gets a ``qkv_proj`` instead. Its ``forward`` stays
     unchanged: a call to one of the three returns its columns of the merged result. Modules such as Hugging Face
     decoders therefore need no support for merging, even under ``torch.compile``. Layers that cannot be merged stay
-    separate, such as the layers of an attention block if only some are quantised, or layers with hooks.
+    separate, such as the layers of an attention block if only some are quantised, or layers with hooks. Layers also
+    stay separate if a method other than ``forward`` uses them, or if ``forward`` calls ``super()`` or assigns
+    attributes of its module.
 
     Args:
         model: model with layers of this package, such as after :func:`quantize_`.
@@ -40,6 +46,9 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
             found = [layer for each in originals if isinstance(layer := module._modules.get(each), QuantLinear)]
             if len(found) < len(originals) or name in module._modules or any(map(_names.reason_bound, found)):
                 continue
+            cls: Any = type(module)
+            if not _can_run_with_originals(cls, frozenset(originals)):
+                continue
             try:
                 layer = merge(found)
             except ValueError:
@@ -52,6 +61,49 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
             base: Any = type(module)
             module.__class__ = merging(base, tuple(groups.items()))
     return model
+
+
+@functools.cache
+def _can_run_with_originals(base: Any, originals: frozenset[str]) -> bool:
+    """Return True if ``forward`` of ``base`` can run with :class:`_WithOriginals` as ``self``.
+
+    Only ``forward`` may use the layers ``originals``. It must not call ``super()``, which refuses such an object, or
+    assign attributes of ``self``, which would be lost.
+    """
+    methods = [
+        (name, inspect.unwrap(method))
+        for name, method in inspect.getmembers(base, inspect.isfunction)
+        if getattr(nn.Module, name, None) is not method and name != "__init__"
+    ]
+    return not any(
+        "__class__" in method.__code__.co_freevars or _assigns_to_self(method.__code__)
+        if name == "forward"
+        else any(originals.intersection(code.co_names) for code in _nested(method.__code__))
+        for name, method in methods
+    )
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and the code of all functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _assigns_to_self(code: CodeType) -> bool:
+    """Return True if a method's code assigns to an attribute of its first parameter."""
+    return any(
+        step.opname == "STORE_ATTR" and _last_loaded(before) == code.co_varnames[0]
+        for before, step in itertools.pairwise(dis.get_instructions(code))
+    )
+
+
+def _last_loaded(step: dis.Instruction) -> str | None:
+    """Return the name of the variable that an instruction loads last, or None if it loads none."""
+    # Since Python 3.13, one instruction may load two variables; its argument is then a pair of names.
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return names[-1] if step.opname.startswith(("LOAD_FAST", "STORE_FAST_LOAD_FAST", "LOAD_DEREF")) else None
 
 
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
