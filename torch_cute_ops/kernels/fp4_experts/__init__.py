@@ -15,7 +15,7 @@ and computes one m tile at a time. Roles:
 
 1. A producer warp copies to the stages: codes and scales of the weight, activations of the m tile's tokens, and one
    pair of words per token (offset of the token's accumulators, and factor).
-2. 16 consumer warps multiply. Four of them share an m tile, and each multiplies 16 rows of ``w``. For up to eight
+2. Up to 16 consumer warps multiply. Four of them share an m tile, and each multiplies 16 rows of ``w``. For up to eight
    tokens, and on GPUs without wgmma, each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and
    multiplies it by each eight tokens. For more tokens on Hopper, the four warps form a warpgroup, whose wgmma reads the
    activations once for all 64 rows.
