@@ -85,13 +85,13 @@ def test_choices(make, arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mxfp8_on_every_gpu(arch) -> None:
-    """Check that the backend supports MXFP8 on every GPU, that ``"auto"`` takes it, and that only the reference is a
-    further backend."""
+    """Check that the backend supports MXFP8 on every GPU, and that ``"auto"`` takes it except on data-center Blackwell.
+    Further backends are ``tcgen05`` and the reference."""
     (target, *_) = usual_targets(ARCHS[arch])
     problem = mx_problem()
-    assert [each.name for each in BACKENDS if each.handles(problem)] == ["mma_sync", "reference"]
+    assert [each.name for each in BACKENDS if each.handles(problem)] == ["tcgen05", "mma_sync", "reference"]
     for m in (1, 16, 4096):
-        assert choose(problem, m, target).backend.name == "mma_sync"
+        assert choose(problem, m, target).backend.name == ("tcgen05" if target.arch.has_tcgen05 else "mma_sync")
     backend = backend_for("mma_sync", problem)
     for tactic in backend.tactics(problem, 16, target):
         (kernel,) = backend.kernels(problem, tactic, target.arch)

@@ -31,6 +31,7 @@ from support.kernel_grid import (
     mma_cases,
     moe_cases,
     mxfp8_gemm_cases,
+    mxfp8_tcgen05_cases,
     tcgen05_cases,
     tcgen05_experts_cases,
     tcgen05_gated_cases,
@@ -51,6 +52,7 @@ from test_fp8_fp4_token_gemm_emulated import RUNS as FP8_FP4_TOKEN_RUNS
 from test_fp8_gemm_emulated import RUNS as FP8_RUNS
 from test_fp8_tcgen05_emulated import COVERING as FP8_TCGEN05
 from test_fp8_token_gemm_emulated import RUNS as FP8_TOKEN_RUNS
+from test_mxfp8_tcgen05_emulated import COVERING as MXFP8_TCGEN05
 
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
@@ -59,7 +61,7 @@ ROW_SCALED = (*ROW_SCALED_MMAS, *ROW_SCALED_WGMMAS)
 FP4_GEMMS = (one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS, *ROW_SCALED))
 FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *TCGEN05_GATED, *FP4_GEMMS)
 FP8_FP4 = (*FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_FP4_MMA, *FP8_FP4_TCGEN05)
-FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4, *FP8_TCGEN05)
+FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4, *FP8_TCGEN05, *MXFP8_TCGEN05)
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 """Roles of kernels whose resources the emulator's tests check."""
 
@@ -77,6 +79,7 @@ def other_cases(every):
         *fp8_token_gemm_cases(every),
         *mxfp8_gemm_cases(every),
         *fp8_tcgen05_cases(every),
+        *mxfp8_tcgen05_cases(every),
         *fp8_fp4_tcgen05_cases(every),
         *fp8_fp4_gemm_cases(every),
         *fp8_fp4_mma_cases(every),

@@ -35,6 +35,7 @@ GEMM_CASES = (
     kernel_grid.fp8_gemm_cases,
     kernel_grid.fp8_token_gemm_cases,
     kernel_grid.fp8_tcgen05_cases,
+    kernel_grid.mxfp8_tcgen05_cases,
     kernel_grid.fp8_fp4_tcgen05_cases,
     kernel_grid.fp8_fp4_gemm_cases,
     kernel_grid.fp8_fp4_token_gemm_cases,

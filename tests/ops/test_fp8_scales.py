@@ -17,8 +17,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_cute_ops
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.ops._call import CallPath
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
 
 CPU = torch.device("cpu")
 SQUARES = ((16, 2048), (32, 4096), (40, 5120), (56, 7168), (64, 8192), (112, 14336))
@@ -186,6 +189,28 @@ def test_mxfp8_layouts(layout, weight_layout, launches):
             assert passed[2].shape == (m, -(-k // 128)) and passed[2].stride() == (1, m)
             assert passed[3].shape == (N, -(-k // 128)) and passed[3].is_contiguous()
     assert len(launches.compiled) == 1
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("weight_layout", SCALE_LAYOUTS)
+def test_mxfp8_layouts_with_tcgen05(layout, weight_layout, launches, monkeypatch):
+    """Check MXFP8 scales in each layout for data-center Blackwell, whose kernel takes tiled scales. Scales in the
+    128x4 layout are read in place if they are aligned."""
+    target = Target(torch.device("cuda", 0), ARCHS["sm_100a"], 148)
+    monkeypatch.setattr(select, "target_of", lambda device: target)
+    options = {"out_dtype": torch.float32}
+    for m, k in ((6, 768), (130, 192)):
+        one = mx_sample("", m, N, k, CPU, exact=True, layout=layout, weight_layout=weight_layout)
+        want = OPS["mm_fp8_block"].reference(*one.args, **options)
+        for as_e8m0 in (False, True):
+            scales = [scale.view(torch.float8_e8m0fnu) if as_e8m0 else scale for scale in one.args[2:]]
+            assert torch.equal(OPS["mm_fp8_block"].cuda(*one.args[:2], *scales, **options), want)
+            _, passed = launches.calls[-1]
+            for name, scale, given in zip((layout, weight_layout), scales, passed[2:4], strict=True):
+                assert (given.data_ptr() == scale.data_ptr()) == (name == "128x4")
+        moved = [torch.cat((scale.flatten()[:1], scale.flatten()))[1:].view(scale.shape) for scale in one.args[2:]]
+        assert torch.equal(OPS["mm_fp8_block"].cuda(*one.args[:2], *moved, **options), want)
+    assert {type(kernel).__name__ for kernel, _ in launches.calls} == {"MXFP8Tcgen05Kernel"}
 
 
 def test_mxfp8_scales_at_any_address(launches):

@@ -67,8 +67,7 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
 
 def mx_problem(n=4096, k=7168, out_dtype=BF16, alpha=None, bias_dtype=None):
     """Return a GEMM problem of MXFP8 matrices."""
-    operand = Operand(MXFP8, SCALE_LAYOUTS["linear"])
-    return GemmProblem(operand, operand, n, k, Epilogue(out_dtype, alpha, bias_dtype))
+    return GemmProblem(Operand(MXFP8), Operand(MXFP8), n, k, Epilogue(out_dtype, alpha, bias_dtype))
 
 
 def token_problem(

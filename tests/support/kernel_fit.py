@@ -63,6 +63,7 @@ INSTRUCTIONS: dict[str, str] = {
     "fp8_fp4_token_wgmma": "QGMMA",
     "fp8_fp4_tcgen05": "UTCQMMA",
     "fp8_mxfp4_tcgen05": "UTCQMMA",
+    "mxfp8_tcgen05": "UTCQMMA",
 }
 """Tensor-core instructions in the machine code of each kernel package, except in the cases that ``instructions_of``
 names. All other packages use no tensor cores."""

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from support.cases import forget
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, resolve_fp8_format
+from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, separate_prologue
@@ -39,6 +40,7 @@ from torch_cute_ops.kernels import (
     moe_route,
     moe_route_dense,
     moe_route_ids,
+    mxfp8_tcgen05,
     qkv_rope,
     row_quant,
 )
@@ -395,6 +397,17 @@ def compute_fp8_of_scales(config: Any, *args: Any) -> None:
     (compute_fp8 if config.has_blocks else compute_fp8_token)(config, *args)
 
 
+def compute_mxfp8(config: Any, *args: Any) -> None:
+    call = mxfp8_tcgen05.Arguments(*args)
+    assert call.max_ctas > 0
+    a, weight, tiled = as_if_contiguous(call.a), call.b.mT, SCALE_LAYOUTS["128x4"]
+    a_scale, b_scale = (
+        to_linear(scale.data, tiled, rows.shape[0], rows.shape[1] // 32)
+        for scale, rows in ((call.a_scale, a), (call.b_scale, weight))
+    )
+    write(as_if_contiguous(call.out), mxfp8_gemm(a, weight, a_scale, b_scale, call.alpha, call.bias, call.out.dtype))
+
+
 def compute_fp8_fp4(config: Any, *args: Any) -> None:
     if config.has_blocks:
         return compute_fp8(config, *args)
@@ -550,6 +563,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP8Tcgen05Kernel": compute_fp8_of_scales,
     "FP8FP4Tcgen05Kernel": compute_fp8_fp4,
     "FP8MXFP4Tcgen05Kernel": compute_fp8_fp4,
+    "MXFP8Tcgen05Kernel": compute_mxfp8,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,
     "MoeRouteIdsKernel": compute_route_ids,

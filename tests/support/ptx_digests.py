@@ -22,7 +22,7 @@ def every_checked_case() -> list[KernelCase]:
     import test_compile_kernels as compiled
 
     fp8_fp4 = (*compiled.FP8_FP4_RUNS, *compiled.FP8_FP4_MMA, *compiled.FP8_FP4_TCGEN05)
-    fp8 = (*compiled.FP8_RUNS, *compiled.FP8_TCGEN05, *fp8_fp4)
+    fp8 = (*compiled.FP8_RUNS, *compiled.FP8_TCGEN05, *compiled.MXFP8_TCGEN05, *fp8_fp4)
     emulated = [run.case for run in (*compiled.FP4, *compiled.GATED, *fp8)]
     cases = (*kernel_grid.covering_cases(), *compiled.other_cases(every=False), *emulated)
     return list({case.id: case for case in cases}.values())

@@ -15,7 +15,7 @@ from torch_cute_ops.gemm.backends.reference import round_activations, unrounded_
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
-from torch_cute_ops.reference.mm_fp8_block import factors_of_columns
+from torch_cute_ops.reference.mm_fp8_block import factors_of_columns, linear_mx_scales
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
@@ -235,7 +235,7 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
         if operand.is_interleaved:
             a = deinterleave_k(a.reshape(rows, -1, INTERLEAVED_K), k)
         if operand.format == MXFP8:
-            scale = decode_ue8m0(scale)
+            scale = decode_ue8m0(linear_mx_scales(scale, rows, k))
         factors = scale.expand(rows, 1) if scale.dim() == 1 else scale.reshape(rows, -1)
         factors = factors[part].double().repeat_interleave(operand.format.block_size or k, 1)
         return a[part].double() * factors[:, :k]
@@ -255,7 +255,7 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
     if problem.b.has_fp8_blocks:
         return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
     if problem.b.format == MXFP8:
-        return decode_ue8m0(scale).view(experts, problem.n, -1)
+        return decode_ue8m0(linear_mx_scales(scale, problem.n, problem.k))[None]
     return scale.reshape(experts, -1, 1).expand(experts, problem.n, 1)
 
 

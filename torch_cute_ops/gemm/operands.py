@@ -18,8 +18,8 @@ class Operands(NamedTuple):
             block of k, and columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M,
             1), in the masked layout (E · rows per expert, 1); if all rows share one scale, their stride is 0.
             Per-channel scales of ``b`` are (N,), and a per-tensor scale is (1,). Prepared scales of ``b`` have the
-            shape of ``formats.prepared_scales``. ``a_scale`` is None for 16-bit activations. If the prologue quantises
-            them, it is the global scale, (1,) float32, or None.
+            shape of ``formats.prepared_scales``. MXFP8 scales are uint8, in any layout. ``a_scale`` is None for 16-bit
+            activations. If the prologue quantises them, it is the global scale, (1,) float32, or None.
         alpha, bias: factors and addends of the epilogue, as ``Epilogue`` describes them. With experts over K, ``alpha``
             is (M, E) float32 with any strides, and ``bias`` is (E, N).
         offsets: (E + 1,) int32, first row of each expert if experts divide the rows of ``a``, or None.

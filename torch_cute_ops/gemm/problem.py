@@ -29,7 +29,8 @@ class Operand:
 
     Attributes:
         format: format of FP4 or FP8 codes, or a 16-bit dtype.
-        scale_layout: layout of the block scales, or None for 16 bits and for prepared scales.
+        scale_layout: layout of the block scales, or None for 16 bits, for prepared scales, and for MXFP8, whose scales
+            may be in another layout in each call.
         is_prepared: True if an FP4 weight has prepared scales (``formats.prepared_scales``) instead of block scales.
         is_interleaved: True if k of FP8 activations is interleaved (``formats.interleave``).
     """

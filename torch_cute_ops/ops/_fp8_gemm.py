@@ -322,8 +322,7 @@ class FP8Gemm(Gemm):
         p = gemm_package().problem
         a = p.Operand(FP8_BLOCK128, COLUMN)
         if self.is_mxfp8(call):
-            mxfp8 = p.Operand(MXFP8, SCALE_LAYOUTS["linear"])
-            return mxfp8, mxfp8
+            return p.Operand(MXFP8), p.Operand(MXFP8)
         if self.b == "fp8":
             return a, p.Operand(FP8_BLOCK128)
         fmt, _, b_layout = self.fp4_format(call)

@@ -29,7 +29,6 @@ from torch_cute_ops.ops._operands import aligned, are_int32
 from torch_cute_ops.ops._properties import Property, choice, dtype, flag, size
 from torch_cute_ops.ops._signature import AlphaKind
 from torch_cute_ops.ops._with_gemm import PREFETCH_MULTIPLE, is_prefetchable
-from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.dispatch import mark_written
@@ -336,7 +335,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.has_fp8_rows = problem.a.has_fp8_blocks
         self.has_token_scales, self.is_mxfp8 = problem.a.has_fp8_tokens, problem.a.format == MXFP8
         if self.is_mxfp8:
-            self.is_direct = False  # ``launch`` converts the scales to the linear layout
+            self.is_direct = False  # ``launch`` views the scales as bytes
         # For an FP4 weight, the compiled function does not check the number of blocks in a_scale.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
         self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0
@@ -435,8 +434,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 b_scale, alpha = with_alpha(b_scale, alpha), None
         elif self.is_mxfp8:
             assert a_scale is not None
-            a, a_scale = aligned(a), aligned(linear_mx_scales(a_scale, *a.shape))
-            b_scale = linear_mx_scales(b_scale, *b.mT.shape)
+            a, a_scale = aligned(a), aligned(seen_as(a_scale, torch.uint8))
+            b_scale = seen_as(b_scale, torch.uint8)
         elif self.prologue_quant:
             a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.tile_rows:

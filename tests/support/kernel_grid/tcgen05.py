@@ -19,6 +19,7 @@ from torch_cute_ops.kernels import (
     fp8_fp4_tcgen05,
     fp8_mxfp4_tcgen05,
     fp8_tcgen05,
+    mxfp8_tcgen05,
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
@@ -307,6 +308,69 @@ def fp8_tcgen05_cases(every: bool) -> list[FP8Tcgen05Case]:
             cases += [
                 FP8Tcgen05Case(layout, *tile, epilogue, arch=one) for one in (TCGEN05_ARCHS if every else (arch,))
             ]
+    return cases
+
+
+MXFP8_TCGEN05_TILES = tuple(
+    (tile_m, cta_group, split_k)
+    for (has_blocks, cta_group), tiles in mxfp8_tcgen05.TILES_M.items()
+    for tile_m in tiles
+    for split_k in mxfp8_tcgen05.splits(ExpertLayout(), has_blocks, tile_m, cta_group)
+)
+
+
+@dataclass(frozen=True)
+class MXFP8Tcgen05Case(KernelCase):
+    """GEMM of two MXFP8 operands by tcgen05. ``cta_group`` is the number of CTAs that share an MMA."""
+
+    tile_m: int
+    cta_group: int
+    split_k: int
+    epilogue: Epilogue
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        tile = f"{self.tile_m}by{self.split_k}" if self.cta_group == 1 else f"{self.tile_m}of2"
+        return "-".join(("mxfp8_tcgen05", tile, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        return type(self), self.tile_m, self.cta_group, self.split_k > 1, has_factors(self.epilogue)
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel that the backend builds, or this kernel with fewer stages."""
+        config = mxfp8_tcgen05.plan(
+            epilogue=self.epilogue,
+            tile_m=self.tile_m,
+            cta_group=self.cta_group,
+            split_k=self.split_k,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        return mxfp8_tcgen05.MXFP8Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
+
+
+def mxfp8_tcgen05_cases(every: bool) -> list[MXFP8Tcgen05Case]:
+    """Return cases of each tile with an alpha and bias per column: without split-K, and with one other ``split_k``. If
+    ``every``, return all ``split_k``, also without alpha and bias, for each architecture.
+
+    Architectures and epilogues alternate from case to case.
+    """
+    archs, by_column = itertools.cycle(TCGEN05_ARCHS), itertools.cycle(PER_COLUMN)
+    light = itertools.cycle(epilogues((None, "one"))[::2])
+    splits = itertools.cycle(mxfp8_tcgen05.SPLIT_K[1:])
+    chosen = {tile[:2]: next(splits) for tile in MXFP8_TCGEN05_TILES}
+    cases = []
+    for tile in MXFP8_TCGEN05_TILES:
+        if not every and tile[2] not in (1, chosen[tile[:2]]):
+            continue
+        arch = next(archs)
+        for epilogue in (next(by_column), next(light)) if every else (next(by_column),):
+            cases += [MXFP8Tcgen05Case(*tile, epilogue, arch=one) for one in (TCGEN05_ARCHS if every else (arch,))]
     return cases
 
 

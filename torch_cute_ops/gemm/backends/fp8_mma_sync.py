@@ -14,6 +14,7 @@ from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import fp8_mma
 from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.kernels.common.fp8.warp_layouts import TILE_N, WarpGemmConfig
+from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -114,8 +115,9 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. The result of each MMA, of 32 elements of K, is scaled and added in
-    fp32. Each call first arranges the scales as words of four bytes."""
+    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead.) The
+    result of each MMA, of 32 elements of K, is scaled and added in fp32. Each call first arranges the scales as words
+    of four bytes."""
 
     is_mx = True
 
@@ -126,15 +128,17 @@ class MXFP8MmaSync(FP8MmaSync):
         return has_mxfp8(problem)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
-        # The only kernel for MXFP8, so its estimate is compared with no other kernel's.
-        return self.seconds(problem, m, tactic, target)
+        assert target.arch is not None
+        # Except on data-center Blackwell, this is the only kernel for MXFP8.
+        return math.inf if target.arch.has_tcgen05 else self.seconds(problem, m, tactic, target)
 
     def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:
         function, max_ctas, _ = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: Tensor) -> None:
             assert given.a_scale is not None
-            a_scale, b_scale = mx_words(given.a_scale, column_major=True), mx_words(given.b_scale)
+            a_scale = mx_words(linear_mx_scales(given.a_scale, *given.a.shape), column_major=True)
+            b_scale = mx_words(linear_mx_scales(given.b_scale, *given.b.mT.shape))
             function(given.a, given.b, a_scale, b_scale, None, None, given.alpha, given.bias, out, None, max_ctas)
 
         return launch

@@ -15,7 +15,12 @@ from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
-from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns, mxfp8_gemm
+from torch_cute_ops.reference.mm_fp8_block import (
+    block_scaled_gemm,
+    factors_of_columns,
+    linear_mx_scales,
+    mxfp8_gemm,
+)
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight, prepared_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
@@ -72,7 +77,8 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
     weight = given.b.mT
     assert given.a_scale is not None
     if has_mxfp8(problem):
-        return mxfp8_gemm(given.a, weight, given.a_scale, given.b_scale, given.alpha, given.bias, problem.out_dtype)
+        scales = linear_mx_scales(given.a_scale, *given.a.shape), linear_mx_scales(given.b_scale, *weight.shape)
+        return mxfp8_gemm(given.a, weight, *scales, given.alpha, given.bias, problem.out_dtype)
     if has_tokens_and_fp4(problem):
         return _tokens_and_fp4(problem, given)
     if isinstance(fmt, FP4Format):

@@ -151,7 +151,7 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
         super()._issue_mmas(tmem, work, smem)
 
     @cute.jit
-    def _multiply(self, tmem, acc, stage, num_mmas, adds, smem):
+    def _multiply(self, tmem, acc, stage, num_mmas, adds, first_token, smem):
         """Copy a k tile's scales to tensor memory, and issue its MMAs.
 
         Each stage uses separate columns for scales, so the copy overwrites only scales whose MMAs have ended. (ptxas of
@@ -166,8 +166,8 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
             if step < num_mmas:
                 a = tcgen05.operand_descriptor(at + step * MMA_K_BYTES)
                 b = tcgen05.operand_descriptor(at + MMA_M * K_TILE_BYTES + step * MMA_K_BYTES)
-                instruction = tcgen05.mx_instruction_descriptor(MMA_M, c.tile_m, step)
-                tcgen05.multiply_mx(acc, a, b, instruction, scales, ones, adds if step == 0 else True)
+                instruction = tcgen05.mx_instruction_descriptor(MMA_M, c.tile_m, "e2m1", step, 0)
+                tcgen05.multiply_mx(acc, a, b, instruction, scales, ones, adds if step == 0 else True, 1)
 
 
 def _scales_of_indices(indices: Uint32) -> Uint32:

@@ -238,7 +238,8 @@ class FP8GemmKernel(Tcgen05Kernel):
         c, pair = self.config, self.stage.cta_group == 2
         stage, parity = Int32(0), Int32(0)
         accumulator, acc_parity = Int32(0), Int32(1)
-        for _number in cutlass.range(work.first, work.num_tiles, work.pitch, unroll=1):
+        for number in cutlass.range(work.first, work.num_tiles, work.pitch, unroll=1):
+            first_token = self._first_token(number, work, smem)
             if const_expr(not c.has_blocks):
                 self._wait_acc_empty(accumulator, acc_parity, smem)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
@@ -248,7 +249,8 @@ class FP8GemmKernel(Tcgen05Kernel):
                 tcgen05.fence_after()
                 adds = False if const_expr(c.has_blocks) else k_tile > work.begin
                 num_mmas = work.num_mmas - k_tile * MMAS_PER_K_TILE
-                self._multiply(tmem, tmem + Uint32(accumulator * c.tile_m), stage, num_mmas, adds, smem)
+                acc = tmem + Uint32(accumulator * c.tile_m)
+                self._multiply(tmem, acc, stage, num_mmas, adds, first_token, smem)
                 tcgen05.commit(smem.pipeline.empty + stage, c.cta_group, pair)
                 stage, parity = smem.pipeline.next(stage, parity)
                 if const_expr(c.has_blocks):
@@ -258,8 +260,12 @@ class FP8GemmKernel(Tcgen05Kernel):
                 tcgen05.commit(smem.acc_pipeline.full + accumulator, c.cta_group, pair)
                 accumulator, acc_parity = smem.acc_pipeline.next(accumulator, acc_parity)
 
+    def _first_token(self, number, work, smem) -> Any:
+        """Return the first token of tile ``number`` for ``_multiply``, or None if ``_multiply`` does not use it."""
+        return None
+
     @cute.jit
-    def _multiply(self, tmem, acc, stage, num_mmas, adds, smem):
+    def _multiply(self, tmem, acc, stage, num_mmas, adds, first_token, smem):
         """Issue the first ``num_mmas`` MMAs of a k tile. (ptxas of CUDA 12 crashes if this number is a constant.)"""
         c = self.config
         at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
@@ -301,8 +307,7 @@ class FP8GemmKernel(Tcgen05Kernel):
                     values = [acc[first + i] for i in range(c.columns_per_load)]
                     self._store(values, first, finish, tile, column, tid, work, smem)
             else:
-                scales = self._factors(tid // WARP, smem)
-                self._stage_token_scales(scales, tile, lane, work)
+                scales = self._stage_token_scales(tile, tid, work, smem)
                 smem.acc_pipeline.wait_full(accumulator, parity)
                 tcgen05.fence_after()
                 if const_expr(c.split_k > 1):
@@ -312,8 +317,7 @@ class FP8GemmKernel(Tcgen05Kernel):
                     first = piece * c.columns_per_load
                     words = tcgen05.load(start + Uint32(first), c.columns_per_load)
                     tcgen05.wait_for_loads()
-                    of_rows = _load_floats(scales, first, c.columns_per_load)
-                    values = [ptx.mul_rn(ptx.float_of(word), of) for word, of in zip(words, of_rows, strict=True)]
+                    values = self._scaled(words, scales, first)
                     self._store(values, first, finish, tile, column, tid, work, smem)
                 self._signal_acc_loaded(smem.acc_pipeline.empty + accumulator, tid)
                 accumulator, parity = smem.acc_pipeline.next(accumulator, parity)
@@ -360,9 +364,10 @@ class FP8GemmKernel(Tcgen05Kernel):
             threads = WARP * (EPILOGUE_WARPS + self.config.stage_writers)
             cute.arch.barrier(barrier_id=STAGES_WRITTEN, number_of_threads=threads)
 
-    def _stage_token_scales(self, scales: cute.Tensor, tile: Tile, lane, work) -> None:
-        """Load the per-token scales of a tile, and share them among the warp's lanes. Tokens beyond the tile's
-        last row get zeros."""
+    def _stage_token_scales(self, tile: Tile, tid, work, smem) -> cute.Tensor:
+        """Load the per-token scales of a tile, and return them in shared memory, for the warp's lanes. Tokens beyond
+        the tile's last row get zeros."""
+        scales, lane = self._factors(tid // WARP, smem), tid % WARP
         of_rows = []
         for place in range(0, self.config.tile_m, WARP):
             row = work.a_scale.iterator + Int64(tile.row + lane + place) * work.a_scale.stride[0]
@@ -371,6 +376,12 @@ class FP8GemmKernel(Tcgen05Kernel):
         cute.arch.sync_warp()
         store_token_scales(self.config.tile_m, scales, of_rows, lane)
         cute.arch.sync_warp()
+        return scales
+
+    def _scaled(self, words: list, scales: cute.Tensor, first) -> list:
+        """Multiply columns of the accumulator, starting at column ``first``, by their tokens' scales."""
+        of_rows = _load_floats(scales, first, len(words))
+        return [ptx.mul_rn(ptx.float_of(word), of) for word, of in zip(words, of_rows, strict=True)]
 
     @cute.jit
     def _store(self, values: list, first, finish, tile, column, tid, work, smem):

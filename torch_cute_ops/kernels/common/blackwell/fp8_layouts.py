@@ -29,7 +29,7 @@ class FP8TileConfig(Tcgen05Config):
     Attributes:
         rows: assignment of rows of ``a`` to experts.
         epilogue: operations on the finished accumulators.
-        has_blocks: True for block scales of ``a``, False for per-token scales.
+        has_blocks: True for block scales of ``a``, False for per-token scales, or if the MMAs apply all scales.
         tile_m: number of rows of ``a`` per tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
         split_k: number of CTAs of a cluster that split a tile's K range.

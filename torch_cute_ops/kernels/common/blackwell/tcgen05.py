@@ -57,14 +57,14 @@ def fp8_instruction_descriptor(rows: int, columns: int) -> int:
     return fp32 | columns // 8 << 17 | rows // 16 << 24
 
 
-def mx_instruction_descriptor(rows: int, columns: int, scale_id: int) -> int:
+def mx_instruction_descriptor(rows: int, columns: int, m_side: str, m_scale_id: int, n_scale_id: int) -> int:
     """Return the instruction descriptor of an MMA of ``kind::mxf8f6f4``: M is ``rows``, N is ``columns``, K is 32.
 
-    The operand on the M side is e2m1, the operand on the N side is e4m3, and scales are ue8m0. ``scale_id`` selects
-    the byte of each scale word that the M side uses. The N side uses byte 0.
+    The operand on the M side is ``m_side``, "e2m1" or "e4m3", the operand on the N side is e4m3, and scales are ue8m0.
+    ``m_scale_id`` and ``n_scale_id`` select the byte of each scale word that each side uses.
     """
-    e2m1, ue8m0 = 5 << 7, 1 << 23
-    return e2m1 | columns // 8 << 17 | ue8m0 | rows // 128 << 27 | scale_id << 29
+    formats, ue8m0 = {"e4m3": 0, "e2m1": 5 << 7}[m_side], 1 << 23
+    return formats | n_scale_id << 4 | columns // 8 << 17 | ue8m0 | rows // 128 << 27 | m_scale_id << 29
 
 
 def _run(operands: list, text: str, constraints: str, loc, ip) -> None:
@@ -137,15 +137,16 @@ def multiply_fp8(acc, a, b, instruction: int, adds, cta_group: int, *, loc=None,
 
 
 @dsl_user_op
-def multiply_mx(acc, a, b, instruction: int, a_scales, b_scales, adds, *, loc=None, ip=None) -> None:
-    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, for FP4 ``a`` and FP8 ``b``. Each scale
+def multiply_mx(acc, a, b, instruction: int, a_scales, b_scales, adds, cta_group: int, *, loc=None, ip=None) -> None:
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, for FP4 or FP8 ``a`` and FP8 ``b``. Each scale
     multiplies 32 elements of a row."""
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
     text = (
         "{.reg .pred p; setp.ne.u32 p, $6, 0; "
-        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X [$0], $1, $2, $3, [$4], [$5], p;}"
+        f"tcgen05.mma.cta_group::{cta_group}.kind::mxf8f6f4.block_scale.scale_vec::1X "
+        "[$0], $1, $2, $3, [$4], [$5], p;}"
     )
     _run(operands, text, "r,l,l,r,r,r,r", loc, ip)
 
