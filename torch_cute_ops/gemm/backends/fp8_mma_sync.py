@@ -114,19 +114,22 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. The result of each MMA, of 32 elements of K, is scaled and added in
-    fp32. Each call first arranges the scales as words of four bytes."""
+    """Backend for MXFP8 operands, on every GPU. Block-scaled MMAs apply the scales, on GPUs that have them in
+    ``mma.sync``; elsewhere, the result of each MMA, of 32 elements of K, is scaled and added in fp32. Each call first
+    arranges the scales as words of four bytes."""
 
     is_mx = True
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
-        return tuple(map(FP8MmaTactic, fp8_mma.MX_TILES))
+        assert target.arch is not None
+        return tuple(map(FP8MmaTactic, fp8_mma.mx_tiles(target.arch)))
 
     def handles(self, problem: GemmProblem) -> bool:
         return has_mxfp8(problem)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
-        # The only kernel for MXFP8, so its estimate is compared with no other kernel's.
+        # The only kernel for MXFP8, so its estimate is compared with no other kernel's. Block-scaled MMAs of FP8 have
+        # the rate of FP8 MMAs.
         return self.seconds(problem, m, tactic, target)
 
     def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:
