@@ -31,7 +31,7 @@ from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.gemm.select import BACKENDS, choose, target_of
 from torch_cute_ops.gemm.tune import Bench
-from torch_cute_ops.kernels import fp8_fp4_mma
+from torch_cute_ops.kernels import fp8_fp4_mma, fp8_mma
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.reference.mm_fp8_block import mxfp8_gemm
 from torch_cute_ops.registry import OPS
@@ -96,8 +96,27 @@ def test_mxfp8_on_every_gpu(arch) -> None:
     for tactic in backend.tactics(problem, 16, target):
         (kernel,) = backend.kernels(problem, tactic, target.arch)
         assert kernel.config.is_mx and kernel.config.reason_unsupported(target.arch) is None
+        assert kernel.config.has_scaled_mmas == target.arch.has_block_scaled_mma
     assert backend.estimate(problem, 1, tactic, target) > problem.bytes_moved(1) / target.bandwidth
     assert problem.bytes_moved(2) == (2 + 4096) * (7168 + 224) + 2 * 2 * 4096
+
+
+def test_tiles_of_mxfp8() -> None:
+    """Check that block-scaled MMAs take larger tiles for many rows, at most at the rate of FP8 MMAs, and that they are
+    refused on other GPUs and for other scales."""
+    problem = mx_problem(n=CONSUMER.sms * 128, k=8192)
+    chosen = {m: choose(problem, m, CONSUMER) for m in (1, 8192)}
+    assert [one.tactic.tile_m for one in chosen.values()] == [16, 64]
+    peak = 2 * CONSUMER.arch.flops_per_clock * CONSUMER.sms * 1.7e9
+    seconds = backend_for("mma_sync", problem).estimate(problem, 8192, chosen[8192].tactic, CONSUMER)
+    assert 1 < seconds / (problem.flops(8192) / peak) < 2.5
+    config = fp8_mma.plan(
+        rows=ExpertLayout(), epilogue=problem.epilogue, tile_m=64, arch=CONSUMER.arch, pdl=True, is_mx=True
+    )
+    reason = "need MXFP8 operands and compute capability 12.0 or 12.1"
+    assert config.reason_unsupported(CONSUMER.arch) is None
+    assert reason in config.reason_unsupported(ARCHS["sm_90a"])
+    assert reason in dataclasses.replace(config, is_mx=False).reason_unsupported(CONSUMER.arch)
 
 
 def test_operands_of_tuning_in_mxfp8() -> None:

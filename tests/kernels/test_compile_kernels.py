@@ -139,7 +139,7 @@ def test_documented_instructions():
     section = text.split("### Tensor-core instructions")[1].split("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
     documented = {
-        (package, column): set(re.findall(r"`(\w+)`", cell))
+        (package, column): set(re.findall(r"`([\w.]+)`", cell))
         for first, *cells in lines
         for package in re.findall(r"`(\w+)`", first)
         for column, cell in enumerate(cells)

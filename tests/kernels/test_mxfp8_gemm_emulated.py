@@ -4,16 +4,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from expected._fp8_gemm import Weight, assert_close, gemm, mx_factors, numbers
 from samples.mm_fp8_block import mx_sample
-from support.emulated import BLACKWELL, CONSUMER, CPU, HOPPER
+from support.emulated import BLACKWELL, CONSUMER, CPU, HOPPER, changed
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, MXFP8GemmCase
 
-from ptx_emulator.adapter import run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats.fp4 import UE8M0_NAN
 from torch_cute_ops.gemm.backends.fp8_mma_sync import mx_words
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
-from torch_cute_ops.kernels.fp8_mma import Arguments
+from torch_cute_ops.kernels.fp8_mma import SCALED_TILES, Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -36,6 +38,7 @@ def case(tile_m: int, arch: str, *epilogue: Any) -> MXFP8GemmCase:
     return MXFP8GemmCase(tile_m, Epilogue(*epilogue), arch)
 
 
+# On sm_120a, block-scaled MMAs apply the scales; elsewhere, each MMA's result is scaled and added in fp32.
 RUNS = {
     "one-row": Run(case(16, HOPPER, BF16), 1, 8, 64, 2),
     "half-a-k-tile": Run(case(16, CONSUMER, FP32), 17, 136, 192, 2, 1),
@@ -43,6 +46,12 @@ RUNS = {
     "large-tile": Run(case(32, BLACKWELL, FP32, "column", FP32), 70, 264, 384, 3),
     "large-tile-bf16": Run(case(32, CONSUMER, BF16, "column", BF16), 130, 128, 256, 1, 2),
     "persistent": Run(case(32, HOPPER, FP32), 129, 136, 128, 1, 3),
+    "scaled-one-row": Run(case(16, CONSUMER, BF16, "one", BF16), 1, 8, 64, 2),
+    "scaled-many-k-tiles": Run(case(16, CONSUMER, FP16, "column", FP16), 5, 24, 896, 1, None),
+    "scaled-large-tile": Run(case(64, CONSUMER, FP32, "column", FP32), 70, 264, 384, 3, 1),
+    "scaled-large-tile-bf16": Run(case(64, CONSUMER, BF16, None, FP32), 130, 128, 576, 2, 2),
+    "scaled-large-tile-fp16": Run(case(64, CONSUMER, FP16, "one"), 33, 40, 64, 1),
+    "scaled-persistent": Run(case(32, CONSUMER, FP32), 129, 136, 128, 1, 3),
 }
 
 
@@ -57,11 +66,17 @@ def execute(run: Run, edit: Any = None, bad: bool = False) -> tuple[torch.Tensor
     alpha, bias = operands(run.case.epilogue, run.n)
     sums = mm_fp8_block(a, b, a_scale, b_scale, alpha=None, bias=None, out_dtype=FP32)
     want = finished(sums, run.case.epilogue, alpha, bias)
-    out = torch.full_like(want, POISON)
+    return launch(run, (a, b, a_scale, b_scale), alpha, bias, edit), want
+
+
+def launch(run: Run, matrices: tuple[torch.Tensor, ...], alpha: Any = None, bias: Any = None, edit: Any = None) -> Any:
+    """Run the kernel for ``a``, ``b`` and their linear scales; return its result."""
+    a, b, a_scale, b_scale = matrices
+    out = torch.full((len(a), b.shape[1]), POISON, dtype=run.case.epilogue.out_dtype)
     scales = mx_words(a_scale, column_major=True), mx_words(b_scale)
     given = Arguments(a, b, *scales, None, None, alpha, bias, out, None, run.max_ctas)
     run_kernel(run.case.kernel, ARCHS[run.case.arch], *given, seed=run.seed, strict=True, scoped=True, edit=edit)
-    return out, want
+    return out
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -71,7 +86,19 @@ def test_results(run: Run) -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["half-a-k-tile", "large-tile"])
+@pytest.mark.parametrize("tile_m", SCALED_TILES)
+def test_random_results_of_scaled_mmas(tile_m: int) -> None:
+    """Check random numbers and scales against sums in float64. The emulator adds the exact products of each MMA to the
+    accumulator, and rounds once."""
+    m, n, k = 70, 72, 448
+    torch.manual_seed(tile_m)
+    a, b, a_scale, b_scale = matrices = mx_sample("", m, n, k, CPU, layout="linear").args
+    weight = Weight(numbers(b.t()), mx_factors(b_scale, n, k))
+    want = gemm(a, weight, torch.from_numpy(mx_factors(a_scale, m, k)), None, None, "cpu", 32)
+    assert_close(launch(Run(case(tile_m, CONSUMER, FP32), m, n, k, 2), matrices), want, FP32)
+
+
+@pytest.mark.parametrize("name", ["half-a-k-tile", "large-tile", "scaled-large-tile"])
 def test_special_scales(name: str) -> None:
     """Check that a NaN scale makes its row or column NaN, and check the smallest and a large scale."""
     got, want = execute(RUNS[name], bad=True)
@@ -79,10 +106,11 @@ def test_special_scales(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def test_each_block_takes_its_own_scale() -> None:
+@pytest.mark.parametrize(("tile_m", "arch"), [(32, HOPPER), (16, CONSUMER), (64, CONSUMER)])
+def test_each_block_takes_its_own_scale(tile_m: int, arch: str) -> None:
     """Check one-hot rows: element k of row k of ``a`` is 1, so row k of the result is row k of the weight, times the
     scales of the block of k."""
-    k, n, run = 128, 8, RUNS["one-row"]
+    k, n = 128, 40
     a = torch.eye(k).to(torch.float8_e4m3fn)
     weight = torch.randint(-3, 4, (n, k)).float()
     a_scale, b_scale = (torch.randint(120, 134, (rows, k // 32), dtype=torch.uint8) for rows in (k, n))
@@ -90,8 +118,38 @@ def test_each_block_takes_its_own_scale() -> None:
     for row in range(k):
         exponent = a_scale[row, row // 32].int() + b_scale[:, row // 32].int() - 254
         want[row] = weight[:, row] * 2.0**exponent
-    out = torch.full((k, n), POISON)
-    scales = mx_words(a_scale, column_major=True), mx_words(b_scale)
-    given = Arguments(a, weight.to(a.dtype).t(), *scales, None, None, None, None, out, None, 2)
-    run_kernel(case(32, HOPPER, FP32).kernel, ARCHS[HOPPER], *given, seed=run.seed, strict=True, scoped=True)
-    assert torch.equal(out, want)
+    run = Run(case(tile_m, arch, FP32), k, n, k, 2)
+    assert torch.equal(launch(run, (a, weight.to(a.dtype).t(), a_scale, b_scale)), want)
+
+
+def test_which_mmas_apply_the_scales() -> None:
+    """Check that all MMAs of a kernel are block-scaled on sm_120a and sm_121a, and that none is elsewhere."""
+    for name, arch in ARCHS.items():
+        ptx = compile_ptx(case(32, name, FP32).kernel, arch).ptx
+        scaled, every = ptx.count(".kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32."), ptx.count("mma.sync")
+        assert (scaled, every) == ((16, 16) if arch.has_block_scaled_mma else (0, every)) and every
+
+
+SELECTORS = r"(mma\.sync[^;]*\}, \{%r\d+\}, )\{(\d), (\d)\}(, \{%r\d+\}, )\{(\d), (\d)\}"
+"""Pattern of a block-scaled MMA, with the bytes and lanes of both scales as groups 2, 3, 5 and 6."""
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(changed(r"cp\.async\.wait_group", None), id="copies there"),
+        pytest.param(changed(r"bar\.sync\s+0", 1), id="k tile and scales there for all"),
+        pytest.param(changed(r"bar\.sync\s+0", 2), id="last k tile read"),
+        pytest.param(changed(SELECTORS, 20, r"\1{0, \3}\4{\5, \6};"), id="byte of a"),
+        pytest.param(changed(SELECTORS, 3, r"\1{\2, \3}\4{\5, 0};"), id="lanes of b"),
+        pytest.param(changed(SELECTORS, 20, r"\1{\2, 0}\4{\5, \6};"), id="lanes of a"),
+    ],
+)
+def test_what_scaled_mmas_need(edit: Any) -> None:
+    """Check that a race or a wrong result is found, in some order of threads, if ``edit`` removes a wait or lets an MMA
+    take another scale."""
+    run = Run(case(64, CONSUMER, FP32), 70, 136, 576, 1)
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in (None, 0, 1):
+            got, want = execute(run._replace(seed=seed), edit)
+            assert torch.equal(got, want)

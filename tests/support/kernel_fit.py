@@ -77,6 +77,8 @@ def instructions_of(kernel: Any, arch: str) -> set[str]:
         return set()  # decodes a weight for the GEMM of its package
     if multiplies_codes(config):
         return {"OMMA"}
+    if getattr(config, "has_scaled_mmas", False):
+        return {"QMMA.SF"}
     if package in ("fp8_mma", "fp8_fp4_mma") and ARCHS[arch].has_block_scaled_mma:
         return {"QMMA"}  # elsewhere ptxas converts the operands of e4m3 MMAs to 16 bits
     if getattr(config, "by_codes", False):

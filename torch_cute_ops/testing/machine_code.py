@@ -12,12 +12,12 @@ from typing import Final
 INSTRUCTION_BYTES: Final = 16
 OPERATION_BITS: Final = 0xFFF
 OPERATIONS: Final = {
-    **{0x23C: "HMMA", 0x27A: "QMMA", 0x47F: "OMMA"},
+    **{0x23C: "HMMA", 0x27A: "QMMA", 0x47A: "QMMA.SF", 0x47F: "OMMA"},
     **{0x9F0: "HGMMA", 0xDF0: "HGMMA", 0x9F3: "QGMMA", 0xDF3: "QGMMA"},
 }
-"""Names of warp-level MMAs of 16 bits, FP8, and FP4 with block scales, and of warpgroup MMAs of 16 bits and FP8, keyed
-by the operation. A warpgroup MMA has two operations: one for operands in shared memory, and one for an operand in
-registers."""
+"""Names of warp-level MMAs of 16 bits, FP8, FP8 with block scales, and FP4 with block scales, and of warpgroup MMAs of
+16 bits and FP8, keyed by the operation. A warpgroup MMA has two operations: one for operands in shared memory, and one
+for an operand in registers."""
 UTC_MMAS: Final = (0x5EA, 0xDEA)
 """Operations of MMAs of ``tcgen05``, ``UTC*MMA``. The second is an FP8, FP6 or FP4 MMA with block scales
 (``kind::mxf8f6f4``)."""

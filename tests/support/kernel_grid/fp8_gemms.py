@@ -390,7 +390,11 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
 
 def mxfp8_gemm_cases(every: bool) -> list[MXFP8GemmCase]:
     """Return cases of every tile and architecture, with the epilogues that need the most registers."""
-    return [MXFP8GemmCase(*one) for one in itertools.product(fp8_mma.MX_TILES, PER_COLUMN[:2], ARCHS)]
+    return [
+        MXFP8GemmCase(tile_m, epilogue, arch)
+        for arch in ARCHS
+        for tile_m, epilogue in itertools.product(fp8_mma.mx_tiles(GPU_ARCHS[arch]), PER_COLUMN[:2])
+    ]
 
 
 def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:

@@ -115,21 +115,23 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead.) The
-    result of each MMA, of 32 elements of K, is scaled and added in fp32. Each call first arranges the scales as words
-    of four bytes."""
+    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead.)
+    Block-scaled MMAs apply the scales, on GPUs that have them in ``mma.sync``; elsewhere, the result of each MMA, of 32
+    elements of K, is scaled and added in fp32. Each call first arranges the scales as words of four bytes."""
 
     is_mx = True
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
-        return tuple(map(FP8MmaTactic, fp8_mma.MX_TILES))
+        assert target.arch is not None
+        return tuple(map(FP8MmaTactic, fp8_mma.mx_tiles(target.arch)))
 
     def handles(self, problem: GemmProblem) -> bool:
         return has_mxfp8(problem)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        # Except on data-center Blackwell, this is the only kernel for MXFP8.
+        # Except on data-center Blackwell, this is the only kernel for MXFP8. Block-scaled MMAs have the rate of FP8
+        # MMAs.
         return math.inf if target.arch.has_tcgen05 else self.seconds(problem, m, tactic, target)
 
     def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:

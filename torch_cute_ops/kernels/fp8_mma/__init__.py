@@ -5,7 +5,7 @@ k]))``. With per-token scales, ``out[m, n] = epilogue(a_scale[m] · Σ_k a[m, k]
 are the epilogue's alpha. With MXFP8, the sum of each 32 elements is multiplied by ``a_scale[m, k / 32] · b_scale[n, k /
 32]``.
 
-Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` (MXFP8: 16 or 32) and 128 rows of ``b``. CTAs are
+Roles. Four or eight warps share a tile of 16 or 64 rows of ``a`` (MXFP8: 16, 32 or 64) and 128 rows of ``b``. CTAs are
 persistent and compute tiles in the order of ``common.fp8.tiles``. A k tile spans 128 elements; the last k tile may span
 64. While the warps multiply the current k tile, each thread copies parts of the next k tiles into the stages by
 ``cp.async``. The results of a k tile are multiplied by both scales, unless the scales are per token, and added to
@@ -18,6 +18,11 @@ A lane reads 16 bytes (four words) of a row at once, and uses each word in a dif
 which the elements of a k tile are multiplied thus differs from their order in memory. The order of multiplication is
 the same for both operands. With MXFP8, a lane reads 8 bytes at once, and each MMA multiplies 32 neighbouring elements.
 
+On GPUs whose ``mma.sync`` takes block scales, these MMAs apply the scales of MXFP8 and add to the accumulators, and
+nothing is promoted. Each thread loads one or two words of scales, one k tile ahead, and stores them in one of two slots
+in shared memory. A lane reads one word for each 32 rows or columns of its warp from the slot, and ``ldmatrix`` reads
+the operands.
+
 Bytes moved: The weight of each expert that owns rows is read once per row tile. ``a`` is read once per column tile,
 mostly from L2. The result is written once.
 """
@@ -25,12 +30,32 @@ mostly from L2. The result is written once.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_mma.config import MX_TILES, TILE_N, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp8_mma.config import (
+    MX_TILES,
+    SCALED_TILES,
+    TILE_N,
+    TILES,
+    Arguments,
+    Config,
+    mx_tiles,
+    plan,
+)
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_mma.kernel import FP8MmaKernel
 
-__all__ = ["KERNEL", "MX_TILES", "TILES", "TILE_N", "Arguments", "Config", "FP8MmaKernel", "plan"]
+__all__ = [
+    "KERNEL",
+    "MX_TILES",
+    "SCALED_TILES",
+    "TILES",
+    "TILE_N",
+    "Arguments",
+    "Config",
+    "FP8MmaKernel",
+    "mx_tiles",
+    "plan",
+]
 
 KERNEL = f"{__name__}.kernel.FP8MmaKernel"
 __getattr__ = on_demand(__name__, "FP8MmaKernel")

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0
 from torch_cute_ops.kernels.common.fp8.consumers import GemmEpilogue
 from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments
@@ -19,6 +20,7 @@ from torch_cute_ops.kernels.common.fp8.warp_gemm import (
     PIECES,
     BlockRows,
     LaneRows,
+    MatrixRows,
     TokenPromotion,
     WarpGemm,
     Work,
@@ -32,12 +34,17 @@ class FP8MmaKernel:
 
     def __init__(self, config: Config):
         self.config = config
-        rows: Any = BlockRows() if config.is_mx else LaneRows()
-        promotion: Any = BlockPromotion(config) if config.has_blocks else TokenPromotion(config)
-        if config.is_mx:
-            promotion = MXPromotion(config)
+        rows: Any
+        promotion: Any
+        weight: type[CopiedWeight] = CopiedWeight
+        if config.has_scaled_mmas:
+            rows, promotion, weight = MatrixRows(), ScaledMmas(config), ScaledWeight
+        elif config.is_mx:
+            rows, promotion = BlockRows(), MXPromotion(config)
+        else:
+            rows, promotion = LaneRows(), BlockPromotion(config) if config.has_blocks else TokenPromotion(config)
         source = FP8Weight(TILE_N, config.rows.is_plain, config.has_blocks)
-        self.gemm = WarpGemm(config, source, rows, CopiedWeight(config, rows), promotion, GemmEpilogue(config))
+        self.gemm = WarpGemm(config, source, rows, weight(config, rows), promotion, GemmEpilogue(config))
 
     def arguments(self) -> Arguments:
         return self.gemm.arguments()
@@ -53,7 +60,7 @@ class CopiedWeight:
 
     scale_words = 0
 
-    def __init__(self, config: Config, rows: LaneRows):
+    def __init__(self, config: Config, rows: Any):
         self.config, self.rows = config, rows
 
     @cute.jit
@@ -73,6 +80,41 @@ class CopiedWeight:
     def words(self, at: cute.Pointer, slot, column, lane) -> list:
         """Load this lane's words of one of eight weight rows, of which the first is ``column``."""
         return self.rows.words(at, self.config.tile_m + column + lane // 4, lane)
+
+
+class ScaledWeight(CopiedWeight):
+    """Weight for ``ScaledMmas``.
+
+    The threads also load the scales of both operands, one k tile ahead, and store them in a slot: a word for each
+    column of the tile, and then a word for each row of ``a``.
+    """
+
+    def __init__(self, config: Config, rows: MatrixRows):
+        super().__init__(config, rows)
+        self.scale_words = -(-(TILE_N + config.tile_m) // config.threads)
+
+    @cute.jit
+    def load_scales(self, words: cute.Tensor, k_tile, tile, work):
+        """Load this thread's words of a k tile. For a row or column that does not exist, load the word of the last. Its
+        results are not stored."""
+        c = self.config
+        for i in range_constexpr(self.scale_words):
+            place = work.tid + i * c.threads
+            if place < TILE_N:
+                column = cutlass.min(tile.column + place, work.n - 1)
+                words[i] = ptx.bits_of(work.b_scale[column, k_tile, tile.expert])
+            elif place < TILE_N + c.tile_m:
+                row = Int64(tile.row) + cutlass.min(place - TILE_N, tile.rows - 1)
+                words[i] = ptx.bits_of(work.a_scale[k_tile, row])
+
+    @cute.jit
+    def store_scales(self, words: cute.Tensor, slot: cute.Pointer, k_tile, work):
+        """Store this thread's words in a slot."""
+        c = self.config
+        for i in range_constexpr(self.scale_words):
+            place = work.tid + i * c.threads
+            if place < TILE_N + c.tile_m:
+                store_words([words[i]], _word(slot, place))
 
 
 class BlockPromotion:
@@ -141,11 +183,56 @@ class MXPromotion:
         first = self.config.warp_m // 8 + 2 * group
         return [_scales_of(word) for word in factors[first : first + 2]]
 
-    def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int, step: int) -> Float32:
-        return ptx.fma_rn(ptx.mul_rn(of_rows[row][step], of_columns[column][step]), total, acc)
+    def multiply(self, a: list, b: list, values: list, of_rows: list, of_columns: list, step: int) -> list:
+        totals = ptx.mma_16x8x32(a, b, [Float32(0.0)] * 4)
+        return [
+            ptx.fma_rn(ptx.mul_rn(of_rows[j // 2][step], of_columns[j % 2][step]), totals[j], values[j])
+            for j in range(4)
+        ]
 
     def finish(self, acc, tile: Tile, work: Work) -> None:
         """Return at once, because all scales have been applied."""
+
+
+class ScaledMmas:
+    """Block-scaled MMAs of MXFP8 operands, which apply both scales and add to the accumulators: nothing is promoted.
+
+    A word of a slot holds the four ue8m0 bytes of a row or column in a k tile (``ScaledWeight``). For 32 columns, or 32
+    rows of ``a``, each lane loads one word. An MMA selects the lanes whose words it uses: lane 4 i + s holds the word
+    of column i of the s-th eight columns; lanes 4 i + 2 s and 4 i + 2 s + 1 hold the words of rows i and i + 8 of the
+    s-th 16 rows.
+    """
+
+    by_step = True
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def factors(self, k_tile, tile: Tile, work: Work) -> list:
+        return []
+
+    def of_rows(self, factors: list, slot: cute.Pointer, i: int, work: Work) -> tuple:
+        """Load the word of a lane's row. Return it and the index of the lanes that hold the ``i``-th 16 rows."""
+        lane, rows = work.lane, min(self.config.warp_m, 32)
+        place = TILE_N + work.row + i // 2 * 32 + lane % (rows // 8) * 8 + lane // 4
+        return load_words(_word(slot, place))[0], i % 2
+
+    def of_columns(self, factors: list, slot: cute.Pointer, group: int, column, lane) -> tuple:
+        """Load the word of a lane's column. Return it and the index of the lanes that hold these eight columns."""
+        place = column - group % 4 * 8 + lane % 4 * 8 + lane // 4
+        return load_words(_word(slot, place))[0], group % 4
+
+    def multiply(self, a: list, b: list, values: list, of_rows: tuple, of_columns: tuple, step: int) -> list:
+        return ptx.mma_16x8x32_scaled(a, b, values, of_rows, of_columns, step)
+
+    def finish(self, acc, tile: Tile, work: Work) -> None:
+        """Return at once, because all scales have been applied."""
+
+
+def _word(slot: cute.Pointer, place) -> cute.Tensor:
+    """View a word of a slot."""
+    at = slot + cute.assume(place * 4, divby=4)
+    return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))
 
 
 def _scales_of(word: Uint32) -> list:

@@ -252,6 +252,29 @@ def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
+def mma_16x8x32_scaled(
+    a: list, b: list, c: list, a_scales: tuple, b_scales: tuple, byte: int, *, loc=None, ip=None
+) -> list:
+    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 32) and ``b`` (32 x 8) are packed e4m3 with one e8m0 scale
+    per row of ``a`` and column of ``b``, and ``c`` is fp32.
+
+    ``a_scales`` and ``b_scales`` are each a lane's word of four scales, and an index s that selects lanes. For ``a``,
+    with s = 0 or 1, lanes 4 i + 2 s and 4 i + 2 s + 1 hold the words of rows i and i + 8. For ``b``, with s from 0 to
+    3, lane 4 i + s holds the word of column i. ``byte`` is the index of the scale in its word.
+    """
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    operands = [_u32(word, loc, ip) for word in (*a, *b)] + [_f32(value, loc, ip) for value in c]
+    operands += [_u32(word, loc, ip) for word in (a_scales[0], b_scales[0])]
+    text = (
+        "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}, "
+        f"{{$14}}, {{{byte}, {a_scales[1]}}}, {{$15}}, {{{byte}, {b_scales[1]}}};"
+    )
+    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f,r,r", loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
 def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, loc=None, ip=None) -> list:
     """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 64) and ``b`` (64 x 8) are packed e2m1 with block scales,
     and ``c`` is fp32.

@@ -10,12 +10,13 @@
   tile is multiplied.
 - *promotion* of a k tile's MMA results: ``factors`` loads scales before the thread waits for the k tile; ``of_rows``
   and ``of_columns`` return the factors of a lane's two rows of ``a`` and two weight rows; ``add`` adds a result to an
-  accumulator in fp32; ``finish`` is called after the last k tile. If ``by_step`` is True, the result of each MMA is
-  added, and ``add`` gets the index of the MMA; otherwise the MMAs of a k tile are summed in the tensor cores.
+  accumulator in fp32; ``finish`` is called after the last k tile. The MMAs of a k tile are summed in the tensor cores.
+  If ``by_step`` is True, ``multiply`` replaces ``add``: it computes an MMA, whose index it gets, and returns the new
+  values of a lane's four accumulators.
 
 A lane loads eight words (32 elements of a k tile) of each of its rows. The MMA ``step`` multiplies words ``step`` and
 ``4 + step`` of both operands. So the elements of a k tile may have any order that is the same for both operands. With
-``BlockRows``, each MMA multiplies 32 neighbouring elements.
+``BlockRows`` and ``MatrixRows``, each MMA multiplies 32 neighbouring elements.
 """
 
 from typing import Any, NamedTuple
@@ -207,7 +208,7 @@ class WarpGemm:
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=K_TILE)
         blocks, groups = range(c.warp_m // 16), range(c.warp_n // 8)
-        if const_expr(c.warp_m <= c.warp_n):
+        if const_expr(c.warp_m <= c.warp_n and not c.holds_weight):
             fragments = self.activations.fragments(at, work.row, c.warp_m, work.lane)
             of_rows = [self.promotion.of_rows(factors, slot, i, work) for i in blocks]
             for group in range_constexpr(len(groups)):
@@ -215,7 +216,7 @@ class WarpGemm:
                 for i in range_constexpr(len(blocks)):
                     self._multiply_rows(i, fragments[i], {group: columns}, of_rows[i], acc)
         else:
-            # Hold the smaller operand in registers.
+            # Hold the weight in registers.
             columns_of = {group: self._columns(at, factors, slot, group, work) for group in groups}
             for i in range_constexpr(len(blocks)):
                 (fragment,) = self.activations.fragments(at, work.row + 16 * i, 16, work.lane)
@@ -248,15 +249,15 @@ class WarpGemm:
                 acc[at] = self.promotion.add(acc[at], total, of_rows, j // 2, of_columns, j % 2)
 
     def _multiply_by_step(self, i: int, fragment: list, columns_of: dict, of_rows: list, acc: cute.Tensor) -> None:
-        """Compute ``_multiply_rows``, but let the promotion add the result of each MMA."""
+        """Compute ``_multiply_rows``, but let the promotion compute each MMA and add its result."""
         for step in range(STEPS):
             for group, (words, of_columns) in columns_of.items():
                 b = [words[step], words[STEPS + step]]
-                totals = ptx.mma_16x8x32(fragment[step], b, [Float32(0.0)] * 4)
                 first = (i * (self.config.warp_n // 8) + group) * 4
+                values = [acc[first + j] for j in range(4)]
+                values = self.promotion.multiply(fragment[step], b, values, of_rows, of_columns, step)
                 for j in range(4):
-                    at = first + j
-                    acc[at] = self.promotion.add(acc[at], totals[j], of_rows, j // 2, of_columns, j % 2, step)
+                    acc[first + j] = values[j]
 
 
 def fragments_of(rows: list) -> list:
@@ -329,11 +330,18 @@ class LaneRows:
         return fragments_of([self.words(at, row + 8 * i, lane) for i in range(count // 8)])
 
 
-class InterleavedRows:
-    """Rows of a k tile of interleaved activations (``formats.interleave``): half of 256 interleaved elements.
+class MatrixRows:
+    """Rows of 128 bytes of a k tile, which ``ldmatrix`` distributes among the lanes.
 
-    Piece ``w`` of a row contains word ``w`` of each of the four lanes. ``ldmatrix`` distributes the pieces of 16 rows.
+    Each MMA multiplies 32 neighbouring elements, in the order of memory.
+
+    A piece of a row contains a word of each of four lanes. The pieces of eight rows are permuted, so that
+    ``ldmatrix`` reads the same piece of eight rows without bank conflicts.
     """
+
+    def piece(self, step, half):
+        """Return the index of the piece that contains the first or second word of each lane for an MMA."""
+        return 2 * step + half
 
     def place(self, row, piece):
         """Return the offset, in a stage, of the ``piece``-th 16-byte piece of a row."""
@@ -346,11 +354,32 @@ class InterleavedRows:
         for i in range(count // 16):
             of_rows = []
             for step in range(STEPS):
-                place = at + cute.assume(self.place(row + 16 * i, step + half * STEPS), divby=PIECE)
-                vector = primitives.ldmatrix(place.to_llvm_ptr(), 4, primitives.MMALayout.ROW)
-                of_rows.append([Uint32(vector[word]) for word in range(4)])
+                of_rows.append(self._load(at, row + 16 * i, self.piece(step, half)))
             loaded.append(of_rows)
         return loaded
+
+    def words(self, at: cute.Pointer, row, lane) -> list:
+        """Load this lane's words of a row: for each MMA the first word, then for each MMA the second word. Eight rows,
+        of which the first is a multiple of eight, belong to four lanes each."""
+        row = row - lane // 4 + lane % 8
+        words = [word for i in range(2) for word in self._load(at, row, lane // 8 + 4 * i)]
+        return [words[self.piece(step, half)] for half in range(2) for step in range(STEPS)]
+
+    def _load(self, at: cute.Pointer, row, piece) -> list:
+        """Load four matrices of eight rows and one piece. Each lane gives the row and the piece of an address."""
+        place = at + cute.assume(self.place(row, piece), divby=PIECE)
+        vector = primitives.ldmatrix(place.to_llvm_ptr(), 4, primitives.MMALayout.ROW)
+        return [Uint32(vector[word]) for word in range(4)]
+
+
+class InterleavedRows(MatrixRows):
+    """Rows of a k tile of interleaved activations (``formats.interleave``): half of 256 interleaved elements.
+
+    Piece ``w`` of a row contains word ``w`` of each of the four lanes.
+    """
+
+    def piece(self, step, half):
+        return step + half * STEPS
 
 
 class TokenPromotion:

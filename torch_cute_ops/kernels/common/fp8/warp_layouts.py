@@ -34,6 +34,8 @@ class WarpGemmConfig:
         tiles: (number of warps that divide the rows, number of warps that divide the columns), keyed by ``tile_m``.
         line: bytes of a weight row in a stage.
         slot_bytes: bytes of a slot, which holds scales of a k tile in shared memory; a multiple of 16.
+        holds_weight: True to load all weight rows of a warp and k tile before the first MMA, so that consecutive MMAs
+            add to different accumulators. If False, the smaller operand of a warp is loaded first.
         prefetches: False: these kernels never prefetch (see ``FP8GemmConfig.prefetches``).
     """
 
@@ -46,6 +48,7 @@ class WarpGemmConfig:
     tiles: ClassVar[Mapping[int, tuple[int, int]]]
     line: ClassVar[int]
     slot_bytes: ClassVar[Any] = 0
+    holds_weight: ClassVar[Any] = False
     prefetches: ClassVar[bool] = False
 
     @property
