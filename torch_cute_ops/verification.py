@@ -48,7 +48,8 @@ products and the accumulator to the largest of them and keeps 14 bits."""
 PROMOTED_BLOCK: Final = 128
 PROMOTED_K: Final = 512
 """Number of elements of K that tensor cores add up before promotion, with block scales, and with per-token scales
-unless ``fast_accum``."""
+unless ``fast_accum``. MXFP8 on Blackwell is not promoted: the bound assumes that its accumulators are fp32
+(docs/limits.md, "Rounding")."""
 RELATIVE: Final = 2.0**-16
 """Allowed relative error of fp32 results: a row may be summed in another order, and exponentials may be rounded
 differently."""
@@ -523,8 +524,6 @@ def _gemm(
     else:
         owners, rows = None, _chosen(count, a.device)
     a_scale = _scale_rows(call.a_scale, problem.a, rows, count, problem.k)
-    if problem.b.format == MXFP8:
-        b_scale = linear_mx_scales(b_scale, n, problem.k)
     if problem.a.has_fp8_tokens and not problem.b.is_fp4:
         b_scale, alpha = with_alpha(b_scale, alpha), None
     got = out.reshape(count, n)[rows]

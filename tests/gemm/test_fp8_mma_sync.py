@@ -33,7 +33,7 @@ from torch_cute_ops.gemm.select import BACKENDS, choose, target_of
 from torch_cute_ops.gemm.tune import Bench
 from torch_cute_ops.kernels import fp8_fp4_mma, fp8_mma
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
-from torch_cute_ops.reference.mm_fp8_block import mxfp8_gemm
+from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales, mxfp8_gemm
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -125,11 +125,11 @@ def test_operands_of_tuning_in_mxfp8() -> None:
     bench = Bench(problem, 9, dataclasses.replace(NO_GPU, device=CPU))
     operands, _ = bench._exact
     want, allowed = bench._expected
-    assert operands.a_scale.shape == (9, 6) and operands.b_scale.shape == (72, 6)
-    got = mxfp8_gemm(operands.a, operands.b.t(), operands.a_scale, operands.b_scale, None, None, FP32)
+    a_scale, b_scale = (linear_mx_scales(*each, 192) for each in ((operands.a_scale, 9), (operands.b_scale, 72)))
+    got = mxfp8_gemm(operands.a, operands.b.t(), a_scale, b_scale, None, None, FP32)
     assert error_bounds.difference(got, want, allowed) is None
-    operands.b_scale[3, 2] += 2
-    got = mxfp8_gemm(operands.a, operands.b.t(), operands.a_scale, operands.b_scale, None, None, FP32)
+    b_scale[3, 2] += 2
+    got = mxfp8_gemm(operands.a, operands.b.t(), a_scale, b_scale, None, None, FP32)
     assert error_bounds.difference(got, want, allowed) is not None
 
 

@@ -129,7 +129,8 @@ class GemmProblem:
             that kernels may read them early.
         prefetches: True if calls pass a matrix for a later launch, which the kernel may prefetch into L2.
         fast_accum: True if tensor cores may add up FP8 products over all of K, False if they may add up at most 512
-            elements of K. With block scales, they add up 128 elements, and the value is False.
+            elements of K. With block scales, the value is False: they add up 128 elements, or in MXFP8 32
+            elements, or all of K with block-scaled MMAs.
     """
 
     a: Operand

@@ -11,7 +11,7 @@ import torch
 from torch_cute_ops.formats import FP8_TENSOR, MXFP8, SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.prepared_scales import prepared_of_linear
-from torch_cute_ops.formats.scale_layout import from_linear
+from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, from_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm import error_bounds
 from torch_cute_ops.gemm.backend import Launch, Target
@@ -337,8 +337,10 @@ def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Ten
 
 
 def _mx_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return random ue8m0 bytes of 1/2, 1 and 2."""
-    return torch.randint(126, 129, shape, dtype=torch.uint8, device=generator.device, generator=generator)
+    """Return random ue8m0 bytes of 1/2, 1 and 2, for a matrix with ``shape`` blocks, in the layout that quantising ops
+    write by default."""
+    linear = torch.randint(126, 129, shape, dtype=torch.uint8, device=generator.device, generator=generator)
+    return from_linear(linear, SCALE_LAYOUTS[DEFAULT_SCALE_LAYOUT])
 
 
 def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:

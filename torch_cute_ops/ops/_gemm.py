@@ -335,7 +335,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.has_fp8_rows = problem.a.has_fp8_blocks
         self.has_token_scales, self.is_mxfp8 = problem.a.has_fp8_tokens, problem.a.format == MXFP8
         if self.is_mxfp8:
-            self.is_direct = False  # ``launch`` views the scales as bytes
+            self.is_direct = False  # ``launch`` views the scales as bytes, and passes ``Operands``
         # For an FP4 weight, the compiled function does not check the number of blocks in a_scale.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
         self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0

@@ -33,9 +33,9 @@ def mm_fp8_block(
     Operands are stored as the quantising ops write them (``granularity="block128"`` or ``"block32"``) and as
     checkpoints such as DeepSeek-V3 hold them. The dtype of the scales says which: float32, or bytes for MXFP8. The
     tensor cores accumulate one block at a time. The block's sum, times both scales, is added to an fp32 accumulator, so
-    that the error of the tensor cores' own accumulation does not grow with K. Only MXFP8 on Blackwell is different:
-    block-scaled MMAs apply the scales, and accumulate over all of K in fp32. The result is rounded once to
-    ``out_dtype``.
+    that the error of the tensor cores' own accumulation does not grow with K. With MXFP8 on Blackwell, block-scaled
+    MMAs apply the scales and accumulate over all of K instead, unless ``backend="mma_sync"`` is given on data-center
+    Blackwell. The result is rounded once to ``out_dtype``.
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
