@@ -37,9 +37,10 @@ the two implementations of an expert layer, for few and for many tokens; `many-f
 
 `benchmarks/results/*.md` contain the times of all sizes and describe the method of measurement. The files in
 `benchmarks/results/h100/` contain results of an H100, which has seven tenths of the H200's memory bandwidth.
-`benchmarks/results/per_token/layer.md` contains the times of layers with FP4 weights and per-token scales. Whole models
-(`model`) were measured before the latest improvements of FP4 layers. `python -m benchmarks performance` writes this
-file from `benchmarks/results/*.json` and `benchmarks/targets.py`.
+`benchmarks/results/per_token/layer.md` contains the times of layers with FP4 weights and per-token scales, and
+`benchmarks/results/per_token_few_rows/layer.md` later times for up to 256 rows. Whole models (`model`) were measured
+before the latest improvements of FP4 layers. `python -m benchmarks performance` writes this file from
+`benchmarks/results/*.json` and `benchmarks/targets.py`.
 
 {summary}
 
