@@ -84,7 +84,10 @@ class Rows:
             return row
         if not spec.has_table:
             return thread.first_row + row
-        return row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
+        found = row_of(smem.experts, row, thread.lane, is_of_warp=self.config.group_rows == 1)
+        # Wrong counts of many experts may add up to more than int32 holds, so that the table is wrong. As unsigned
+        # numbers, negative indices exceed the last row, too.
+        return Int32(cutlass.min(Uint32(found), Uint32(thread.input.shape[0] - 1)))
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
         """Start the copies of the rows of the first iterations, one iteration per stage. The rows are ``memory_row``
