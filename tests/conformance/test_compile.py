@@ -185,8 +185,8 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=(), backend="
 
 
 def most_graphs(op, choices):
-    """Return the largest allowed number of graphs: two, or three with 128x4 scales. PyTorch makes the third graph for
-    rows that fill a single scale tile."""
+    """Return the largest allowed number of graphs if the first call has one row, or if all calls are dynamic: two, or
+    three with 128x4 scales. PyTorch makes the third graph for rows that fill a single scale tile."""
     has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith("both_layouts")
     return 3 if has_tiles else 2
 
@@ -235,6 +235,16 @@ def test_compiles_twice_at_most_in_any_order(op, choices, device):
     order = [ROWS[i] for i in torch.randperm(len(ROWS))]
     order.sort(key=lambda rows: rows in sizes or -(-rows // 128) in sizes - {1})
     assert compilations(op, device, order, choices, dynamic=True)[-1] <= most_graphs(op, choices)
+
+
+@pytest.mark.parametrize(
+    ("layout", "graphs"), [("128x4", [1, 2, 3, 4]), ("linear", [1, 2, 2, 3])], ids=["tiled", "linear"]
+)
+@pytest.mark.parametrize("rows", [(5, 2, 300, 1), (300, 200, 5, 1)], ids=["small-first", "large-first"])
+def test_one_row_after_other_rows_compiles_one_more_graph(layout, graphs, rows, device):
+    """Check the numbers of graphs that docs/models.md gives: the first M, which PyTorch treats as constant, a symbolic
+    M, with 128x4 scales a symbolic M of the other side of 128, and M = 1."""
+    assert compilations(torch_cute_ops.registry.OPS["mm_fp4"], device, rows, {"scale_layout": layout}) == graphs
 
 
 @pytest.mark.parametrize("op", op_cases())
