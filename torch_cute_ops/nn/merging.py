@@ -42,11 +42,11 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
     # Leave out quantised layers, because this list would keep all of them in memory until the last layer is merged.
     for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
         groups = {}
+        cls: Any = type(module)
         for name, originals in merged.items():
             found = [layer for each in originals if isinstance(layer := module._modules.get(each), QuantLinear)]
             if len(found) < len(originals) or name in module._modules or any(map(_names.reason_bound, found)):
                 continue
-            cls: Any = type(module)
             if not _can_run_with_originals(cls, frozenset(originals)):
                 continue
             try:
@@ -58,8 +58,7 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.MERGED
             module.add_module(name, layer.train(module.training))
             groups[name] = tuple(originals)
         if groups:
-            base: Any = type(module)
-            module.__class__ = merging(base, tuple(groups.items()))
+            module.__class__ = merging(cls, tuple(groups.items()))
     return model
 
 
