@@ -165,6 +165,11 @@ def check_what_the_pass_leaves(rank: int) -> None:
         dist.all_reduce(y)
         return torch_cute_ops.fp8_quantize(torch.nn.functional.rms_norm(torch.tanh(start) + y, (H,), None, EPS))
 
+    def with_bias(x: torch.Tensor, start: torch.Tensor) -> Any:
+        y = x * 1.0
+        dist.all_reduce(y)
+        return torch_cute_ops.fp8_quantize(llama_norm(torch.tanh(start) + y, weight) + weight)
+
     def with_float32(x: torch.Tensor, start: torch.Tensor) -> Any:
         y = x * 1.0
         dist.all_reduce(y)
@@ -175,7 +180,7 @@ def check_what_the_pass_leaves(rank: int) -> None:
         dist.all_reduce(y, op=dist.ReduceOp.MAX)
         return torch_cute_ops.fp8_quantize(llama_norm(torch.tanh(start) + y, weight))
 
-    for program in (read_again, of_an_input, without_weight, with_float32, of_maxima):
+    for program in (read_again, of_an_input, without_weight, with_bias, with_float32, of_maxima):
         compiler = Compiler()
         with torch.no_grad(), torch._inductor.config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()):
             torch.compile(program, backend=compiler, fullgraph=True)(x, start)

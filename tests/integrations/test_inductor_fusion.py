@@ -149,6 +149,107 @@ def test_norm_without_weight(dtype, device):
     assert compiler.ours() == ours and "aten.rsqrt" not in compiler.calls()
 
 
+def plus_one_norm(x, weight):
+    """Compute RMSNorm as Gemma does, with the factor 1 + weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS) * (1.0 + weight.float())).to(x.dtype)
+
+
+NORMS_WITH_BIAS = {
+    "llama": lambda x, weight, bias: llama_norm(x, weight) + bias,
+    "bias first": lambda x, weight, bias: bias + torch_norm(x, weight),
+    "one rounding": lambda x, weight, bias: (late_norm(x.float(), weight.float()) + bias.float()).to(x.dtype),
+    "plus one": lambda x, weight, bias: plus_one_norm(x, weight) + bias,
+}
+
+
+@pytest.mark.parametrize("form", NORMS_WITH_BIAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_with_bias(form, dtype, device):
+    """Check that RMSNorm with a bias becomes one op, with and without a residual, with another reader, and before a
+    16-bit GEMM, and that the op computes the norm of float64."""
+    x, residual = (numbers(4, H, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (numbers(H, device=device, dtype=dtype) for _ in range(2))
+    codes, scale = tco.fp4_quantize(numbers(H, H, device=device))
+    norm = NORMS_WITH_BIAS[form]
+
+    def layer(x, residual, weight, bias):
+        total, read = x * 2 + residual, norm(residual, weight, bias)
+        results = (
+            *tco.fp4_quantize(norm(x, weight, bias)), *tco.fp8_quantize(norm(total, weight, bias)),
+            *tco.fp4_quantize(read), read, total,
+        )  # fmt: skip
+        if dtype == torch.float32:
+            return results
+        return *results, tco.mm_fp4_weight_only(norm(x * 3, weight, bias), codes.t(), scale)
+
+    got, compiler = compiled(layer, x, residual, weight, bias)
+    named = {"weight": weight, "bias": bias, "eps": EPS, "weight_plus_one": form == "plus one"}
+    want = (
+        *tco.rmsnorm_fp4quant(x, **named), *tco.rmsnorm_fp8quant(x * 2 + residual, **named),
+        *tco.rmsnorm_fp4quant_with_norm(residual, **named), x * 2 + residual,
+    )  # fmt: skip
+    ours = {"rmsnorm_fp4quant": 1, "add_rmsnorm_fp8quant": 1, "rmsnorm_fp4quant_with_norm": 1}
+    if dtype == torch.bfloat16:
+        want = *want, tco.mm_fp4_weight_only(tco.rmsnorm(x * 3, **named), codes.t(), scale)
+        ours |= {"rmsnorm": 1, "mm_fp4_weight_only": 1}
+    assert_equal(got, want)
+    assert compiler.ours() == ours and "aten.rsqrt" not in compiler.calls()
+    exact = residual.double() / (residual.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+    product = exact * (weight.double() + (form == "plus one"))
+    error = (got[6].double() - product - bias.double()).abs()
+    # One rounding to the dtype, and rounding errors of float32 before the bias, which may cancel most of the product
+    assert (error <= 2**-18 * product.abs() + torch.finfo(dtype).eps / 2 * (product + bias.double()).abs()).all()
+
+
+def test_values_of_a_norm_with_bias(device):
+    """Check codes of a norm with a bias that are known: rows of ±2 have the norm ±1, weights are 2 and 3, and the bias
+    1 makes the sums 3, -1, 4 and -2."""
+    x = torch.tensor([2.0, -2.0]).repeat(1, H // 2).bfloat16().to(device)
+    weight = torch.tensor([2.0, 2.0, 3.0, 3.0]).repeat(H // 4).bfloat16().to(device)
+    bias, one = torch.ones_like(weight), torch.ones(1, device=device)
+    (codes, _), compiler = compiled(
+        lambda x: tco.fp8_quantize(llama_norm(x, weight) + bias, one, granularity="tensor"), x
+    )
+    assert compiler.ours() == {"rmsnorm_fp8quant": 1}
+    assert codes[0].float().tolist() == [3.0, -1.0, 4.0, -2.0] * (H // 4)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "name"),
+    [
+        ((torch.float32, torch.float32), "add_rmsnorm_fp8quant"),
+        ((torch.bfloat16, torch.float32), "fp8_quantize"),
+        ((torch.float32, torch.bfloat16), "fp8_quantize"),
+    ],
+)
+def test_dtypes_of_a_bias(dtypes, name):
+    """Check a weight and a bias of float32, or of two dtypes, which the ops do not take, after the addition of 16-bit
+    rows to a float32 residual."""
+    x, residual = numbers(4, H), numbers(4, H, dtype=torch.float32)
+    weight, bias = (numbers(H, dtype=dtype) for dtype in dtypes)
+
+    def layer(x, residual):
+        total = residual * 2 + x
+        return *tco.fp8_quantize((weight * F.rms_norm(total, (H,), None, EPS) + bias).bfloat16()), total
+
+    got, compiler = compiled(layer, x, residual)
+    assert compiler.quantising() == {name: 1}
+    if name == "fp8_quantize":
+        assert_equal(got, layer(x, residual))
+        return
+    total = residual * 2
+    assert_equal(got, (*tco.add_rmsnorm_fp8quant(x, total, weight, eps=EPS, bias=bias), total))
+
+
+def test_a_bias_that_is_widened():
+    """Check a 16-bit bias next to a float32 weight, both of which the model converts to float32."""
+    x, weight, bias = numbers(4, H), numbers(H, dtype=torch.float32), numbers(H)
+    got, compiler = compiled(lambda x: tco.fp8_quantize((late_norm(x.float(), weight) + bias.float()).bfloat16()), x)
+    assert_equal(got, tco.rmsnorm_fp8quant(x, weight, eps=EPS, bias=bias.float()))
+    assert compiler.ours() == {"rmsnorm_fp8quant": 1}
+
+
 @pytest.mark.parametrize("converts", [False, True], ids=["promoted", "converted"])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("read", ["codes", "bfloat16", "float32", "GEMM"])
@@ -445,6 +546,22 @@ def test_a_gate_of_symbolic_width(split):
     assert error < 0.02 and compiler.quantising() == {"fp8_quantize": 1}
 
 
+@pytest.mark.parametrize("combine", [torch.add, torch.mul], ids=["sum", "product"])
+def test_a_symbolic_size_next_to_rows(combine):
+    """Check that rows compile if the number of rows, which is symbolic, is added to them or multiplies them."""
+
+    def layer(x):
+        return tco.fp8_quantize(combine(torch_norm(x, None), x.shape[0]))
+
+    x, compiler = numbers(4, H), Compiler()
+    torch._dynamo.mark_dynamic(x, 0)
+    with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()), torch.no_grad():
+        y, scale = torch.compile(layer, backend=compiler, fullgraph=True)(x)
+    want, want_scale = layer(x)
+    error = (y.float() * scale - want.float() * want_scale).norm() / want.float().mul(want_scale).norm()
+    assert error < 0.02 and compiler.quantising() == {"fp8_quantize": 1}
+
+
 def norm_read_by_another(x, weight):
     norm = llama_norm(x, weight)
     return *tco.fp8_quantize(norm), norm.sum(-1)
@@ -500,6 +617,18 @@ def norm_by_another(x, weight):
     return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.cos().pow(2).mean(-1, keepdim=True) + EPS))).bfloat16())
 
 
+def doubled_bias(x, weight):
+    return tco.fp8_quantize(torch.add(llama_norm(x, weight), weight, alpha=2))
+
+
+def bias_of_rows(x, weight):
+    return tco.fp8_quantize(llama_norm(x, weight) + weight[:4].unsqueeze(1))
+
+
+def biased_before_the_weight(x, weight):
+    return tco.fp8_quantize((torch_norm(x, None) + weight) * weight)
+
+
 def without_eps(x, weight):
     wide = x.float()
     return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True)))).bfloat16())
@@ -509,6 +638,7 @@ LEFT = [
     norm_read_by_another, scale_of_the_norm, up_first, unequal_parts, halves_of_two, halves_of_the_rows,
     gelu_of_up, squared_relu_of_up,
     layer_norm_of_columns, norm_of_columns, norm_by_another, without_eps,
+    doubled_bias, bias_of_rows, biased_before_the_weight,
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ class Norm(NamedTuple):
             take only after the addition of 16-bit rows to a float32 residual.
         eps: number added to the mean square or the variance.
         weight_plus_one: True if the factor is ``1 + weight``.
-        bias: summand of each column, or None.
+        bias: summand of each column, in the dtype of the weight, or None.
         subtract_mean: True for LayerNorm, False for RMSNorm.
     """
 
@@ -72,7 +72,8 @@ def match_layer_norm(node: Node) -> Norm | None:
 
 
 def _is_vector(node: Any) -> bool:
-    return isinstance(node, fx.Node) and value_of(node).dim() == 1
+    # The value of a symbolic size is no tensor.
+    return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor) and value_of(node).dim() == 1
 
 
 def _input_and_eps(difference: Any, root: Any) -> tuple[Node, float] | None:
@@ -116,34 +117,53 @@ def _squared(node: Any) -> Any:
 
 
 def match_rms_norm(node: Node) -> Norm | None:
-    """Match ``x · rsqrt(mean(x²) + eps) · weight``, with dtype conversions anywhere in between. The last factor may
-    also be ``1 + weight``, if it is added in float32, or may be missing."""
+    """Match ``x · rsqrt(mean(x²) + eps) · weight + bias``, with dtype conversions anywhere in between. The factor
+    ``weight`` may also be ``1 + weight``, if it is added in float32. The bias, or both bias and weight, may be
+    missing."""
     for x, root in _factors(_unconverted(node)):
         eps = _eps_of_root(root, x)
         if eps is not None:
             source = unwidened(x)
             is_same = value_of(source).dtype in _FLOATS and value_of(source).shape == value_of(node).shape
             return Norm(source, None, eps) if is_same else None
-    for weight, scaled in _factors(_unconverted(node)):
-        if not isinstance(weight, fx.Node) or value_of(weight).dim() != 1:
-            continue
-        for x, root in _factors(_unconverted(scaled)):
-            eps = _eps_of_root(root, x)
-            if eps is None:
+    for product, bias in _with_bias(_unconverted(node)):
+        for weight, scaled in _factors(_unconverted(product)):
+            if not _is_vector(weight):
                 continue
-            addend = _without_one(weight)
-            source, factor = unwidened(x), unwidened(weight if addend is None else addend)
-            dtype = value_of(source).dtype
-            if value_of(factor).dtype not in (dtype, torch.float32):
-                factor = weight if addend is None else addend
-            if (
-                dtype in _FLOATS
-                and (value_of(factor).dtype in (dtype, torch.float32) or dtype == torch.float32)
-                and value_of(factor).shape == value_of(source).shape[-1:]
-                and value_of(source).shape == value_of(node).shape
-            ):
-                return Norm(source, factor, eps, addend is not None)
+            for x, root in _factors(_unconverted(scaled)):
+                eps = _eps_of_root(root, x)
+                if eps is None:
+                    continue
+                addend = _without_one(weight)
+                source = unwidened(x)
+                dtype = value_of(source).dtype
+                vectors = [weight if addend is None else addend, *([] if bias is None else [bias])]
+                narrow = [unwidened(each) for each in vectors]
+                if _have_one_dtype(narrow, (dtype, torch.float32)):
+                    vectors = narrow
+                if (
+                    dtype in _FLOATS
+                    and _have_one_dtype(vectors, _FLOATS if dtype == torch.float32 else (dtype, torch.float32))
+                    and all(value_of(each).shape == value_of(source).shape[-1:] for each in vectors)
+                    and value_of(source).shape == value_of(node).shape
+                ):
+                    return Norm(source, vectors[0], eps, addend is not None, bias=vectors[1] if vectors[1:] else None)
     return None
+
+
+def _with_bias(node: Node) -> Iterator[tuple[Node, Node | None]]:
+    """Yield the node without a bias, and, if the node is the sum of another node and a vector, these two."""
+    yield node, None
+    if is_call(node, aten.add.Tensor) and not node.kwargs:
+        for value, bias in (node.args, node.args[::-1]):
+            if isinstance(value, fx.Node) and _is_vector(bias):
+                yield value, bias
+
+
+def _have_one_dtype(nodes: Sequence[Node], allowed: Sequence[torch.dtype]) -> bool:
+    """Return True if all nodes have the same dtype, which must be one of the allowed dtypes."""
+    dtypes = {value_of(each).dtype for each in nodes}
+    return len(dtypes) == 1 and dtypes <= {*allowed}
 
 
 def _without_one(node: Node) -> Node | None:

@@ -129,11 +129,13 @@ class FuseQuantization(CustomGraphPass):
 
     - RMSNorm of the last dimension with a weight (H,), or without a weight, as computed by
       ``torch.nn.functional.rms_norm`` and Hugging Face decoders, with any rounding in between, or with ``1 + weight``,
-      added in float32, as in Gemma. The fused ops round only once, so results differ in the last bits of the normalised
-      rows. If other nodes also read the normalised rows in the dtype of the norm's input, an FP4 op writes them as an
-      additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is then not fused.
+      added in float32, as in Gemma. A bias (H,) may be added to the product with the weight. The fused ops round only
+      once, so results differ in the last bits of the normalised rows, or, if the bias cancels most of a product, in the
+      last bits of the product. If other nodes also read the normalised rows in the dtype of the norm's input, an FP4 op
+      writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is then not fused.
     - LayerNorm of the last dimension, as computed by ``torch.nn.functional.layer_norm``, with weight and bias, with a
-      weight alone, or without both. A sum over ranks before it, or before a norm without a weight, is not fused.
+      weight alone, or without both. A sum over ranks before it, or before an RMSNorm with a bias or without a weight,
+      is not fused.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
       afterwards. The sum overwrites this tensor. An input of the graph is never overwritten. 16-bit rows may also be
       added to a float32 residual, which the sum then overwrites.
@@ -352,8 +354,10 @@ def _normalised(
     """
     weight = _weight_without_elements(norm.input, anchor.graph) if norm.weight is None else norm.weight
     named = {**named, "weight": weight, "eps": norm.eps, "weight_plus_one": norm.weight_plus_one}
+    if norm.bias is not None:
+        named["bias"] = norm.bias
     if norm.subtract_mean:
-        named |= {"subtract_mean": True, "bias": norm.bias}
+        named["subtract_mean"] = True
     results = _add_norm(norm, f"add_{name}", named, count, dtype)
     if results is not None or not are_before(anchor, named.values()):
         return results
@@ -420,8 +424,10 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int, dtype: t
     if dtype not in (None, value_of(other).dtype) or not _is_weight_for(other, named["weight"]):
         return None
     unused: Any = other
-    # The ops with an all-reduce compute RMSNorm with a weight, and take a residual in the rows' dtype.
-    is_general = norm.subtract_mean or norm.weight is None or value_of(other).dtype != value_of(total).dtype
+    # The ops with an all-reduce compute RMSNorm with a weight and without a bias, and take a residual in the rows'
+    # dtype.
+    is_plain_norm = norm.weight is not None and norm.bias is None and not norm.subtract_mean
+    is_general = not is_plain_norm or value_of(other).dtype != value_of(total).dtype
     if summed is not None and hasattr(cute, f"all_reduce_{name}") and not is_general:
         name, named = f"all_reduce_{name}", {**named, "group": summed.group}
         other = _reshaped(summed.input, value_of(total).shape, total)
