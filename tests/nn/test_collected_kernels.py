@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
+from support.inductor_graphs import Compiler
 from support.launch_model import launches  # noqa: F401  a fixture
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -9,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_cute_ops
 from torch_cute_ops.collecting import CollectKernels
+from torch_cute_ops.integrations import inductor
+from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.nn import ExpertLayer, QuantExperts, warmup
 from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.nn.warmup import collect
@@ -62,6 +66,85 @@ def test_every_launched_kernel_is_collected(launches, scheme, activations):  # n
     collected = {(each.kernel, each.config) for each in kernels}
     assert len(launched) > 3 and launched <= collected
     assert not launches.compiled
+
+
+class NormWithBias(nn.Module):
+    """RMSNorm with a weight and a bias in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.randn(H)) for _ in range(2))
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, (H,)) * self.weight + self.bias
+
+
+class Decoder(nn.Module):
+    """Gated MLPs with squared ReLU, each after a norm of a residual in this dtype."""
+
+    def __init__(self, scheme: str, activations: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(
+            [
+                NormWithBias(),
+                nn.RMSNorm(H, dtype=torch.bfloat16),
+                nn.RMSNorm(H, elementwise_affine=False),
+                nn.LayerNorm(H, dtype=dtype),
+                NormWithBias(),
+            ]
+        )
+        self.gate_up = SCHEMES[scheme](H, 2 * H, activations=activations, parts=(H, H))
+        self.down = SCHEMES[scheme](H, H, activations=activations)
+
+    def forward(self, x):
+        residual = x * 2  # the pass never overwrites an input of the graph
+        for norm in self.norms:
+            gate, up = self.gate_up(norm(residual).bfloat16()).chunk(2, -1)
+            residual = residual + self.down(nn.functional.relu(gate).square() * up)
+        return residual
+
+
+class Collector(Compiler):
+    """Compiler backend whose programs collect kernels instead of computing results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected = CollectKernels(SM90)
+
+    def inner(self, graph, inputs, **named):
+        run = super().inner(graph, inputs, **named)
+
+        def collect_kernels(arguments):
+            with self.collected:
+                return run(arguments)
+
+        collect_kernels._boxed_call = True
+        return collect_kernels
+
+
+@pytest.mark.parametrize("residual", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("scheme", "activations"), [*CASES, ("nvfp4", "fp4_token")])
+def test_kernels_of_a_compiled_model_are_collected(scheme, activations, residual):
+    """Check that `warmup` loads every kernel of norms and gates that a compiled model calls if its residual is float32,
+    its norms have a bias or no weight, and its gates are squared ReLU."""
+    torch._dynamo.reset()
+    model, compiler = Decoder(scheme, activations, residual), Collector()
+    with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()), torch.no_grad():
+        run = torch.compile(model, backend=compiler, fullgraph=True)
+        run(torch.ones(3, H, dtype=residual))
+    (ours,) = (compiler.ours(i) for i in range(len(compiler.graphs)))
+    assert sum(count for name, count in ours.items() if "add_rmsnorm" in name) == len(model.norms) - 1
+    called, warmed = (
+        {each.config for each in kernels[SM90] if each.kernel == row_quant.KERNEL}
+        for kernels in (compiler.collected.kernels, collect(model, 3, SM90).kernels)
+    )
+    assert called <= warmed
+    specs = [each.spec for each in called]
+    assert any(each.has_fp32_residual for each in specs) == (residual == torch.float32)
+    gates = {each.gate for each in specs if each.source == "silu_mul"}
+    assert gates == (set() if activations == "16bit" else {"relu2"})  # before GEMMs of 16 bits, Inductor gates
+    norms = {(each.has_weight, each.has_bias, each.subtracts_mean) for each in specs if each.source == "add"}
+    assert norms == {(True, False, False), (False, False, False), (True, True, True), (True, True, False)}
 
 
 def test_a_call_returns_zeros_and_launches_nothing():

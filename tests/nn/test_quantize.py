@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -278,19 +279,25 @@ class FusedBlock(nn.Module):
         self.gate_up_proj, self.down_proj = nn.Linear(H, 4 * H), nn.Linear(2 * H, H)
 
 
-BF16_ROW = ((1, H), torch.bfloat16)
+BF16_ROW, FP32_ROW = ((1, H), torch.bfloat16), ((1, H), torch.float32)
 NORM = ((H,), torch.bfloat16)
+CALLS_OF_A_NORM = [
+    ("rmsnorm", BF16_ROW, NORM),
+    ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM),
+    ("add_rmsnorm", BF16_ROW, FP32_ROW, NORM),
+]
 
 
 @pytest.mark.parametrize(
     ("activations", "expected"),
     [
-        ("16bit", [("rmsnorm", BF16_ROW, NORM), ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM)]),
+        ("16bit", CALLS_OF_A_NORM),
         (
             "fp8",
             [
                 ("rmsnorm_fp8quant", BF16_ROW, NORM),
                 ("add_rmsnorm_fp8quant", BF16_ROW, BF16_ROW, NORM),
+                ("add_rmsnorm_fp8quant", BF16_ROW, FP32_ROW, NORM),
                 ("silu_mul_fp8quant", ((1, 4 * H), torch.bfloat16)),
             ],
         ),
@@ -299,6 +306,7 @@ NORM = ((H,), torch.bfloat16)
             [
                 ("rmsnorm_fp4quant", BF16_ROW, NORM, ((1,), torch.float32)),
                 ("add_rmsnorm_fp4quant", BF16_ROW, BF16_ROW, NORM, ((1,), torch.float32)),
+                ("add_rmsnorm_fp4quant", BF16_ROW, FP32_ROW, NORM, ((1,), torch.float32)),
                 ("silu_mul_fp4quant", ((1, 4 * H), torch.bfloat16), ((1,), torch.float32)),
             ],
         ),
@@ -320,6 +328,17 @@ def test_warmup_calls_fused_ops(activations, expected):
     assert calls.sizes and not calls.fused
 
 
+class NormWithBias(nn.Module):
+    """RMSNorm with a bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, self.weight.shape) * self.weight + self.bias
+
+
 @pytest.mark.parametrize(
     ("norm", "vectors", "subtract_mean"),
     [
@@ -327,19 +346,26 @@ def test_warmup_calls_fused_ops(activations, expected):
         (nn.LayerNorm(H, bias=False), 1, True),
         (nn.LayerNorm(H, elementwise_affine=False), 0, True),
         (nn.RMSNorm(H, elementwise_affine=False), 0, False),
+        (NormWithBias(H), 2, False),
     ],
-    ids=["LayerNorm", "weight", "LayerNorm without weight", "RMSNorm without weight"],
+    ids=["LayerNorm", "weight", "LayerNorm without weight", "RMSNorm without weight", "RMSNorm with bias"],
 )
 def test_warmup_calls_norms_of_torch(norm, vectors, subtract_mean, monkeypatch):
-    """Check that `warmup` also calls the ops for LayerNorm, and for norms without a weight."""
+    """Check that `warmup` also calls the ops for LayerNorm, and for norms with a bias or without a weight, and that it
+    calls them with a residual of 16 bits and of 32 bits."""
     block = FusedBlock()
     block.norm, seen = norm, []
     quantize_(block.bfloat16(), "fp8_channel")
     for name in ("rmsnorm_fp8quant", "add_rmsnorm_fp8quant"):
-        monkeypatch.setattr(torch.ops.cute, name, lambda *args, **named: seen.append((args[-1], named)))
+        monkeypatch.setattr(torch.ops.cute, name, lambda *args, **named: seen.append((*args, named)))
     warmup(block, rows=(1,))
-    assert len(seen) == 2
-    for weight, named in seen:
+    dtypes = [tuple(str(each.dtype).removeprefix("torch.") for each in args) for *args, _ in seen]
+    bf16, fp32 = "bfloat16", "float32"
+    # The weight without elements that the Inductor pass inserts has the dtype of the norm's input.
+    assert dtypes == [(bf16, bf16), (bf16, bf16, bf16)] + (
+        [(bf16, fp32, bf16)] if vectors else [(fp32, fp32), (bf16, fp32, fp32)]
+    )
+    for *_, weight, named in seen:
         assert weight.shape == ((H,) if vectors else (0,)) and ("bias" in named) == (vectors == 2)
         assert named["weight_plus_one"] is False and named["subtract_mean"] == subtract_mean
 
@@ -352,8 +378,7 @@ def test_warmup_calls_norms_of_gemma():
     quantize_(block.bfloat16(), activations="16bit")
     with Calls() as calls:
         warmup(block, rows=(1,))
-    pair = [("rmsnorm", BF16_ROW, NORM), ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM)]
-    assert sorted(calls.fused, key=str) == sorted(2 * pair, key=str)
+    assert sorted(calls.fused, key=str) == sorted(2 * CALLS_OF_A_NORM, key=str)
 
 
 class NormPlusOne(nn.RMSNorm):
@@ -369,15 +394,29 @@ def test_warmup_calls_norms_that_add_one_in_a_subclass():
     quantize_(block.bfloat16(), activations="16bit")
     with Calls() as calls:
         warmup(block, rows=(1,))
-    pair = [("rmsnorm", BF16_ROW, NORM), ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM)]
-    assert sorted(calls.fused, key=str) == sorted(2 * pair, key=str)
+    assert sorted(calls.fused, key=str) == sorted(2 * CALLS_OF_A_NORM, key=str)
+
+
+class SquaredReLU(nn.Module):
+    """Gate that squares ReLU without a module of its own."""
+
+    def forward(self, gate, up):
+        return nn.functional.relu(gate) ** 2 * up
 
 
 @pytest.mark.parametrize(
-    ("activation", "gate"), [(nn.GELU("tanh"), "gelu_tanh"), (nn.GELU(), "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")]
+    ("activation", "gate"),
+    [
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (nn.GELU(), "gelu"),
+        ("gelu_pytorch_tanh", "gelu_tanh"),
+        ("relu2", "relu2"),
+        (nn.ReLU(), "relu2"),
+        (SquaredReLU(), "relu2"),
+    ],
 )
-def test_warmup_calls_gates_with_gelu(activation, gate, monkeypatch):
-    """Check that `warmup` also calls the gates of a model's activation functions."""
+def test_warmup_calls_other_gates(activation, gate, monkeypatch):
+    """Check that `warmup` also calls the gates of a model's activation functions, with GELU or squared ReLU."""
     if isinstance(activation, str):
         activation = pytest.importorskip("transformers.activations").ACT2FN[activation]
     block = FusedBlock()
@@ -389,14 +428,35 @@ def test_warmup_calls_gates_with_gelu(activation, gate, monkeypatch):
     assert seen == sorted(["silu", gate])
 
 
-@pytest.mark.parametrize("activation", [None, nn.GELU("tanh")], ids=["silu", "gelu_tanh"])
-def test_warmup_calls_gates_with_gemms(activation, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "is_squared"),
+    [
+        ("return self.down(gate.relu().square() * up)", True),
+        ("return torch.pow(F.relu(gate), 2) * up", True),
+        ("return F.relu(gate).pow(2) * up", True),
+        ("return F.relu(gate) * up * 2", False),
+        ("return torch.sin(gate) ** 2 * up", False),
+    ],
+)
+def test_warmup_reads_squares_in_sources(source, is_squared, monkeypatch):
+    block, seen = quantize_(FusedBlock().bfloat16(), "fp8_channel"), []
+    monkeypatch.setattr(inspect, "getsource", lambda forward: source if forward is FusedBlock.forward else "")
+    monkeypatch.setattr(torch.ops.cute, "silu_mul_fp8quant", lambda *args, gate, **named: seen.append(gate))
+    warmup(block, rows=(1,))
+    assert seen == (["relu2", "silu"] if is_squared else ["silu"])
+
+
+@pytest.mark.parametrize(
+    ("activation", "gates"),
+    [(None, ["silu"]), (nn.GELU("tanh"), ["gelu_tanh", "silu"]), (nn.ReLU(), ["relu2", "silu"])],
+    ids=["silu", "gelu_tanh", "relu2"],
+)
+def test_warmup_calls_gates_with_gemms(activation, gates, monkeypatch):
     """Check that `warmup` also calls GEMMs that gate in their prologue, for one row and 16-bit activations, with the
     gates of the model's activation functions."""
     block = quantize_(FusedBlock().bfloat16())
-    gates = ["silu"]
     if activation is not None:
-        block.act_fn, gates = activation, ["gelu_tanh", "silu"]
+        block.act_fn = activation
     seen = []
     real = fp4_linear.silu_mul_mm_fp4_weight_only
     monkeypatch.setattr(

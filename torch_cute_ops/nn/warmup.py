@@ -27,7 +27,11 @@ from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compile_pool import EarlyPool
 
-_ACTIVATIONS: Final[Mapping[str, Gate]] = {"GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
+_ACTIVATIONS: Final[Mapping[str, Gate]] = {
+    "GELUTanh": "gelu_tanh",
+    "GELUActivation": "gelu",
+    "ReLUSquaredActivation": "relu2",
+}
 """Gates, keyed by the name of the class of activation functions in transformers."""
 
 
@@ -59,10 +63,11 @@ def warmup(
         fused: True to also call the fused ops that the pass of ``integrations.inductor`` may insert: norms and gates
             with quantised results; for one row, GEMMs that compute a gate and the quantisation in their prologue; for
             few rows, GEMMs that prefetch the next layer's weight. A module counts as a norm if it is torch's RMSNorm or
-            LayerNorm of rows, or if its only parameter is a ``weight`` (K,). Gates are SiLU, and GELU if the model
-            contains a module that computes GELU. A gate is expected before a layer with K input features if another
-            layer has 2 · K columns. Norms of a float32 residual plus 16-bit rows, and squared ReLU, are not called;
-            their kernels are compiled when a compiled model first runs.
+            LayerNorm of rows, or if its only parameters are a ``weight`` (K,) and perhaps a ``bias`` (K,). Norms are
+            called for a residual in ``dtype`` and for a float32 residual. Gates are SiLU, GELU if the model contains a
+            module that computes GELU, and squared ReLU if it contains a module that computes squared ReLU, or torch's
+            ``ReLU``, whose result may be squared elsewhere. A gate is expected before a layer with K input features if
+            another layer has 2 · K columns.
         workers: number of processes; None for one per processor, at most 32, divided among the ranks of the machine.
 
     Raises:
@@ -243,13 +248,17 @@ def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]
 
 def _gates_of(model: nn.Module) -> list[Gate]:
     """Return the gates that the activation functions of a model's modules suggest, and SiLU, in alphabetical order."""
-    return sorted({"silu", *map(_gate_of, model.modules())})
+    types = {type(module) for module in model.modules()}
+    squared: set[Gate] = {"relu2"} if any(_squares_relu(each) for each in types) else set()
+    return sorted({"silu", *squared, *map(_gate_of, model.modules())})
 
 
 def _gate_of(module: nn.Module) -> Gate:
     """Return the gate that a module may compute as its activation function."""
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    if isinstance(module, nn.ReLU):
+        return "relu2"
     return _ACTIVATIONS.get(type(module).__name__, "silu")
 
 
@@ -273,30 +282,46 @@ class _Norm(NamedTuple):
 
 def _norms_of(module: nn.Module) -> Iterator[_Norm]:
     """Yield the norms of rows that a module may compute. There are none unless the module is torch's, or its only
-    parameter is a ``weight`` (K,)."""
+    parameters are a ``weight`` (K,) and perhaps a ``bias`` (K,)."""
     own = dict(module.named_parameters(recurse=False))
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         shape: Sequence[int] = module.normalized_shape
     else:
-        shape = own["weight"].shape if [*own] == ["weight"] else ()
+        vectors = {(each.shape, each.dtype) for each in own.values()}
+        is_norm = "weight" in own and own.keys() <= {"weight", "bias"} and len(vectors) == 1
+        shape = own["weight"].shape if is_norm else ()
     if len(shape) != 1:
         return
-    dtype = own["weight"].dtype if "weight" in own else None
+    dtype, has_bias = own["weight"].dtype if "weight" in own else None, "bias" in own
     if isinstance(module, nn.LayerNorm):
-        yield _Norm(shape[0], dtype, subtract_mean=True, has_bias="bias" in own)
+        yield _Norm(shape[0], dtype, subtract_mean=True, has_bias=has_bias)
         return
     for plus_one in dict.fromkeys((False, _adds_one(type(module)))):
-        yield _Norm(shape[0], dtype, plus_one)
+        yield _Norm(shape[0], dtype, plus_one, has_bias=has_bias)
+
+
+# A wrong result of the following two functions costs the time to compile a kernel, at warm-up or at the first call.
 
 
 def _adds_one(norm: type[nn.Module]) -> bool:
-    """Return True if the source of a norm adds 1 to its weight, as Gemma's norm does. A wrong result costs the time to
-    compile a kernel, at warm-up or at the first call."""
-    try:
-        source = inspect.getsource(norm.forward)
-    except (OSError, TypeError):
-        return False
+    """Return True if the source of a norm adds 1 to its weight, as Gemma's norm does."""
+    source = _source_of(norm)
     return re.search(r"\b1(\.0)? \+ self\.weight\b|\bself\.weight(\.float\(\))? \+ 1\b", source) is not None
+
+
+def _squares_relu(module: type[nn.Module]) -> bool:
+    """Return True if the source of a module calls ReLU and squares something."""
+    source = _source_of(module)
+    is_squared = re.search(r"\*\* ?2\b|\bsquare\(|\bpow\((.*, )?2(\.0)?\)", source) is not None
+    return is_squared and re.search(r"\brelu\(", source) is not None
+
+
+def _source_of(module: type[nn.Module]) -> str:
+    """Return the source of a module's ``forward``, or an empty string if it is unknown."""
+    try:
+        return inspect.getsource(module.forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
@@ -320,16 +345,21 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             continue
         done.add(form)
         x = torch.zeros(1, width, dtype=dtype, device=device)
-        for norm in norms:
+        # Nothing about a model's modules tells the dtype of its residual.
+        for norm, residual_dtype in itertools.product(norms, dict.fromkeys((dtype, torch.float32))):
             if norm.width != width:
                 continue
             columns = 0 if norm.weight_dtype is None else width
-            weight = torch.ones(columns, dtype=norm.weight_dtype or dtype, device=device)
+            weight = torch.ones(columns, dtype=norm.weight_dtype or residual_dtype, device=device)
+            residual = torch.zeros(1, width, dtype=residual_dtype, device=device)
             named = {**arguments, "weight_plus_one": norm.weight_plus_one, "subtract_mean": norm.subtract_mean}
             if norm.has_bias:
                 named["bias"] = torch.zeros_like(weight)
-            getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **named)
-            getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **named)
+            # Before the first addition, the norm's input is the residual alone. If it is float32, the ops take only a
+            # float32 weight, and before a GEMM of 16-bit activations the norm stays as it is.
+            if residual_dtype == dtype or (quantization is not None and weight.dtype == torch.float32):
+                getattr(torch.ops.cute, f"rmsnorm{ending}")(residual, weight, **named)
+            getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, residual, weight, **named)
         if quantization is not None and width in gated:
             for gate in gates:
                 getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments, gate=gate)
