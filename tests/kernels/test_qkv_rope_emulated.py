@@ -54,6 +54,12 @@ RUNS = {
     "nvfp4": Run(
         QkvRopeCase(128, (2, 2), 64, table=BF16, stored=(FP8, FP4, FP4), scaled=True, arch="sm_100a"), 5, "alternate"
     ),
+    # The other sizes of heads
+    "heads-of-64": Run(QkvRopeCase(64, (5, 2), 48, True, norm=BF16, stored=(None, FP8, FP8), scaled=True), 5, seed=4),
+    "heads-of-96": Run(QkvRopeCase(96, (3, 1), 96, dtype=FP16, table=FP16, norm=FP32), 4, "alternate", seed=5),
+    "heads-of-256": Run(
+        QkvRopeCase(256, (3, 2), 256, stored=(FP8, FP4, None), norm=FP32, plus_one=True, scaled=True), 3, "hnd", seed=6
+    ),
     "caches-differ": Run(
         QkvRopeCase(192, (2, 1), 192, True, stored=(None, FP8, FP4), norm=BF16, arch="sm_120a", few=0), 5, "hnd", seed=3
     ),

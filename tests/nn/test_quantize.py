@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import tokenize
 
 import pytest
 import torch
@@ -444,6 +445,20 @@ def test_warmup_reads_squares_in_sources(source, is_squared, monkeypatch):
     monkeypatch.setattr(torch.ops.cute, "silu_mul_fp8quant", lambda *args, gate, **named: seen.append(gate))
     warmup(block, rows=(1,))
     assert seen == (["relu2", "silu"] if is_squared else ["silu"])
+
+
+@pytest.mark.parametrize("error", [OSError, TypeError, SyntaxError, tokenize.TokenError])
+def test_warmup_without_sources(error, monkeypatch):
+    """Check that `warmup` works if the source of a module cannot be read, or changed after its import."""
+    block = quantize_(FusedBlock().bfloat16(), "fp8_channel")
+
+    def unreadable(forward):
+        raise error
+
+    monkeypatch.setattr(inspect, "getsource", unreadable)
+    with Calls() as calls:
+        warmup(block, rows=(1,))
+    assert {"add_rmsnorm_fp8quant", "silu_mul_fp8quant"} <= {call[0] for call in calls.fused}
 
 
 @pytest.mark.parametrize(

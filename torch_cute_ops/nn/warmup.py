@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import itertools
 import re
+import tokenize
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Final, NamedTuple
@@ -320,7 +321,7 @@ def _source_of(module: type[nn.Module]) -> str:
     """Return the source of a module's ``forward``, or an empty string if it is unknown."""
     try:
         return inspect.getsource(module.forward)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the last two if the file changed after its import
         return ""
 
 
