@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 import torch_cute_ops
 from torch_cute_ops import QuantizedWeight, dequantize, linear, quantize
-from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, MXFP8Linear, NVFP4Linear
 from torch_cute_ops.runtime import settings
 
-LAYERS = {"nvfp4": NVFP4Linear, "mxfp4": MXFP4Linear, "fp8_block": FP8BlockLinear}
-ACTIVATIONS = {"nvfp4": ("16bit", "fp8"), "mxfp4": ("16bit", "fp8", "fp4"), "fp8_block": ("fp8",)}
+LAYERS = {"nvfp4": NVFP4Linear, "mxfp4": MXFP4Linear, "fp8_block": FP8BlockLinear, "mxfp8": MXFP8Linear}
+ACTIVATIONS = {"nvfp4": ("16bit", "fp8"), "mxfp4": ("16bit", "fp8", "fp4"), "fp8_block": ("fp8",), "mxfp8": ("fp8",)}
 KINDS = [(name, activations) for name, every in ACTIVATIONS.items() for activations in every]
 by_format = pytest.mark.parametrize("name", LAYERS)
 by_kind = pytest.mark.parametrize(("name", "activations"), KINDS)
@@ -48,6 +48,10 @@ def decoded_by_the_specification(weight: torch.Tensor, name: str) -> np.ndarray:
             scale = np.abs(numbers[at]).max() / np.float32(448)
             result[at] = spec.scale_value(spec.e4m3(numbers[at] / scale), "e4m3").astype(np.float64) * float(scale)
         return result
+    if name == "mxfp8":
+        codes, scales = spec.quantise_fp8(numbers, "block32")
+        factors = spec.scale_value(scales, "ue8m0").astype(np.float64).repeat(32, 1)
+        return spec.scale_value(codes, "e4m3").astype(np.float64) * factors
     block, kind = (16, "e4m3") if name == "nvfp4" else (32, "ue8m0")
     factor = np.float32(2688) / np.abs(numbers).max() if name == "nvfp4" else None
     found = spec.quantise(numbers, block, factor)
@@ -94,7 +98,7 @@ def test_automatic_activations(name):
     """Check that with ``activations="auto"`` FP4 weights are multiplied by 16-bit activations, and FP8 weights by FP8
     activations."""
     q, x = quantize(torch.randn(N, K), name), torch.randn(3, K).bfloat16()
-    chosen = "fp8" if name == "fp8_block" else "16bit"
+    chosen = "fp8" if name in ("fp8_block", "mxfp8") else "16bit"
     assert torch.equal(linear(x, q), linear(x, q, activations=chosen))
 
 
@@ -115,7 +119,7 @@ def test_relative_error_at_any_magnitude(name, power):
     weight, x = torch.randn(64, 256) * 2.0**power, torch.randn(32, 256).bfloat16()
     exact = x.double() @ weight.t().double()
     error = (linear(x, quantize(weight, name)).double() - exact).norm() / exact.norm()
-    assert error < {"nvfp4": 0.12, "mxfp4": 0.16, "fp8_block": 0.05}[name]
+    assert error < {"nvfp4": 0.12, "mxfp4": 0.16, "fp8_block": 0.05, "mxfp8": 0.05}[name]
 
 
 def test_amax_of_several_weights():
@@ -174,6 +178,29 @@ def test_powers_of_two_as_scales_of_blocks(rows):
         TypeError, match=r"got scale with dtype torch\.uint8; expected torch\.float32 or torch\.float8_e8m0"
     ):
         QuantizedWeight(codes, powers, format="fp8_block")
+
+
+def test_scales_of_mxfp8():
+    """Check that scales in every layout and in torch's own dtype give the same product, and are kept in the given
+    layout."""
+    want, x = quantize(torch.randn(N, K), "mxfp8"), torch.randn(4, K).bfloat16()
+    assert want.scale.shape == (N, K // 32) and want.scale.dtype == torch.uint8 and want.global_scale is None
+    for layout in ("128x4", "8x4", "linear"):
+        scale = torch_cute_ops.convert_scales(want.scale, N, K, "linear", layout)
+        for each in (scale, scale.view(torch.float8_e8m0fnu)):
+            q = QuantizedWeight(want.codes, each, format="mxfp8")
+            assert q.scale.dtype == torch.uint8 and torch.equal(q.scale, scale)
+            assert torch.equal(linear(x, q), linear(x, want)) and torch.equal(dequantize(q), dequantize(want))
+    with pytest.raises(
+        TypeError, match=r"got scale with dtype torch\.float32; expected torch\.uint8 or torch\.float8_e8"
+    ):
+        QuantizedWeight(want.codes, want.scale.float(), format="mxfp8")
+    with pytest.raises(
+        ValueError, match=r"got scale with shape \(136, 20\); expected .*, or linear scales \(136, 10\)"
+    ):
+        QuantizedWeight(want.codes, want.scale.repeat(1, 2), format="mxfp8")
+    with pytest.raises(ValueError, match="a transposed view"):
+        QuantizedWeight(want.codes, want.scale.t().contiguous().t(), format="mxfp8")
 
 
 # Properties of QuantizedWeight

@@ -13,8 +13,8 @@ from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, nvfp4_global_scale
-from torch_cute_ops.formats.fp4 import E4M3_MAX, _has_value, encode_e4m3
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, FP4Format, nvfp4_global_scale
+from torch_cute_ops.formats.fp4 import E4M3_MAX, _has_value, decode_ue8m0, encode_e4m3
 from torch_cute_ops.formats.fp8 import float32_scales
 from torch_cute_ops.formats.scale_layout import (
     SCALE_LAYOUTS,
@@ -25,6 +25,7 @@ from torch_cute_ops.formats.scale_layout import (
 )
 from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._checks import INPUT_DTYPES, PACKED_DTYPES, is_transposed_scale
+from torch_cute_ops.ops._fp8_gemm import MX_SCALE_DTYPES
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -32,13 +33,16 @@ from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.dispatch import is_proxy
 
-WeightFormat = Literal["nvfp4", "mxfp4", "fp8_block"]
+WeightFormat = Literal["nvfp4", "mxfp4", "fp8_block", "mxfp8"]
 LinearActivations = Literal["auto", "16bit", "fp8", "fp4"]
 
 FP4_FORMATS: Final[dict[str, FP4Format]] = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+MXFP8_NAME: Final = "mxfp8"
+"""Name of MXFP8 among the formats of weights."""
 FP8_BLOCK: Final = FP8_BLOCK128.block_size
 """Rows and columns of an FP8 weight that share a scale."""
 
@@ -59,6 +63,7 @@ _KINDS: Final[dict[str, _Kind]] = {
     "nvfp4": _Kind((8, 32), ("16bit", "fp8")),
     "mxfp4": _Kind((8, 32), ("16bit", "fp8", "fp4")),
     "fp8_block": _Kind((8, 64), ("fp8",)),
+    "mxfp8": _Kind((8, 64), ("fp8",)),
 }
 _FP8_MULTIPLE: Final = 64
 """Number that must divide K if activations are FP8."""
@@ -76,12 +81,13 @@ class QuantizedWeight:
             float8_e4m3fn (FP8).
         scale: block scales: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), linear or tiled as
             :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32 or
-            float8_e8m0fnu, which is converted to float32: the factors of decoded blocks (FP8).
+            float8_e8m0fnu, which is converted to float32: the factors of decoded blocks (FP8 blocks). uint8 or
+            float8_e8m0fnu, linear or tiled, kept in the given layout (MXFP8).
         global_scale: float32, one element, positive and finite, by which the matrix was multiplied before it was
             encoded. It equals compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. NVFP4
             requires it; other formats take None. The value is checked on a CPU, and on a GPU if
             ``TORCH_CUTE_OPS_CHECK=1``. No check can detect that the reciprocal was passed.
-        format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
+        format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"`` or ``"mxfp8"``.
 
     Attributes:
         alpha: (1,) float32, 1 / ``global_scale``, by which a GEMM's result must be multiplied. None without a global
@@ -110,6 +116,8 @@ class QuantizedWeight:
             codes = codes.view(torch.uint8)
             layout: FP4ScaleLayout = "linear" if layout_of_operand(scale).is_linear else "128x4"
             scale = convert_scales(scale, *shape, layout, "128x4").view(fmt.scale_dtype)
+        elif format == MXFP8_NAME:
+            scale = scale.view(torch.uint8)
         else:
             scale = float32_scales(scale)
         alpha = None
@@ -209,10 +217,10 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
 
     Args:
         w: (N, K) bfloat16, float16 or float32, as in ``nn.Linear.weight``. N is a multiple of 8. K is a multiple of 32,
-            or of 64 with ``"fp8_block"``.
+            or of 64 with ``"fp8_block"`` and ``"mxfp8"``.
         format: ``"nvfp4"`` (4-bit codes, one e4m3 scale per 16 codes, and a global scale), ``"mxfp4"`` (4-bit codes,
-            and one power of 2 per 32 codes), or ``"fp8_block"`` (FP8, and one scale per 128 × 128 elements, as in
-            DeepSeek-V3).
+            and one power of 2 per 32 codes), ``"fp8_block"`` (FP8, and one scale per 128 × 128 elements, as in
+            DeepSeek-V3), or ``"mxfp8"`` (FP8, and one power of 2 per 32 elements of a row; the scales are linear).
         amax: one element, the largest magnitude that the global scale covers, for weights that share a global scale,
             such as q, k and v. None means the largest magnitude of ``w``. Only for ``"nvfp4"``.
 
@@ -261,7 +269,8 @@ def linear(
         q: weight (N, K), as :func:`quantize` returns it.
         bias: (N,) float32 or the dtype of ``x``.
         activations: ``"16bit"`` does not quantise ``x`` (FP4 weights); ``"fp8"`` quantises ``x`` with one scale per 128
-            elements of a row (all formats; K is a multiple of 64); ``"fp4"`` quantises ``x`` to MXFP4 (MXFP4 weights).
+            elements of a row (FP4 and FP8 block weights; K is a multiple of 64), or to MXFP8 (MXFP8 weights);
+            ``"fp4"`` quantises ``x`` to MXFP4 (MXFP4 weights).
             ``"auto"`` means ``"16bit"`` for FP4 weights, ``"fp8"`` for FP8 weights.
 
     Returns:
@@ -321,6 +330,8 @@ def dequantize(q: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor
         raise TypeError(f"dequantize: dtype is {dtype}; expected torch.bfloat16, torch.float16 or torch.float32")
     if q.format == "fp8_block":
         return decode_fp8_blocks(q.codes, q.scale, dtype)
+    if q.format == MXFP8_NAME:
+        return decode_mxfp8(q.codes, linear_mx_scales(q.scale, *q.shape), dtype)
     block = FP4_FORMATS[q.format].block_size
     return fp4_dequantize(q.codes, q.scale, q.global_scale, block_size=block, out_dtype=dtype)
 
@@ -332,6 +343,11 @@ def _product(rows: Tensor, q: QuantizedWeight, bias: Tensor | None, activations:
     dtype = None if rows.dtype == torch.bfloat16 else rows.dtype
     if q.format == "fp8_block":
         a, a_scale = fp8_quantize(rows, granularity="block128")
+        return mm_fp8_block(a, b, a_scale, q.scale, bias=bias, out_dtype=dtype)
+    if q.format == MXFP8_NAME:
+        # The kernels that read linear scales of the weight in place also take linear scales of activations.
+        layout: FP4ScaleLayout = "linear" if layout_of_operand(q.scale).is_linear else "128x4"
+        a, a_scale = fp8_quantize(rows, granularity="block32", scale_layout=layout)
         return mm_fp8_block(a, b, a_scale, q.scale, bias=bias, out_dtype=dtype)
     block = FP4_FORMATS[q.format].block_size
     if activations == "16bit":
@@ -368,10 +384,12 @@ def encode(
         format: name of a format in ``WeightFormat``.
         amax: one element, the largest magnitude that NVFP4's global scale covers; None means the weight's largest
             magnitude.
-        scale_layout: layout of FP4 scales.
+        scale_layout: layout of FP4 scales. MXFP8 scales are linear.
     """
     if format == "fp8_block":
         return *encode_fp8_blocks(weight), None
+    if format == MXFP8_NAME:
+        return *fp8_quantize(weight, granularity="block32", scale_layout="linear"), None
     fmt = FP4_FORMATS[format]
     global_scale = None
     if fmt.has_global_scale:
@@ -395,6 +413,12 @@ def decode_fp8_blocks(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Te
     n, k = elements.shape
     factors = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return (elements.float() * factors[:n, :k]).to(dtype)
+
+
+def decode_mxfp8(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply FP8 elements (N, K) by linear ue8m0 scales, uint8 (N, K/32), and round once to ``dtype``."""
+    factors = decode_ue8m0(scale).repeat_interleave(MXFP8.block_size, 1)
+    return (elements.float() * factors).to(dtype)
 
 
 def fp8_blocks(size: int) -> int:
@@ -461,23 +485,26 @@ def _checked_shape(given: dict[str, Any], format: str, kind: _Kind) -> tuple[int
             f"{name}: got codes with shape {tuple(codes.shape)}; expected {'(N, K/2)' if fmt else '(N, K)'}"
         )
     _check_dtype(name, "codes", codes, PACKED_DTYPES if fmt else (torch.float8_e4m3fn,))
-    _check_dtype(name, "scale", scale, fmt.scale_dtypes if fmt else (torch.float32, torch.float8_e8m0fnu))
+    is_mxfp8 = format == MXFP8_NAME
+    dtypes = MX_SCALE_DTYPES if is_mxfp8 else (torch.float32, torch.float8_e8m0fnu)
+    _check_dtype(name, "scale", scale, fmt.scale_dtypes if fmt else dtypes)
     if codes.stride(1) != 1:
         raise ValueError(f"{name}: got codes with strides {codes.stride()}; expected row-major codes")
     n, k = codes.shape[0], codes.shape[1] * (2 if fmt else 1)
     _check_multiples(name, "the matrix", (n, k), kind)
-    if fmt is None:
+    block_size = MXFP8.block_size if is_mxfp8 else fmt.block_size if fmt else 0
+    if not block_size:
         if scale.shape != (fp8_blocks(n), fp8_blocks(k)):
             raise ValueError(
                 f"{name}: got scale with shape {tuple(scale.shape)}; expected {(fp8_blocks(n), fp8_blocks(k))}"
             )
-    elif layout_of_operand(scale) not in fitting_layouts(scale.shape, (n,), k // fmt.block_size):
-        tiles, linear = (SCALE_LAYOUTS[each].shape((n,), k // fmt.block_size) for each in ("128x4", "linear"))
+    elif layout_of_operand(scale) not in fitting_layouts(scale.shape, (n,), k // block_size):
+        tiles, linear = (SCALE_LAYOUTS[each].shape((n,), k // block_size) for each in ("128x4", "linear"))
         raise ValueError(
             f"{name}: got scale with shape {tuple(scale.shape)}; expected {tiles}, or linear scales {linear}. Tiles of "
             f"another shape: pass as_tiles(scale, {n}, {k}, '128x4')"
         )
-    if is_transposed_scale(scale, SCALE_LAYOUTS["linear"] if fmt is None else layout_of_operand(scale)):
+    if is_transposed_scale(scale, layout_of_operand(scale) if block_size else SCALE_LAYOUTS["linear"]):
         raise ValueError(
             f"{name}: got scale with shape {tuple(scale.shape)} and strides {scale.stride()}, a transposed view; if "
             "the view has the right order, pass scale.contiguous()"

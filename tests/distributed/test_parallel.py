@@ -36,6 +36,7 @@ from torch_cute_ops.nn import (
     FP8ChannelLinear,
     FP8TensorLinear,
     MXFP4Linear,
+    MXFP8Linear,
     NVFP4Linear,
     QuantizedRows,
     QuantLinear,
@@ -57,6 +58,7 @@ KINDS = [
     (MXFP4Linear, "fp4", False),
     (MXFP4Linear, "fp8", False),
     (FP8BlockLinear, "fp8", False),
+    (MXFP8Linear, "fp8", False),
     (FP8TensorLinear, "fp8", False),
     (FP8TensorLinear, "fp8", True),
     (FP8ChannelLinear, "fp8", False),
@@ -163,6 +165,7 @@ def what_travels(rank: int) -> None:
                 "nvfp4": 1 / 16 + (4 / K if activations == "fp4_token" else 0),
                 "mxfp4": 1 / 32,
                 "fp8_block": 4 / 128,
+                "mxfp8": 1 / 32,
             }.get(cls.scheme, 0 if is_static else 4 / K)
             size = 0.5 if activations in ("fp4", "fp4_token") else 1.0
             assert traffic.nbytes() == elements * (size + scales), cls

@@ -92,7 +92,7 @@ def test_shapes_of_input(cls, activations):
         layer(torch.randn(2, 2 * K).bfloat16())
 
 
-@pytest.mark.parametrize(("cls", "activations"), [kind for kind in KINDS if kind[0] in CLASSES[:3]])
+@pytest.mark.parametrize(("cls", "activations"), [kind for kind in KINDS if kind[0] in CLASSES[:4]])
 def test_the_weight_is_static(cls, activations, monkeypatch):
     """Check that the GEMM gets ``static_weight``, and that every method that writes the weight then launches another
     kernel, so that the weight is static in the next forward."""

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cute_ops.nn import (
     FP8BlockLinear,
     MXFP4Linear,
+    MXFP8Linear,
     NVFP4Linear,
     QuantLinear,
     fp4_linear,
@@ -83,6 +84,7 @@ ATTENTION = {f"layers.{i}.{name}_proj" for i in range(2) for name in "qkvo"}
         ("mxfp4", MXFP4Linear, "16bit"),
         ("mxfp4", MXFP4Linear, "fp4"),
         ("fp8_block", FP8BlockLinear, "auto"),
+        ("mxfp8", MXFP8Linear, "auto"),
     ],
 )
 @torch.no_grad()

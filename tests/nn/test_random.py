@@ -8,8 +8,8 @@ from torch import nn
 
 from torch_cute_ops.nn import QuantLinear, random_
 
-SCHEMES = ["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
-OF_ANY_SIZE = SCHEMES[3:]
+SCHEMES = ["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel", "mxfp8"]
+OF_ANY_SIZE = ["fp8_tensor", "fp8_channel"]
 
 
 def model_of() -> nn.Module:

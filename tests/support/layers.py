@@ -15,11 +15,12 @@ from torch_cute_ops.nn import (
     FP8ChannelLinear,
     FP8TensorLinear,
     MXFP4Linear,
+    MXFP8Linear,
     NVFP4Linear,
     QuantLinear,
 )
 
-CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
+CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, MXFP8Linear, FP8TensorLinear, FP8ChannelLinear)
 KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
 by_kind = pytest.mark.parametrize(
     ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
@@ -39,13 +40,15 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
         return rows.astype(np.float64)
     if layer.activations in ("fp8", "fp8_token"):
         has_rows = has_row_scales(layer)
-        granularity, scale = "token" if has_rows else "block128", None
+        granularity, scale = "token" if has_rows else "block32" if layer.scheme == "mxfp8" else "block128", None
         if has_rows and layer.has_input_scale:
             granularity, scale = "tensor", layer.input_scale.item()
         elements, scales = spec.quantise_fp8(rows, granularity, scale)
         numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
         if granularity == "block128":
             scales = scales.repeat(128, 1)[:, : rows.shape[1]]
+        if granularity == "block32":
+            scales = spec.scale_value(scales, "ue8m0").repeat(32, 1)
         return numbers * scales.astype(np.float64)
     if layer.activations == "fp4_token":
         found, row_scales = spec.quantise_per_token(rows)

@@ -32,6 +32,12 @@ def fp8_blocks(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
     return numbers * scales[: numbers.shape[0], : numbers.shape[1]]
 
 
+def mxfp8(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
+    """Multiply elements (N, K) by linear ue8m0 scales (N, K/32) of uint8 or float8_e8m0fnu."""
+    numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
+    return numbers * spec.scale_value(raw(scale), "ue8m0").astype(np.float64).repeat(32, 1)
+
+
 def fp8_rows(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
     """Multiply elements (N, K) by one scale, or by one scale per row."""
     numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
@@ -44,6 +50,8 @@ def decoded(tensors: Tensors, parts: tuple[int, ...]) -> np.ndarray:
         return fp8_blocks(tensors["weight"], tensors["weight_scale_inv"])
     if tensors["weight"].dtype == torch.float8_e4m3fn:
         scale = tensors["weight_scale"]
+        if scale.dtype == torch.uint8:
+            return mxfp8(tensors["weight"], scale)
         if len(scale) == len(parts):  # one scale per part, not per row
             scale = scale.cpu().repeat_interleave(torch.tensor(parts))
         return fp8_rows(tensors["weight"], scale)

@@ -96,7 +96,7 @@ def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Quanti
 def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Tensor:
     elements, scale, *_ = rows.operands
     count = elements.shape[0]
-    if layer.activations in ("fp4", "fp4_token"):
+    if layer.has_scale_tiles:
         if count % TILE_ROWS == 0:
             return all_gather(scale, group)
         k = layer.in_features
@@ -105,7 +105,8 @@ def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Ten
     if layer.has_fp8_blocks:  # column-major scales
         return all_gather(scale.t(), group, dim=1).t()
     # A static scale need not be sent, because it is equal on all ranks.
-    return all_gather(scale, group) if layer.has_computed_row_scales else scale
+    has_scale_of_row = layer.has_computed_row_scales or layer.has_linear_scales
+    return all_gather(scale, group) if has_scale_of_row else scale
 
 
 class Sent(NamedTuple):

@@ -5,7 +5,7 @@ from torch_cute_ops.nn._summary import Summary, summary
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
-from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP8Linear
 from torch_cute_ops.nn.merging import merge_
 from torch_cute_ops.nn.quantize import quantize_
 from torch_cute_ops.nn.random import random_
@@ -18,6 +18,7 @@ __all__ = [
     "FP8TensorLinear",
     "GatedMLP",
     "MXFP4Linear",
+    "MXFP8Linear",
     "NVFP4Linear",
     "QuantExperts",
     "QuantLinear",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats import SCALE_LAYOUTS
+from torch_cute_ops.formats.fp8 import MXFP8
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.nn import _straight_through
 from torch_cute_ops.nn._straight_through import RowsDecoder, needs_gradient
@@ -79,10 +80,11 @@ class QuantizedRows(NamedTuple):
 class QuantLinear(nn.Module):
     """A linear layer with a quantised weight, for inference: ``y = x · Wᵀ + bias``.
 
-    Base class of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`FP8TensorLinear` and
-    :class:`FP8ChannelLinear`. The weight and its scales are buffers: ``.to``, ``.bfloat16()`` and the like move them
-    but never cast them. The bias is cast as in ``nn.Linear``. ``state_dict`` uses the layout of checkpoints, with
-    linear block scales; in memory the block scales of FP4 use the 128x4 layout, without a second copy. Until tensors
+    Base class of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`MXFP8Linear`,
+    :class:`FP8TensorLinear` and :class:`FP8ChannelLinear`. The weight and its scales are buffers: ``.to``,
+    ``.bfloat16()`` and the like move them but never cast them. The bias is cast as in ``nn.Linear``. ``state_dict``
+    uses the layout of checkpoints, with linear block scales; in memory, the block scales of FP4 use the 128x4 layout,
+    and the block scales of MXFP8 use the layout that the device's kernels read, without a second copy. Until tensors
     are loaded, scales are NaN, so the layer's results are NaN.
 
     The formats and the rounding are fixed when the layer is constructed and do not depend on the batch.
@@ -426,6 +428,21 @@ class QuantLinear(nn.Module):
             and quantization.to == "fp8"
             and quantization.arguments.get("granularity") == "block128"
         )
+
+    @property
+    def has_scale_tiles(self) -> bool:
+        """True if the input is quantised with block scales in the layout 128x4: to FP4, or to MXFP8 on some GPUs."""
+        quantization = self._input_quantization
+        if quantization is None:
+            return False
+        is_mxfp8 = quantization.arguments.get("granularity") == MXFP8.granularity
+        return quantization.to != "fp8" or (is_mxfp8 and "scale_layout" not in quantization.arguments)
+
+    @property
+    def has_linear_scales(self) -> bool:
+        """True if the input is quantised to MXFP8 with linear block scales."""
+        quantization = self._input_quantization
+        return quantization is not None and "scale_layout" in quantization.arguments
 
     @property
     def has_computed_row_scales(self) -> bool:

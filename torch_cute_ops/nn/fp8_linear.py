@@ -1,6 +1,7 @@
-"""Linear layers with weights in FP8: one scale per block, per row, or per tensor."""
+"""Linear layers with weights in FP8: one scale per block of 128 × 128, per 32 elements (MXFP8), per row, or per
+tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.formats.fp4 import encode_e4m3
-from torch_cute_ops.formats.fp8 import float32_scales
+from torch_cute_ops.formats.fp8 import MXFP8, float32_scales
+from torch_cute_ops.formats.scale_layout import convert_scales, layout_of_operand
 from torch_cute_ops.nn._base import (
     FP8_BLOCKS,
     Activations,
@@ -20,10 +22,19 @@ from torch_cute_ops.nn._base import (
 )
 from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.nn._straight_through import RowsDecoder
+from torch_cute_ops.ops._backend_path import gemm_package
 from torch_cute_ops.ops._fp8_gemm import FP8_K_MULTIPLE, FP8_N_MULTIPLE
 from torch_cute_ops.ops.mm_fp8 import mm_fp8
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
-from torch_cute_ops.quantized import FP8_BLOCK, decode_fp8_blocks, encode, fp8_blocks, fp8_scale_of
+from torch_cute_ops.quantized import (
+    FP8_BLOCK,
+    decode_fp8_blocks,
+    decode_mxfp8,
+    encode,
+    fp8_blocks,
+    fp8_scale_of,
+)
+from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 
 
 class FP8BlockLinear(QuantLinear):
@@ -113,6 +124,110 @@ class FP8BlockLinear(QuantLinear):
     def _rows_of_parts(self, name: str) -> list[int]:
         rows = super()._rows_of_parts(name)
         return [*map(fp8_blocks, rows)] if name == "weight_scale_inv" else rows
+
+
+class MXFP8Linear(QuantLinear):
+    """A linear layer with a weight in MXFP8; arguments and errors are as for :class:`QuantLinear`.
+
+    Activations: ``"fp8"``, in MXFP8, with one scale per 32 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32). In
+    memory, ``weight_scale`` has the layout that the kernels of its device read in place: 128x4 on data-center
+    Blackwell, linear elsewhere.
+    """
+
+    scheme = "mxfp8"
+    choices = ("fp8",)
+    multiples = (8, 64)
+
+    weight_scale: Tensor
+
+    def layout(self) -> Layout:
+        """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
+        n, k = self.out_features, self.in_features
+        return {
+            "weight": ((n, k), torch.float8_e4m3fn),
+            "weight_scale": ((n, MXFP8.scales_per_row(k)), MXFP8.scale_dtype),
+        }
+
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        if name != "weight_scale" or not reads_tiles(self.weight.device):
+            return tensor
+        return convert_scales(tensor, self.out_features, self.in_features, "linear", "128x4")
+
+    def _stored(self, name: str, tensor: Tensor) -> Tensor:
+        return linear_mx_scales(tensor, self.out_features, self.in_features) if name == "weight_scale" else tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if layout_of_operand(self.weight_scale).is_linear == reads_tiles(self.weight.device):
+            # The new device reads another layout than the old one.
+            self._buffers["weight_scale"] = self._held("weight_scale", self._stored("weight_scale", self.weight_scale))
+            self._complete()
+        self._derive()
+        return self
+
+    def _derive(self) -> None:
+        # Let activations have the layout that the kernels read without a copy, or with fewer copies.
+        self._input_quantization = self._quantization()
+
+    def _quantization(self) -> Quantization:
+        tiles = {} if reads_tiles(self.weight.device) else {"scale_layout": "linear"}
+        return Quantization("fp8", {"granularity": MXFP8.granularity, **tiles})
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        a, a_scale = operands
+        options: dict[str, Any] = {"out_dtype": dtype, "static_weight": True, "prefetch": self._prefetch_weight()}
+        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale, bias=self.bias, **options)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K), computed in fp32 from elements and scales and rounded once to ``dtype``."""
+        return decode_mxfp8(self.weight, self._stored("weight_scale", self.weight_scale), dtype)
+
+    def rows_decoder(self, dtype: torch.dtype) -> RowsDecoder:
+        """Return a function that decodes a range of the weight's rows as :meth:`dequantize` does."""
+        weight, scale = self.weight, self._stored("weight_scale", self.weight_scale)
+        return lambda begin, end: decode_mxfp8(weight[begin:end], scale[begin:end], dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """Build a layer from the tensors of a checkpoint; see :class:`QuantLinear`.
+
+        Args:
+            weight: (N, K) float8_e4m3fn.
+            weight_scale: (N, K/32) uint8 or float8_e8m0fnu, linear; each byte stands for 2^(byte - 127).
+            bias, parts, activations: as in :class:`QuantLinear`.
+        """
+        if weight_scale.dtype == torch.float8_e8m0fnu:
+            weight_scale = weight_scale.view(MXFP8.scale_dtype)
+        tensors = {"weight": weight, "weight_scale": weight_scale}
+        return cls._build(weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, *, activations: Activations = "auto") -> Self:
+        """Quantise a linear layer in bfloat16, float16 or float32.
+
+        Raises:
+            ValueError: for unsupported sizes or activations.
+        """
+        elements, scale, _ = encode(supported_weight(cls, linear).contiguous(), cls.scheme)
+        return cls.from_tensors(elements, scale, bias=linear.bias, activations=activations)
+
+
+def reads_tiles(device: torch.device) -> bool:
+    """Return True if the kernels of a device read MXFP8 scales in the layout 128x4 in place."""
+    if device.type != "cuda":
+        return False
+    arch = gemm_package().select.target_of(device).arch
+    return arch is not None and arch.has_tcgen05
 
 
 class _FP8Linear(QuantLinear):

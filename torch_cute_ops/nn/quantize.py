@@ -16,11 +16,12 @@ from torch_cute_ops.nn._summary import Summary, bytes_of, grouped, record
 from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.nn.float_experts import float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
-from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP8Linear
 
-Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
+Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel", "mxfp8"]
 SCHEMES: Final[dict[str, type[QuantLinear]]] = {
-    cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
+    cls.scheme: cls
+    for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear, MXFP8Linear)
 }
 
 
@@ -59,9 +60,9 @@ def quantize_(
 
     Args:
         model: model on any device, with linear layers in bfloat16, float16 or float32.
-        scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. With ``"fp8_tensor"``
-            and ``"fp8_channel"``, activations use one scale per row, or with ``calibrate`` one static scale for all
-            rows.
+        scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"``, ``"fp8_channel"`` or ``"mxfp8"``. With
+            ``"fp8_tensor"`` and ``"fp8_channel"``, activations use one scale per row, or with ``calibrate`` one static
+            scale for all rows. With ``"mxfp8"``, activations are MXFP8 too.
         activations: format of the layers' activations: ``"16bit"``, ``"fp4"``, ``"fp8"`` or ``"fp8_token"`` for FP4
             weights, ``"fp4_token"`` for NVFP4 weights, ``"fp8"`` for FP8 weights. ``"auto"`` selects the first of these
             that the scheme supports. With ``"nvfp4"`` and ``"fp8_token"``, activations use one scale per row, or with
