@@ -14,7 +14,15 @@ from torch import nn
 
 pytest.importorskip("safetensors")
 from support import checkpoints
-from support.checkpoints import FP8_TENSOR_INPUT, FP8_TENSOR_WEIGHT, KINDS, MXFP4_WEIGHT, NVFP4_WEIGHT, compressed
+from support.checkpoints import (
+    FP8_TENSOR_INPUT,
+    FP8_TENSOR_WEIGHT,
+    KINDS,
+    MXFP4_WEIGHT,
+    MXFP8_WEIGHT,
+    NVFP4_WEIGHT,
+    compressed,
+)
 
 from torch_cute_ops import checkpoint, interleave_k
 from torch_cute_ops.checkpoint import LayerScheme, QuantSpec
@@ -226,6 +234,23 @@ def test_fp8_blocks_of_modelopt(tmp_path):
         loaded(tmp_path, {**tensors, "weight_scale": torch.ones(2, 1, 1, 2, 2)}, modelopt("fp8_pb_wo"))
 
 
+@pytest.mark.parametrize("name", ["scale", "weight_scale_inv"])
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8], ids=["e8m0", "uint8"])
+def test_fp8_blocks_of_deepseek_v4(name, dtype, tmp_path):
+    """Load FP8 blocks whose scales are powers of two. DeepSeek-V4's files call the scales ``scale`` and store them as
+    float8_e8m0fnu (cloudrift-ai/emmy, pull request 651; lightseekorg/tokenspeed, pull request 1048)."""
+    elements = torch.randn(N, K).to(torch.float8_e4m3fn)
+    codes = torch.randint(110, 130, (2, 2), dtype=torch.uint8)
+    quantization = {**KINDS["DeepSeek FP8"].quantization, "scale_fmt": "ue8m0"}
+    layer = loaded_layer(tmp_path, {"weight": elements, name: codes.view(dtype)}, quantization)
+    scale = np.ldexp(1.0, codes.numpy().astype(int) - 127)
+    assert_equal(layer.dequantize(torch.float64).numpy(), weights.fp8_blocks(elements, torch.from_numpy(scale)))
+    assert layer.scheme == "fp8_block" and np.array_equal(layer.weight_scale_inv.double().numpy(), scale)
+    both = {"weight": elements, "scale": codes.view(dtype), "weight_scale_inv": codes.clone()}
+    with pytest.raises(ValueError, match=r"weight_scale_inv in .* is unknown to deepseek fp8_block"):
+        loaded(tmp_path, both, quantization)
+
+
 @pytest.mark.parametrize(
     ("kind", "quantization"),
     [
@@ -247,7 +272,13 @@ def test_auto_round(kind, quantization, tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        (modelopt("MXFP8"), r"quant_algo is 'MXFP8'; expected 'NVFP4'"),
+        (modelopt("W8A16"), r"quant_algo is 'W8A16'; expected 'NVFP4'"),
+        (modelopt("MXFP8", group_size=16), "group_size is 16; expected 32 or 0 or None"),
+        ({**KINDS["MiniMax MXFP8"].quantization, "weight_block_size": [32, 32]}, r"weight_block_size is \[32, 32\]; e"),
+        ({**KINDS["MiniMax MXFP8"].quantization, "scale_fmt": "float"}, "scale_fmt is 'float'; expected 'ue8m0'"),
+        ({**KINDS["MiniMax MXFP8"].quantization, "moe_quant_algo": "NVFP4"}, "moe_quant_algo is 'NVFP4'; expected N"),
+        (compressed("mxfp8-quantized", {**MXFP8_WEIGHT, "group_size": 64}, None), "group_size is 64; expected 32"),
+        (compressed("mxfp8-quantized", MXFP8_WEIGHT, {**FP8_TENSOR_INPUT, "dynamic": True}), "strategy is 'tensor'; e"),
         (modelopt("NVFP4_AWQ"), r"quant_algo is 'NVFP4_AWQ'"),
         (modelopt("fp8_pb_wo", group_size=64), "group_size is 64; expected 128 or 0 or None"),
         (modelopt("NVFP4", group_size=16, pre_quant_scale=True), "pre_quant_scale is True"),

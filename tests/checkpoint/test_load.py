@@ -114,7 +114,7 @@ def test_values(kind, is_merged, where, tmp_path):
     with torch.no_grad():
         y = attention.o_proj(x).double().numpy()
     want = x.double().numpy() @ content.weights["o_proj"].T
-    assert np.linalg.norm(y - want) <= (0.05 if kind.scheme.startswith("fp8") else 2**-8) * np.linalg.norm(want)
+    assert np.linalg.norm(y - want) <= (0.05 if "fp8" in kind.scheme else 2**-8) * np.linalg.norm(want)
 
 
 @by_kind
@@ -386,7 +386,7 @@ BYTES = {
 def test_values_of_bytes(kind, tmp_path):
     """Check that an invalid byte is found at any position: a NaN or negative block scale, or a NaN element."""
     content = Content(kind)
-    suffix, bad, good = BYTES["fp8" if kind.scheme.startswith("fp8") else kind.scheme]
+    suffix, bad, good = BYTES["fp8" if "fp8" in kind.scheme else kind.scheme]
     tensor = content.tensors[f"layers.0.o_proj.{suffix}"]
     codes = tensor.view(torch.uint8)
     codes.view(-1)[: len(good)] = torch.tensor(good, dtype=torch.uint8)

@@ -32,6 +32,8 @@ FORMATS = [
     ("compressed-tensors", "fp8_tensor", "fp8"),
     ("compressed-tensors", "fp8_channel", "fp8"),
     ("compressed-tensors", "fp8_channel", "fp8_static"),
+    ("modelopt", "mxfp8", "fp8"),
+    ("compressed-tensors", "mxfp8", "fp8"),
 ]
 by_format = pytest.mark.parametrize(("style", "scheme", "activations"), FORMATS)
 
@@ -106,6 +108,9 @@ def test_tensors_decode_by_the_formulas(style, scheme, activations, tmp_path):
     if scheme == "fp8_block":
         assert own.keys() == {"weight", "weight_scale"}
         got = weights.fp8_blocks(own["weight"], own["weight_scale"])
+    elif scheme == "mxfp8":
+        assert own.keys() == {"weight", "weight_scale"} and own["weight_scale"].dtype == torch.uint8
+        got = weights.mxfp8(own["weight"], own["weight_scale"])
     elif scheme.startswith("fp8"):
         inputs = {"input_scale"} if activations == "fp8_static" else set()
         assert own.keys() == {"weight", "weight_scale"} | inputs

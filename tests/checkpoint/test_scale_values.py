@@ -16,7 +16,7 @@ from support import checkpoints
 from support.checkpoints import KINDS
 
 from torch_cute_ops import checkpoint
-from torch_cute_ops.nn import QuantLinear
+from torch_cute_ops.nn import MXFP8Linear, QuantLinear
 
 N, K = 192, 256
 
@@ -192,6 +192,28 @@ def test_powers_of_two(kind, dtype, tmp_path):
     codes[1, 0] = 0xFF
     checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)
     with pytest.raises(ValueError, match=rf"q_proj\.{suffix} in .* contains the byte 0xFF at \[1, 0\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["modelopt MXFP8", "compressed-tensors MXFP8", "MiniMax MXFP8"])
+def test_scales_of_mxfp8(kind, tmp_path):
+    """Check that MXFP8 scales load from uint8 and from float8_e8m0fnu, and that NaN scales are refused."""
+    tensors, decoded = tensors_of(kind)
+    suffix = "weight_scale_inv" if kind == "MiniMax MXFP8" else "weight_scale"
+    tensors[f"q_proj.{suffix}"] = tensors[f"q_proj.{suffix}"].view(torch.float8_e8m0fnu)
+    checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)
+    model = load(tmp_path)
+    for name, want in decoded.items():
+        layer = model.get_submodule(name)
+        assert type(layer) is MXFP8Linear and np.array_equal(layer.dequantize().double().numpy(), want)
+    assert type(load(tmp_path, Merged).qk_proj) is MXFP8Linear
+    tensors[f"k_proj.{suffix}"][3, 5] = 0xFF
+    checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)
+    with pytest.raises(ValueError, match=rf"k_proj\.{suffix} in .* contains the byte 0xFF at \[3, 5\]"):
+        load(tmp_path)
+    tensors[f"k_proj.{suffix}"] = torch.zeros(N, K // 128, dtype=torch.uint8)
+    checkpoints.write(tmp_path, tensors, KINDS[kind].quantization)
+    with pytest.raises(ValueError, match=rf"k_proj\.{suffix} in .* with shape \(192, 2\); expected \(192, 8\)"):
         load(tmp_path)
 
 

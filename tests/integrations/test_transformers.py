@@ -141,6 +141,8 @@ def test_logits_match_the_decoded_weights(config, tmp_path, device):
         ("fp8_block", "compressed-tensors"),
         ("fp8_tensor", "compressed-tensors"),
         ("fp8_channel", "modelopt"),
+        ("mxfp8", "modelopt"),
+        ("mxfp8", "compressed-tensors"),
     ],
 )
 def test_formats(scheme, style, tmp_path, device):

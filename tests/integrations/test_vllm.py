@@ -44,7 +44,9 @@ def vllm(monkeypatch):
 
 
 def compressed(fmt: str, inputs: dict[str, Any] | None = None, **own: Any) -> dict[str, Any]:
-    stored = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}.get(fmt, "float-quantized")
+    stored = {
+        "nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"
+    }.get(fmt, "float-quantized")  # fmt: skip
     group = {"weights": compressed_arguments(fmt), "input_activations": inputs, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"0": group}, **own}
 
@@ -108,6 +110,7 @@ LAYERS = [
     (compressed("mxfp4"), "a", LayerScheme("mxfp4", "compressed-tensors", "16bit")),
     (compressed("fp8_channel", FP8_INPUTS), "a", LayerScheme("fp8_channel", "compressed-tensors", "fp8")),
     (compressed("fp8_block", FP8_INPUTS), "a", LayerScheme("fp8_block", "compressed-tensors", "fp8")),
+    (compressed("mxfp8"), "a", None),
     (compressed("nvfp4", transform_config={"config_groups": {}}), "a", None),
     (compressed("nvfp4", ignore=["a"]), "a", None),
     (NVFP4, "a", LayerScheme("nvfp4", "modelopt", "fp4")),

@@ -20,6 +20,7 @@ Tensors = dict[str, torch.Tensor]
 FP4_WEIGHT = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
 NVFP4_WEIGHT = {**FP4_WEIGHT, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 MXFP4_WEIGHT = {**FP4_WEIGHT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+MXFP8_WEIGHT = {**FP4_WEIGHT, "num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 FP8_WEIGHT = {
     "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "block",
     "block_structure": [128, 128],
@@ -106,6 +107,28 @@ KINDS = {
         "deepseek",
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     ),
+    # NVIDIA/Model-Optimizer, pull request 736; vLLM reads its scales as uint8 (N, K/32).
+    "modelopt MXFP8": Kind(
+        "mxfp8", "modelopt", {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+    ),
+    # vllm-project/compressed-tensors, pull request 630
+    "compressed-tensors MXFP8": Kind(
+        "mxfp8", "compressed-tensors", compressed("mxfp8-quantized", MXFP8_WEIGHT, {**MXFP8_WEIGHT, "dynamic": True})
+    ),
+    # MiniMaxAI/MiniMax-M3-MXFP8, as the tests of lightseekorg/tokenspeed's loader describe it: scales in uint8, with
+    # DeepSeek-V3's name
+    "MiniMax MXFP8": Kind(
+        "mxfp8",
+        "deepseek",
+        {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [1, 32],
+            "scale_fmt": "ue8m0",
+            "ignored_layers": ["lm_head", "model.embed_tokens"],
+        },
+    ),
 }
 
 
@@ -120,6 +143,11 @@ def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
         if kind.style == "deepseek":
             return {"weight": elements, "weight_scale_inv": scale}, weights.fp8_blocks(elements, scale)
         return {"weight": elements, "weight_scale": scale.bfloat16()}, weights.fp8_blocks(elements, scale.bfloat16())
+    if kind.scheme == "mxfp8":
+        elements = torch.randn(n, k).to(torch.float8_e4m3fn)
+        scale = torch.randint(118, 124, (n, k // 32), dtype=torch.uint8)
+        name = "weight_scale_inv" if kind.style == "deepseek" else "weight_scale"
+        return {"weight": elements, name: scale}, weights.mxfp8(elements, scale)
     if kind.scheme in ("fp8_tensor", "fp8_channel"):
         elements = torch.randn(n, k).mul(50).to(torch.float8_e4m3fn)
         scale = (torch.rand(1 if kind.scheme == "fp8_tensor" else n) + 0.5) / 50

@@ -27,6 +27,10 @@ KV_SCALES: Final = frozenset({"k_scale", "v_scale"})
 """Names of the KV cache's scales. They are stored next to linear layers, but are not part of them."""
 
 
+_V4_SCALE: Final = "scale"
+"""Name of DeepSeek-V4's block scales, which DeepSeek-V3 calls ``weight_scale_inv``."""
+
+
 def _one(n: int, k: int) -> tuple[int, ...]:
     return ()
 
@@ -66,9 +70,7 @@ def _blocks(n: int, k: int) -> tuple[int, ...]:
 
 _NVFP4_SCALE: Final = Field("weight_scale", "weight_scale", (torch.float8_e4m3fn,), lambda n, k: (n, k // 16))
 _NVFP4_SCALE_OF_32: Final = _NVFP4_SCALE._replace(shape=lambda n, k: (n, k // 32))
-_MXFP4_SCALE: Final = Field(
-    "weight_scale", "weight_scale", (torch.uint8, torch.float8_e8m0fnu), lambda n, k: (n, k // 32)
-)
+_MX_SCALE: Final = Field("weight_scale", "weight_scale", (torch.uint8, torch.float8_e8m0fnu), lambda n, k: (n, k // 32))
 _ELEMENTS: Final = Field("weight", "weight", (torch.float8_e4m3fn,), lambda n, k: (n, k))
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -98,8 +100,10 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
         Field("weight_global_scale", "weight_scale_2", (torch.float32,), _one_row, is_reciprocal=True),
         Field("input_global_scale", "input_scale", (torch.float32,), _one_row, is_reciprocal=True, is_optional=True),
     ),
-    ("compressed-tensors", "mxfp4"): (_codes("weight_packed"), _MXFP4_SCALE),
+    ("compressed-tensors", "mxfp4"): (_codes("weight_packed"), _MX_SCALE),
     ("compressed-tensors", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale")),
+    ("compressed-tensors", "mxfp8"): (_ELEMENTS, _MX_SCALE),
+    ("modelopt", "mxfp8"): (_ELEMENTS, _MX_SCALE),
     ("modelopt", "fp8_tensor"): _fp8(_one, _one),
     ("modelopt", "fp8_channel"): _fp8(lambda n, k: (n,), _one),
     ("compressed-tensors", "fp8_tensor"): _fp8(_one_row, _one_row),
@@ -109,11 +113,12 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
 READ: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     **FIELDS,
     ("deepseek", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale_inv")),
+    ("deepseek", "mxfp8"): (_ELEMENTS, _MX_SCALE._replace(stored="weight_scale_inv")),
     ("modelopt", "fp8_block"): (_ELEMENTS, _block_scale("weight_scale")),
     **{
         (style, "mxfp4"): (
             _codes("weight"),
-            _MXFP4_SCALE,
+            _MX_SCALE,
             Field("input_scale", "input_scale", _FLOATS, _one, is_optional=True),
         )
         for style in ("modelopt", "quark")
@@ -219,7 +224,7 @@ def read_tensors(
     is_unused = scheme.activations == "fp8_static" and scheme.format == "nvfp4" and activations != "fp8_token"
     is_left_out = not has_input_scale or is_unused or scheme.format == "mxfp4"
     fields = [
-        field for field in READ[scheme.style, scheme.format] if not (field.is_optional and scheme.activations == "fp8")
+        field for field in _fields_in(files, name, scheme) if not (field.is_optional and scheme.activations == "fp8")
     ]
     _refuse_unknown(files, name, scheme, {field.stored for field in fields})
     weight = f"{name}.{fields[0].stored}"
@@ -243,6 +248,16 @@ def read_tensors(
             yield field.name, tensor
         elif not field.is_optional or scheme.activations in ("fp4", "fp8_static"):
             raise ValueError(f"{files.path} contains no {stored}, which {scheme.style} {scheme.format} needs")
+
+
+def _fields_in(files: Files, name: str, scheme: LayerScheme) -> tuple[Field, ...]:
+    """Return the tensors that the checkpoint stores for the layer ``name``, with the names that it uses."""
+    fields = READ[scheme.style, scheme.format]
+    if scheme.style == "deepseek" and f"{name}.{_V4_SCALE}" in files:
+        return tuple(
+            field._replace(stored=_V4_SCALE) if field.stored == "weight_scale_inv" else field for field in fields
+        )
+    return fields
 
 
 def _refuse_unknown(files: Files, name: str, scheme: LayerScheme, known: set[str]) -> None:

@@ -56,8 +56,8 @@ def save(
             unchanged; tied parameters are written once.
         path: output folder, created if missing. Files are never overwritten. A Hugging Face model's
             ``generation_config.json`` is written too; tokenizer files are not.
-        style: ``"compressed-tensors"``, which supports every format; or ``"modelopt"``, which supports NVFP4, FP8 per
-            tensor with static activations, and FP8 per channel with dynamic activations.
+        style: ``"compressed-tensors"``, which supports every format; or ``"modelopt"``, which supports NVFP4, MXFP8,
+            FP8 per tensor with static activations, and FP8 per channel with dynamic activations.
         config: contents of ``config.json`` without ``quantization_config``; ``None`` uses the model's ``config`` if it
             is a Hugging Face model.
         merged: names of merged layers, each with the names of the layers that it concatenates, as in :func:`load_`.
@@ -277,7 +277,7 @@ def _compressed_inputs(scheme: LayerScheme) -> dict[str, Any] | None:
     arguments = compressed_arguments(scheme.format)
     if scheme.activations == "fp8_static":
         return {**arguments, "strategy": "tensor"}
-    if scheme.activations == "fp8":
+    if scheme.activations == "fp8" and scheme.format != "mxfp8":
         return {**arguments, "strategy": "token", "dynamic": True}
     return {**arguments, "dynamic": "local" if scheme.format == "nvfp4" else True}
 
@@ -293,9 +293,12 @@ def _algorithm_of(scheme: LayerScheme) -> str:
     )
 
 
+_GROUP_SIZES: Final = {"nvfp4": 16, "mxfp8": 32}
+
+
 def _group_size(fmt: str) -> dict[str, int]:
     """Return ModelOpt's configuration entry ``group_size`` for a format, or an empty dict if it uses none."""
-    return {"group_size": 16} if fmt == "nvfp4" else {}
+    return {"group_size": _GROUP_SIZES[fmt]} if fmt in _GROUP_SIZES else {}
 
 
 def _modelopt_group(scheme: LayerScheme) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class LayerScheme:
     """How one linear layer is quantised.
 
     Attributes:
-        format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
+        format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"mxfp8"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
         style: naming convention of the tensors: ``"modelopt"``, ``"compressed-tensors"``, ``"quark"``, ``"deepseek"``
             or ``"torchao"``.
         activations: format of activations for which the checkpoint was made: ``"16bit"``, ``"fp4"``, ``"fp8"`` (scales
@@ -148,8 +148,8 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
         ValueError: as :func:`read_spec`.
     """
     method = quantization.get("quant_method")
-    parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss,
-             "torchao": _torchao, "auto-round": _auto_round, "quark": _quark}  # fmt: skip
+    parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp8": _mxfp8,
+             "mxfp4": _gpt_oss, "torchao": _torchao, "auto-round": _auto_round, "quark": _quark}  # fmt: skip
     if method not in parse:
         expected = ", ".join(map(repr, parse))
         raise ValueError(f"{path}: quant_method is {method!r}; expected one of {expected}")
@@ -171,6 +171,7 @@ MODELOPT_ALGORITHMS = {
     "W4A16_NVFP4": ("nvfp4", "16bit"),
     "FP8": ("fp8_tensor", "fp8_static"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", "fp8"),
+    "MXFP8": ("mxfp8", "fp8"),
 }
 """Formats of weights and activations for each ``quant_algo`` of ModelOpt that this package reads and writes."""
 _MODELOPT_READ = {
@@ -180,7 +181,7 @@ _MODELOPT_READ = {
     "W4A8_MXFP4_FP8": ("mxfp4", "fp8_static"),
     "fp8_pb_wo": ("fp8_block", "fp8"),
 }
-_MODELOPT_BLOCKS = {"nvfp4": (16, 0, None), "mxfp4": (32, 0, None), "fp8_block": (128, 0, None)}
+_MODELOPT_BLOCKS = {"nvfp4": (16, 0, None), "mxfp4": (32, 0, None), "fp8_block": (128, 0, None), "mxfp8": (32, 0, None)}
 """Valid values of ``group_size``. For algorithms with a fixed block size, ModelOpt omits the entry or writes 0."""
 
 
@@ -224,6 +225,7 @@ COMPRESSED_FORMATS = {
     "fp8_block": "float-quantized",
     "fp8_tensor": "float-quantized",
     "fp8_channel": "float-quantized",
+    "mxfp8": "mxfp8-quantized",
 }
 _GROUPS: dict[str, dict[str, Any]] = {
     "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
@@ -231,6 +233,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "fp8_block": {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
     "fp8_tensor": {"num_bits": 8, "strategy": "tensor"},
     "fp8_channel": {"num_bits": 8, "strategy": "channel"},
+    "mxfp8": {"num_bits": 8, "strategy": "group", "group_size": 32},
 }
 
 
@@ -310,6 +313,8 @@ def compressed_scheme(path: Path, prefix: str, group: Mapping[str, Any], overall
         return LayerScheme(fmt, "compressed-tensors", "fp8")
     dynamic = {"nvfp4": ("local",), "fp8_tensor": (True, False), "fp8_channel": (True, False)}.get(fmt, (True,))
     _expect(path, prefix, inputs, num_bits=(bits,), type=("float",), symmetric=(True, None), dynamic=dynamic)
+    if fmt == "mxfp8":
+        _expect(path, prefix, inputs, strategy=("group",), group_size=(32,))
     if False not in dynamic:
         return LayerScheme(fmt, "compressed-tensors", f"fp{bits}")
     _expect(path, prefix, inputs, strategy=("token",) if inputs["dynamic"] else ("tensor",))
@@ -326,6 +331,19 @@ def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     )  # fmt: skip
     scheme = LayerScheme("fp8_block", "deepseek", "fp8")
     return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(given.get("modules_to_not_convert") or ()))
+
+
+# MiniMax-M3-MXFP8 and models with the same format. Tensors have DeepSeek-V3's names
+
+
+def _mxfp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    _expect(
+        path, "", given, weight_block_size=([1, 32], None), activation_scheme=("dynamic", None), fmt=("e4m3", None),
+        scale_fmt=("ue8m0", None), moe_quant_algo=(None,),
+    )  # fmt: skip
+    scheme = LayerScheme("mxfp8", "deepseek", "fp8")
+    ignore = given.get("ignored_layers") or given.get("modules_to_not_convert") or ()
+    return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(ignore))
 
 
 # auto-round's own configuration. Its tensors are stored as compressed-tensors stores them

@@ -25,7 +25,7 @@ from torch_cute_ops.nn._summary import bytes_of, record_loaded
 
 logger = logging.getLogger(__name__)
 
-METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4", "torchao", "auto-round", "quark")
+METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4", "mxfp8", "torchao", "auto-round", "quark")
 """Supported values of ``quant_method`` in checkpoints."""
 
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -48,7 +48,8 @@ def register(
 
     Args:
         methods: values of ``quant_method``: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as in
-            DeepSeek-V3), ``"mxfp4"`` (gpt-oss), ``"torchao"``, ``"auto-round"`` and ``"quark"``; all by default.
+            DeepSeek-V3), ``"mxfp4"`` (gpt-oss), ``"mxfp8"`` (MiniMax), ``"torchao"``, ``"auto-round"`` and
+            ``"quark"``; all by default.
         activations, merge: as in :func:`torch_cute_ops.integrations.transformers.from_pretrained`, for all models
             loaded from now on.
 

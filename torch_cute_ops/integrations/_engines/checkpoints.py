@@ -97,7 +97,7 @@ def scheme_of_group(group: Mapping[str, Any] | None, prefix: str, overall: str |
         name: each.model_dump(mode="json") if hasattr(each, "model_dump") else each for name, each in group.items()
     }
     try:
-        return compressed_scheme(_CONFIG, f"{prefix}: ", plain, overall)
+        return _supported(compressed_scheme(_CONFIG, f"{prefix}: ", plain, overall))
     except ValueError:
         return None
 
@@ -106,9 +106,14 @@ def scheme_of_algorithm(algorithm: str | None, prefix: str) -> LayerScheme | Non
     """Return the format of ModelOpt's algorithm, or None for an algorithm that only the engine supports."""
     known = {"FP8_PB_WO": "fp8_pb_wo"}
     try:
-        return modelopt_scheme(_CONFIG, f"{prefix}: ", {"quant_algo": known.get(str(algorithm), algorithm)})
+        return _supported(modelopt_scheme(_CONFIG, f"{prefix}: ", {"quant_algo": known.get(str(algorithm), algorithm)}))
     except ValueError:
         return None
+
+
+def _supported(scheme: LayerScheme) -> LayerScheme | None:
+    """Return the scheme, or None for MXFP8, whose layers the engine's own methods compute."""
+    return None if scheme.format == "mxfp8" else scheme
 
 
 def algorithm_of(config: dict[str, Any]) -> str:
