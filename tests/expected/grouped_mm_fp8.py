@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from expected._epilogue import EPS, of_rows
-from expected._fp8_gemm import Bounded, assert_close, fp8_weight, gemm, token_gemm
+from expected._fp8_gemm import Bounded, Weight, assert_close, fp8_weight, gemm, mx_factors, numbers, token_gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
@@ -30,6 +30,8 @@ def ranges(given):
 
 
 def results(given):
+    if given["b_scale"].dtype != torch.float32:
+        return (of_mxfp8(given),)
     if given["b_scale"].dim() < 3:
         return (of_tokens(given),)
 
@@ -39,16 +41,28 @@ def results(given):
     return (grouped(given, weight_of),)
 
 
-def grouped(given, weight_of):
+def of_mxfp8(given):
+    """Return the sums of all rows and their error bounds for a call with MXFP8 matrices."""
+    a, (experts, k, n) = given["a"], given["b"].shape
+    factors = mx_factors(given["b_scale"], experts * n, k).reshape(experts, n, k // 32)
+
+    def weight_of(expert):
+        return Weight(numbers(given["b"][expert].mT), factors[expert])
+
+    a_scale = torch.from_numpy(mx_factors(given["a_scale"], a.shape[:-1].numel(), k))
+    return grouped(given | {"a_scale": a_scale}, weight_of, 32)
+
+
+def grouped(given, weight_of, size_of_block=128):
     """Return the scaled sums over K for all rows, with their error bounds. ``weight_of`` returns an expert's weight."""
     n, k = given["b"].shape[2], given["a"].shape[-1]
-    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-1, -(-k // 128))
+    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-1, -(-k // size_of_block))
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
     device = given["a"].device.type
     for expert, (begin, end) in enumerate(ranges(given)):
         rows = slice(begin, end)
         epilogue = (of_rows(given[name], expert) for name in ("alpha", "bias"))
-        one = gemm(a[rows], weight_of(expert), a_scale[rows], *epilogue, device)
+        one = gemm(a[rows], weight_of(expert), a_scale[rows], *epilogue, device, size_of_block)
         total[rows], bound[rows] = one
     shape = (*given["a"].shape[:-1], n)
     return Bounded(total.reshape(shape), bound.reshape(shape))

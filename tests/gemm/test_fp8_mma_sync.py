@@ -101,6 +101,23 @@ def test_mxfp8_on_every_gpu(arch) -> None:
     assert problem.bytes_moved(2) == (2 + 4096) * (7168 + 224) + 2 * 2 * 4096
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_grouped_mxfp8_on_every_gpu(arch) -> None:
+    """Check that with experts the backend is the only kernel of MXFP8, also on data-center Blackwell, and that all its
+    kernels fit."""
+    (target, *_) = usual_targets(ARCHS[arch])
+    problem = mx_problem(rows=ExpertLayout(True, True), experts=8)
+    assert [each.name for each in BACKENDS if each.handles(problem)] == ["mma_sync", "reference"]
+    for m in (1, 16, 4096):
+        assert choose(problem, m, target).backend.name == "mma_sync"
+    backend = backend_for("mma_sync", problem)
+    for tactic in backend.tactics(problem, 16, target):
+        (kernel,) = backend.kernels(problem, tactic, target.arch)
+        assert kernel.config.is_mx and kernel.config.rows == problem.grouping.rows
+        assert kernel.config.reason_unsupported(target.arch) is None
+        assert backend.estimate(problem, 16, tactic, target) < 1
+
+
 def test_tiles_of_mxfp8() -> None:
     """Check that block-scaled MMAs take larger tiles for many rows, at most at the rate of FP8 MMAs, and that they are
     refused on other GPUs and for other scales."""

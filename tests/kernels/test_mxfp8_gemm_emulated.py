@@ -5,21 +5,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from expected._fp8_gemm import Weight, assert_close, gemm, mx_factors, numbers
+from samples.grouped_mm_fp8 import contiguous, masked, with_mx_scales
 from samples.mm_fp8_block import mx_sample
 from support.emulated import BLACKWELL, CONSUMER, CPU, HOPPER, changed
-from support.epilogues import finished, operands
+from support.epilogues import finished, finished_by_expert, operands
 from support.kernel_grid import BF16, FP16, FP32, MXFP8GemmCase
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats.fp4 import UE8M0_NAN
-from torch_cute_ops.gemm.backends.fp8_mma_sync import mx_words
+from torch_cute_ops.gemm.backends.fp8_mma_sync import mx_words, mx_words_of
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp8_mma import SCALED_TILES, Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
 mm_fp8_block = OPS["mm_fp8_block"].reference
+grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
 POISON = 777.0
 
 
@@ -34,8 +36,21 @@ class Run(NamedTuple):
     seed: int | None = 0
 
 
-def case(tile_m: int, arch: str, *epilogue: Any) -> MXFP8GemmCase:
-    return MXFP8GemmCase(tile_m, Epilogue(*epilogue), arch)
+class GroupedRun(NamedTuple):
+    """Launch of the kernel with experts: case, rows of each expert, N, K, largest number of CTAs, seed of the order of
+    warps, and in the masked layout the rows that each expert has space for."""
+
+    case: MXFP8GemmCase
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    max_ctas: int
+    seed: int | None = 0
+    space: int = 0
+
+
+def case(tile_m: int, arch: str, *epilogue: Any, layout: str = "plain") -> MXFP8GemmCase:
+    return MXFP8GemmCase(tile_m, Epilogue(*epilogue), arch, layout)
 
 
 # On sm_120a, block-scaled MMAs apply the scales; elsewhere, each MMA's result is scaled and added in fp32.
@@ -84,6 +99,53 @@ def test_results(run: Run) -> None:
     """Check results bit for bit, for whole numbers and scales that are powers of two."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+GROUPED_RUNS = {
+    "offsets": GroupedRun(case(16, HOPPER, FP32, layout="offsets"), (5, 0, 19), 136, 192, 2),
+    "counted": GroupedRun(case(32, HOPPER, BF16, "expert", BF16, layout="counted"), (3, 70, 0, 1), 72, 320, 3, 1),
+    "masked": GroupedRun(case(16, BLACKWELL, FP16, "one", layout="masked"), (1, 0, 20), 24, 448, 1, None, 24),
+    "masked-large-tile": GroupedRun(
+        case(32, HOPPER, FP32, "expert_column", FP32, layout="masked"), (33, 40), 264, 128, 2, 3, 40
+    ),
+    "scaled-offsets": GroupedRun(case(16, CONSUMER, FP32, layout="offsets"), (5, 0, 19), 136, 192, 2, 2),
+    "scaled-counted": GroupedRun(
+        case(64, CONSUMER, BF16, "expert_column", FP32, layout="counted"), (3, 70, 0, 1), 72, 320, 3, 1
+    ),
+    "scaled-masked": GroupedRun(case(32, CONSUMER, FP16, "expert", layout="masked"), (1, 0, 20), 24, 448, 1, None, 24),
+    "scaled-masked-large-tile": GroupedRun(
+        case(64, CONSUMER, FP32, "one", FP32, layout="masked"), (65, 80), 264, 64, 2, 3, 80
+    ),
+}
+
+
+def execute_grouped(run: GroupedRun, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel with experts; return its result and the expected result, in which rows without an expert keep
+    their old values. All sums are exact. Scales of these rows, and of experts without rows, are NaN."""
+    torch.manual_seed(run.k)
+    sizes, layout, epilogue = (run.n, run.k, CPU), run.case.layout, run.case.epilogue
+    if layout == "masked":
+        one = masked("", run.counts, run.space, *sizes, exact=True)
+    else:
+        one = contiguous("", run.counts, *sizes, alignment=4, spare=3, counted=layout == "counted", exact=True)
+    one = with_mx_scales(one, "linear", exact=True)
+    a, b, a_scale, b_scale, *rest = one.args
+    offsets, counts = rest or (None, one.kwargs["counts"])
+    alpha, bias = operands(epilogue, run.n, len(run.counts))
+    sums = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32)
+    want = finished_by_expert(sums, offsets, counts, epilogue, alpha, bias, POISON)
+    out = torch.full_like(want, POISON)
+    scales = mx_words_of(a_scale, a.shape, column_major=True), mx_words_of(b_scale, b.mT.shape)
+    given = Arguments(a, b, *scales, offsets, counts, alpha, bias, out, None, run.max_ctas)
+    run_kernel(run.case.kernel, ARCHS[run.case.arch], *given, seed=run.seed, strict=True, scoped=True, edit=edit)
+    return out, want
+
+
+@pytest.mark.parametrize("run", GROUPED_RUNS.values(), ids=GROUPED_RUNS)
+def test_results_of_experts(run: GroupedRun) -> None:
+    """Check results of each expert's rows bit for bit, and that no other row is written."""
+    got, want = execute_grouped(run)
+    assert torch.equal(got, want) and (got == POISON).any() and (got != POISON).any()
 
 
 @pytest.mark.parametrize("tile_m", SCALED_TILES)

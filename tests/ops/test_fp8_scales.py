@@ -10,7 +10,7 @@ import torch
 from expected import assert_same
 from samples import Sample
 from samples._fp8_fp4 import with_fp4_weight
-from samples.grouped_mm_fp8 import contiguous, masked
+from samples.grouped_mm_fp8 import contiguous, masked, with_mx_scales
 from samples.mm_fp8_block import mx_sample, sample
 from support.cases import arguments, expected_of, forget, run, with_usable_backend
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -211,6 +211,27 @@ def test_mxfp8_layouts_with_tcgen05(layout, weight_layout, launches, monkeypatch
         moved = [torch.cat((scale.flatten()[:1], scale.flatten()))[1:].view(scale.shape) for scale in one.args[2:]]
         assert torch.equal(OPS["mm_fp8_block"].cuda(*one.args[:2], *moved, **options), want)
     assert {type(kernel).__name__ for kernel, _ in launches.calls} == {"MXFP8Tcgen05Kernel"}
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_mxfp8_layouts_of_experts(layout, arch, launches, monkeypatch):
+    """Check that grouped MXFP8 GEMMs with scales in each layout run ``fp8_mma`` on every GPU, in both row layouts, for
+    whole and for short k tiles."""
+    target = Target(torch.device("cuda", 0), ARCHS[arch], 148)
+    monkeypatch.setattr(select, "target_of", lambda device: target)
+    names = [*SCALE_LAYOUTS]
+    op, other = OPS["grouped_mm_fp8"], names[names.index(layout) - 1]
+    for k in (256, 192):
+        for one in (contiguous("", [5, 0, 19], N, k, CPU, exact=True), masked("", [5, 0, 8], 8, N, k, CPU, exact=True)):
+            given = with_mx_scales(one, layout, other, exact=True)
+            given = replace(given, kwargs={**given.kwargs, "out_dtype": torch.float32})
+            for _ in range(2):
+                check("grouped_mm_fp8", given, (op.cuda(*given.args, **given.kwargs),))
+            _, passed = launches.calls[-1]
+            rows, columns = given.args[0].shape[:-1], -(-k // 128)
+            assert passed[2].shape == (*rows, columns) and passed[3].shape == (3, N, columns)
+    assert {type(kernel).__name__ for kernel, _ in launches.calls} == {"FP8MmaKernel"}
 
 
 def test_mxfp8_scales_at_any_address(launches):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from support import spec
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
 from samples._fp8_gemm import FP8, NAN, matrix, option_errors, powers, scales, tensor_errors, weight
@@ -125,6 +126,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield masked(f"masked-k-{k}", [5, 0, 8], 8, 72, k, device)
     yield from _epilogues(device)
     yield from _tokens(device)
+    yield from _mxfp8(device)
     for backend in ("auto", "reference"):
         yield contiguous(f"backend-{backend}", [4, 3], 24, 256, device, backend=backend)
     yield contiguous("static-weight", [4, 3], 24, 256, device, static_weight=True)
@@ -181,6 +183,56 @@ def with_token_scales(
     unused = b_scale.flatten(1).isnan().any(1)
     new_b.masked_fill_(unused if one_b_scale else unused[:, None], torch.nan)
     return Sample(f"tokens-{one.name}", (a, b, new_a, new_b, *rest), one.kwargs)
+
+
+def with_mx_scales(one: Sample, layout: str = "128x4", weight_layout: str = "linear", *, exact: bool = False) -> Sample:
+    """Return the call with MXFP8 scales in these layouts instead of block scales of 128. Scales of padding rows and of
+    experts without rows are NaN. With ``exact``, all sums of whole numbers are exact."""
+    a, b, a_scale, b_scale, *rest = one.args
+    low, high = (125, 130) if exact else (110, 131)
+    made = []
+    for scale, lead, name in ((a_scale, a.shape[:-1], layout), (b_scale, b.mT.shape[:-1], weight_layout)):
+        linear = torch.randint(low, high, (*lead, a.shape[-1] // 32), dtype=torch.uint8)
+        if not scale.is_meta:
+            unused = scale.isnan().flatten(1).any(1) if scale is b_scale else scale.isnan().any(-1)
+            linear[unused.cpu()] = 255
+        if name != "linear":
+            linear = torch.from_numpy(spec.arrange(linear.flatten(0, -2).numpy(), name))
+        made.append(linear.to(a.device))
+    return Sample(f"mxfp8-{one.name}", (a, b, *made, *rest), one.kwargs)
+
+
+def _mxfp8(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with MXFP8 matrices, with scales in each layout."""
+    layouts = itertools.cycle(itertools.product(("128x4", "linear", "8x4"), repeat=2))
+    for i, out_dtype in enumerate(DTYPES):
+        dtype, given = short(out_dtype), {"out_dtype": out_dtype}
+        yield with_mx_scales(contiguous(f"to-{dtype}", [5, 0, 19], 136, 384, device, **given), *next(layouts))
+        yield with_mx_scales(masked(f"masked-to-{dtype}", [5, 0, 8], 8, 136, 192, device, **given), *next(layouts))
+        exact = contiguous(f"exact-{dtype}", [3, 70], 264, 320, device, exact=True, **given)
+        yield with_mx_scales(exact, *next(layouts), exact=True)
+        exact = masked(f"masked-exact-{dtype}", [1, 70], 72, 264, 256, device, exact=True, **given)
+        yield with_mx_scales(exact, *next(layouts), exact=True)
+        n = (40, 136, 264)[i]
+        for name, epilogue in epilogues(n, out_dtype, device, experts=3):
+            one = contiguous(f"{name}-{dtype}", [5, 0, 19], n, 256, device, **given, **epilogue)
+            yield with_mx_scales(one, *next(layouts))
+    for name, counts, n, k in (
+        ("one-expert", [7], 136, 256),
+        ("no-rows-of-any", [0, 0, 0], 24, 128),
+        ("many-rows", [130, 3, 257], 264, 576),
+        ("many-experts", [i % 3 for i in range(1024)], 8, 128),
+        ("k-64", [5, 0, 19], 136, 64),
+        ("no-columns", [3, 4], 0, 128),
+    ):
+        yield with_mx_scales(contiguous(name, counts, n, k, device), *next(layouts))
+        yield with_mx_scales(contiguous(f"uncounted-{name}", counts, n, k, device, counted=False), *next(layouts))
+    for name, counts, rows in (("many", [130, 0, 200], 200), ("room", [3, 65, 0], 136), ("no-room", [0, 0], 0)):
+        yield with_mx_scales(masked(f"masked-{name}", counts, rows, 136, 192, device), *next(layouts))
+    yield with_mx_scales(contiguous("reference", [4, 3], 24, 256, device, backend="reference"))
+    a, b, *scales, offsets, counts = with_mx_scales(contiguous("", [4, 3], 24, 256, device)).args
+    powers_ = (scale.view(torch.float8_e8m0fnu) for scale in scales)
+    yield Sample("mxfp8-e8m0", (a, b, *powers_, offsets, counts), {})
 
 
 def _tokens(device: torch.device) -> Iterator[Sample]:
@@ -284,6 +336,20 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     for wrong in (rows[:-1], rows[:, 0], rows.t(), rows.expand(-1, 2), rows[0, 0]):
         yield bad(f"tokens-a-scale-{tuple(wrong.shape)}", ValueError, text, a_scale=wrong, b_scale=columns)
     yield bad("tokens-b-scale-of-blocks", ValueError, "got a_scale with shape", a_scale=rows)
+    _, _, mx_a, mx_b, *_ = with_mx_scales(good, "linear").args
+    text = "got a_scale with dtype float32; expected uint8 or float8_e8m0fnu"
+    yield bad("mxfp8-a-scale-float32", TypeError, text, b_scale=mx_b)
+    yield bad("mxfp8-a-scale-bytes", TypeError, "got a_scale with dtype uint8; expected float32", a_scale=mx_a)
+    text = r"got a_scale with shape .*; expected \(\d+, 8\) \(linear\) or .* \(8x4\), MXFP8 scales of a"
+    for wrong in (mx_a[:0], mx_a[:, :7], mx_a.flatten()):
+        yield bad(f"mxfp8-a-scale-{list(wrong.shape)}", ValueError, text, a_scale=wrong, b_scale=mx_b)
+    text = r"got b_scale with shape .*; expected \(2, 136, 8\) \(linear\) or .* \(8x4\), MXFP8 scales of b"
+    for wrong in (mx_b[:1], mx_b[..., :7], mx_b.flatten(0, 1)):
+        yield bad(f"mxfp8-b-scale-{list(wrong.shape)}", ValueError, text, a_scale=mx_a, b_scale=wrong)
+    wrong = mx_b.mT.contiguous().mT
+    yield bad("mxfp8-b-scale-transposed", ValueError, "a transposed view", a_scale=mx_a, b_scale=wrong)
+    text = r"got a_scale with shape .*; expected \(2, 8, 8\) \(linear\)"
+    yield bad_masked("mxfp8-a-scale-flat", ValueError, text, a_scale=mx_a, b_scale=mx_b)
     yield from stride_errors(good, "b")
     yield from stride_errors(contiguous("square", [4, 3], k, k, device), "b")
     text = r"got offsets with shape \(2,\); expected \(3,\)"

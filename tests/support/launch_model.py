@@ -49,7 +49,7 @@ from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp4_quantize_per_token import quantize_rows_per_token
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_mxfp8_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns, mxfp8_gemm
@@ -328,10 +328,13 @@ def compute_fp8(config: Any, *args: Any) -> None:
         factors = exponents_of(call.b_scale, weight.shape).float().exp2()
     elif getattr(config, "is_mx", False):
         blocks = call.a.shape[-1] // 32
-        a_scale, b_scale = (
-            each.data.contiguous().view(torch.uint8)[:, :blocks] for each in (call.a_scale, call.b_scale)
-        )
-        write(out, mxfp8_gemm(a, weight, a_scale, b_scale, call.alpha, call.bias, out.dtype))
+        scales = [each.data.contiguous().view(torch.uint8)[..., :blocks] for each in (call.a_scale, call.b_scale)]
+        if config.rows.is_plain:
+            write(out, mxfp8_gemm(a, weight, *scales, call.alpha, call.bias, out.dtype))
+            return
+        used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
+        rows, epilogue = (call.offsets, call.counts), (call.alpha, call.bias, out.dtype)
+        out.data[used] = grouped_mxfp8_gemm(a, weight, *scales, *rows, *epilogue)[used]
         return
     elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)

@@ -120,7 +120,7 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
 
 def _is_mxfp8(spec: OpSpec, call: Call) -> bool:
     """Return True for a GEMM of MXFP8 matrices, which is not sharded."""
-    return spec.name == "mm_fp8_block" and call["b_scale"].dtype != torch.float32
+    return spec.name in ("mm_fp8_block", "grouped_mm_fp8") and call["b_scale"].dtype != torch.float32
 
 
 def _has_foreign_tiles(call: Call) -> bool:

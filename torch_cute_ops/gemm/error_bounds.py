@@ -255,7 +255,7 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
     if problem.b.has_fp8_blocks:
         return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
     if problem.b.format == MXFP8:
-        return decode_ue8m0(linear_mx_scales(scale, problem.n, problem.k))[None]
+        return decode_ue8m0(linear_mx_scales(scale, experts * problem.n, problem.k)).unflatten(0, (experts, -1))
     return scale.reshape(experts, -1, 1).expand(experts, problem.n, 1)
 
 

@@ -157,8 +157,8 @@ class FP8Gemm(Gemm):
             raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
         self.check_rows(call, experts, k)
         if self.is_mxfp8(call):
-            self._check_mx_scale("a_scale", a_scale, a.shape[0], k)
-            self._check_mx_scale("b_scale", b_scale, n, k)
+            self._check_mx_scale("a_scale", a_scale, tuple(a.shape[:-1]), k)
+            self._check_mx_scale("b_scale", b_scale, (*b.shape[:-2], n), k)
         elif self.has_token_scales(call) and fmt is not None:
             self._check_fp4_tokens(call, n, k, fmt, layout)
         elif self.has_token_scales(call):
@@ -170,14 +170,14 @@ class FP8Gemm(Gemm):
 
     def is_mxfp8(self, call: GemmCall) -> bool:
         """Return True if both matrices are in MXFP8, as the dtype of the weight's scales says."""
-        return self.b == "fp8" and self.over == "none" and call.b_scale.dtype in MX_SCALE_DTYPES
+        return self.b == "fp8" and call.b_scale.dtype in MX_SCALE_DTYPES
 
-    def _check_mx_scale(self, name: str, scale: Tensor, rows: int, k: int) -> None:
-        """Check the shape and strides of the MXFP8 scales of a matrix (rows, K)."""
+    def _check_mx_scale(self, name: str, scale: Tensor, rows: tuple[int, ...], k: int) -> None:
+        """Check the shape and strides of the MXFP8 scales of a tensor (rows, K). ``rows`` may be several dimensions."""
         blocks = k // MXFP8.block_size
-        fitting = fitting_layouts(scale.shape, (rows,), blocks)
+        fitting = fitting_layouts(scale.shape, rows, blocks)
         if not fitting:
-            shapes = " or ".join(f"{each.shape((rows,), blocks)} ({each.name})" for each in SCALE_LAYOUTS.values())
+            shapes = " or ".join(f"{each.shape(rows, blocks)} ({each.name})" for each in SCALE_LAYOUTS.values())
             raise ValueError(
                 f"cute::{self.op}: got {name} with shape {tuple(scale.shape)}; expected {shapes}, MXFP8 scales of "
                 f"{name[0]}"
@@ -273,8 +273,7 @@ class FP8Gemm(Gemm):
     def _check_weight_format(self, call: GemmCall) -> tuple[FP4Format | None, ScaleLayout | None]:
         if self.b == "fp8":
             _checks.check_dtype(self.op, "b", call.b, (torch.float8_e4m3fn,))
-            dtypes = (torch.float32, *MX_SCALE_DTYPES) if self.over == "none" else (torch.float32,)
-            _checks.check_dtype(self.op, "b_scale", call.b_scale, dtypes)
+            _checks.check_dtype(self.op, "b_scale", call.b_scale, (torch.float32, *MX_SCALE_DTYPES))
             return None, None
         fmt, _, layout = self.fp4_format(call)
         _checks.check_dtype(self.op, "b", call.b, _checks.PACKED_DTYPES)
@@ -335,7 +334,7 @@ class FP8Gemm(Gemm):
 
     def declare_kind(self) -> dict[str, Property]:
         kind = self.declare_fp4_tokens() if self.b == "fp4" else {}
-        if self.b == "fp8" and self.over == "none":
+        if self.b == "fp8":
             kind = {"mxfp8": flag(self.is_mxfp8)}
         return {**kind, **super().declare_kind()}
 
@@ -372,10 +371,9 @@ class FP8Gemm(Gemm):
         if self.b == "fp8":
             made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             made["b_scale"] = zeros(*weights[:-1], -(-given.n // FP8_BLOCK128.block_size), blocks)
-            if getattr(given, "mxfp8", False):
-                mx_blocks = given.k // MXFP8.block_size
-                for name, rows in (("a_scale", given.m), ("b_scale", given.n)):
-                    made[name] = zeros(rows, mx_blocks, dtype=torch.uint8)
+            if given.mxfp8:
+                for name, rows in (("a_scale", lead), ("b_scale", weights)):
+                    made[name] = zeros(*rows, given.k // MXFP8.block_size, dtype=torch.uint8)
         else:
             fmt, layout = self.example_format(given)
             made["b"], made["b_scale"] = fp4_zeros((*weights, given.k), fmt, weight_layout(layout), device)
@@ -450,7 +448,9 @@ class GroupedFP8Gemm(FP8Gemm):
         _checks.check_rows_of_experts(self.op, "a", call.a, call.offsets, call.counts)
 
     def has_token_scales(self, call: GemmCall) -> bool:
-        return call.b_scale.dim() < 3 if self.b == "fp8" else super().has_token_scales(call)
+        if self.b == "fp8":
+            return call.b_scale.dim() < 3 and not self.is_mxfp8(call)
+        return super().has_token_scales(call)
 
     def operands(self, call: GemmCall) -> "tuple[Operand, Operand]":
         if self.b == "fp4" or not self.has_token_scales(call):

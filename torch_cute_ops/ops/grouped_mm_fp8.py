@@ -1,5 +1,5 @@
 """``grouped_mm_fp8``: one GEMM per expert, of the expert's rows and its weight, in FP8 with block scales or per-token
-scales."""
+scales, or in MXFP8."""
 
 import torch
 from torch import Tensor
@@ -25,12 +25,16 @@ def grouped_mm_fp8(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply the rows of each expert by the expert's weight, in FP8 with block scales or per-token scales.
+    """Multiply the rows of each expert by the expert's weight, in FP8 with block scales or per-token scales, or in
+    MXFP8.
 
     With block scales, for each row ``r`` of expert ``e`` and k in the j-th block of 128::
 
         sum[r, n] = Σ_j a_scale[r, j] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
+
+    In MXFP8, a block contains 32 elements, and each row of the weight has its own scales: the factor is
+    ``a_scale[r, j] · b_scale[e, n, j]``. The dtype of the scales says which: float32, or bytes for MXFP8.
 
     With per-token and per-channel scales::
 
@@ -54,10 +58,13 @@ def grouped_mm_fp8(
             the quantising ops write them, are read in place, even with padding between the columns; scales with other
             strides are copied first. Pass scales (⌈K/128⌉, R) as ``a_scale.mT``: if R = ⌈K/128⌉, no check can detect
             that the scales are transposed. If ``b_scale`` is per channel or per expert, ``a_scale`` is (R, 1), one
-            scale per row, masked (E, max_rows, 1), or (1,), one scale for all rows.
+            scale per row, masked (E, max_rows, 1), or (1,), one scale for all rows. MXFP8: uint8 or float8_e8m0fnu,
+            linear (R, K/32), masked (E, max_rows, K/32), or tiled, with the rows of all experts as one matrix.
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
             ``b_scale`` may also be (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
+            MXFP8: uint8 or float8_e8m0fnu, linear (E, N, K/32), or tiled, with the rows of all experts as one matrix.
+            Linear scales are read in place if K is a multiple of 128; other scales are rearranged in each call.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
             ``None`` selects the masked layout.
         counts: (E,) int32: number of rows of each expert, at most the number reserved for it. ``None`` with ``offsets``
@@ -97,5 +104,6 @@ def grouped_mm_fp8(
 
     References:
         DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Roundings and special values:
-        docs/numerics.md, "FP8 with block scales" and "FP8 with per-token scales".
+        docs/numerics.md, "FP8 with block scales" and "FP8 with per-token scales". MXFP8: Open Compute Project, "OCP
+        Microscaling Formats (MX) Specification", version 1.0, 2023.
     """

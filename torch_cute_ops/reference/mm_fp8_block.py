@@ -23,7 +23,8 @@ def mm_fp8_block(
 
 
 def linear_mx_scales(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
-    """Convert MXFP8 scales in any layout and dtype to linear bytes, uint8 (rows, K/32)."""
+    """Convert MXFP8 scales in any layout and dtype to linear bytes, uint8 (rows, K/32). Leading dimensions of linear
+    scales are flattened into rows."""
     scale = scale.view(torch.uint8)
     return to_linear(scale, layout_of_operand(scale), rows, k // MXFP8.block_size)
 

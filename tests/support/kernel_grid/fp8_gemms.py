@@ -93,20 +93,24 @@ class FP8GemmCase(KernelCase):
 
 @dataclass(frozen=True)
 class MXFP8GemmCase(KernelCase):
-    """A GEMM of MXFP8 matrices by ``fp8_mma``: ``tile_m``, the epilogue and the architecture."""
+    """A GEMM of MXFP8 matrices by ``fp8_mma``: ``tile_m``, the epilogue, the architecture, and the expert layout, a key
+    of ``FP8_LAYOUTS``."""
 
     tile_m: int
     epilogue: Epilogue
     arch: str = "sm_90a"
+    layout: str = "plain"
 
     @property
     def id(self) -> str:
-        return "-".join(("fp8_mma-mx", str(self.tile_m), epilogue_id(self.epilogue), self.arch))
+        layout = () if self.layout == "plain" else (self.layout,)
+        return "-".join(("fp8_mma-mx", *layout, str(self.tile_m), epilogue_id(self.epilogue), self.arch))
 
     @property
     def kernel(self) -> Any:
         """Kernel, built as the op builds it."""
-        given = {"rows": ExpertLayout(), "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout], USUAL_EXPERTS)
+        given = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile_m, is_mx=True, **given))
 
 
@@ -389,12 +393,16 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
 
 
 def mxfp8_gemm_cases(every: bool) -> list[MXFP8GemmCase]:
-    """Return cases of every tile and architecture, with the epilogues that need the most registers."""
-    return [
-        MXFP8GemmCase(tile_m, epilogue, arch)
-        for arch in ARCHS
-        for tile_m, epilogue in itertools.product(fp8_mma.mx_tiles(GPU_ARCHS[arch]), PER_COLUMN[:2])
-    ]
+    """Return cases of every tile and architecture, with the epilogues that need the most registers, without and with
+    experts."""
+    by_expert = Epilogue(BF16, "expert_column", FP32), Epilogue(FP32, "expert_column", FP32)
+    layouts = itertools.cycle(("counted", "masked", "offsets"))
+    cases = []
+    for arch in ARCHS:
+        tiles = fp8_mma.mx_tiles(GPU_ARCHS[arch])
+        cases += [MXFP8GemmCase(tile_m, epilogue, arch) for tile_m in tiles for epilogue in PER_COLUMN[:2]]
+        cases += [MXFP8GemmCase(tile_m, each, arch, next(layouts)) for tile_m in tiles for each in by_expert]
+    return cases
 
 
 def fp8_token_gemm_cases(every: bool) -> list[FP8TokenGemmCase]:

@@ -1,6 +1,7 @@
 """FP8 GEMMs by ``mma.sync``, plain or grouped by rows, on every GPU: ``kernels/fp8_mma``."""
 
 import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -115,9 +116,10 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead.)
-    Block-scaled MMAs apply the scales, on GPUs that have them in ``mma.sync``; elsewhere, the result of each MMA, of 32
-    elements of K, is scaled and added in fp32. Each call first arranges the scales as words of four bytes."""
+    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead, except
+    with experts.) Block-scaled MMAs apply the scales, on GPUs that have them in ``mma.sync``; elsewhere, the result of
+    each MMA, of 32 elements of K, is scaled and added in fp32. Each call first arranges the scales as words of four
+    bytes."""
 
     is_mx = True
 
@@ -130,20 +132,32 @@ class MXFP8MmaSync(FP8MmaSync):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        # Except on data-center Blackwell, this is the only kernel for MXFP8. Block-scaled MMAs have the rate of FP8
-        # MMAs.
-        return math.inf if target.arch.has_tcgen05 else self.seconds(problem, m, tactic, target)
+        # Except on data-center Blackwell without experts, this is the only kernel for MXFP8. Block-scaled MMAs have the
+        # rate of FP8 MMAs.
+        has_other = target.arch.has_tcgen05 and problem.grouping.over == "none"
+        return math.inf if has_other else self.seconds(problem, m, tactic, target)
 
     def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:
         function, max_ctas, _ = self.compiled(problem, tactic, target)
 
         def launch(given: Operands, out: Tensor) -> None:
             assert given.a_scale is not None
-            a_scale = mx_words(linear_mx_scales(given.a_scale, *given.a.shape), column_major=True)
-            b_scale = mx_words(linear_mx_scales(given.b_scale, *given.b.mT.shape))
-            function(given.a, given.b, a_scale, b_scale, None, None, given.alpha, given.bias, out, None, max_ctas)
+            a_scale = mx_words_of(given.a_scale, given.a.shape, column_major=True)
+            b_scale = mx_words_of(given.b_scale, given.b.mT.shape)
+            rows, epilogue = (given.offsets, given.counts), (given.alpha, given.bias)
+            function(given.a, given.b, a_scale, b_scale, *rows, *epilogue, out, None, max_ctas)
 
         return launch
+
+
+def mx_words_of(scale: Tensor, shape: Sequence[int], column_major: bool = False) -> Tensor:
+    """Arrange the MXFP8 scales of a tensor (..., K) as ``mx_words``, (..., ⌈K/128⌉), from any layout.
+
+    Column-major words form one column over all leading dimensions.
+    """
+    *lead, k = shape
+    words = mx_words(linear_mx_scales(scale, math.prod(lead), k), column_major)
+    return words.unflatten(0, lead) if len(lead) > 1 else words
 
 
 def mx_words(scale: Tensor, column_major: bool = False) -> Tensor:

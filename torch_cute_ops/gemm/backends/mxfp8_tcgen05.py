@@ -19,13 +19,13 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 
 class MXFP8Tcgen05(FP8Tcgen05):
-    """Backend for MXFP8 operands. The tensor cores apply the scales, and sum over a CTA's whole range of K. Scales in
-    the 128x4 layout are read in place. Each call first rearranges other scales."""
+    """Backend for MXFP8 operands without experts. The tensor cores apply the scales, and sum over a CTA's whole range
+    of K. Scales in the 128x4 layout are read in place. Each call first rearranges other scales."""
 
     has_blocks = False  # no promotion
 
     def handles(self, problem: GemmProblem) -> bool:
-        return has_mxfp8(problem)
+        return has_mxfp8(problem) and problem.grouping.over == "none"
 
     def tiles_m(self, problem: GemmProblem) -> Mapping[tuple[bool, int], tuple[int, ...]]:
         return mxfp8_tcgen05.TILES_M

@@ -12,7 +12,7 @@ from torch_cute_ops.gemm.backends._fp8 import has_mxfp8, has_token_scales, has_t
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand, Tactic
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_token_gemm
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_mxfp8_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
 from torch_cute_ops.reference.mm_fp8_block import (
@@ -76,6 +76,9 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
         return scaled_gemm(given.a, given.b.t(), *scales, given.bias, problem.out_dtype)
     weight = given.b.mT
     assert given.a_scale is not None
+    if has_mxfp8(problem) and over == "rows":
+        rows, epilogue = (given.offsets, given.counts), (given.alpha, given.bias, problem.out_dtype)
+        return grouped_mxfp8_gemm(given.a, weight, given.a_scale, given.b_scale, *rows, *epilogue)
     if has_mxfp8(problem):
         scales = linear_mx_scales(given.a_scale, *given.a.shape), linear_mx_scales(given.b_scale, *weight.shape)
         return mxfp8_gemm(given.a, weight, *scales, given.alpha, given.bias, problem.out_dtype)
