@@ -16,12 +16,14 @@ BLOCK = 16
 E4M3_MAX = 448.0
 
 
-def nvfp4_quantize(y: torch.Tensor, global_scale: torch.Tensor | float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def nvfp4_quantize(
+    y: torch.Tensor, global_scale: torch.Tensor | float = 1.0, ratio: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise (M, K) fp32 to packed e2m1 (M, K/2) uint8 and block scales (M, K/16) float8_e4m3fn. `global_scale` is
-    one number, or (M, 1)."""
+    one number, or (M, 1). Scales are multiplied by `ratio` before they are rounded."""
     blocks = y.unflatten(-1, (-1, BLOCK))
     amax = blocks.abs().amax(-1)
-    scale = (amax * global_scale * (1 / 6)).clamp(max=E4M3_MAX)
+    scale = (amax * global_scale * (1 / 6) * ratio).clamp(max=E4M3_MAX)
     scale = torch.where(torch.isfinite(amax), scale, float("nan")).to(torch.float8_e4m3fn)
     decoded = scale.to(torch.float32)
     inverse = torch.where(decoded > 0, global_scale / decoded, 0.0)  # 0 if the block is all zero or contains NaN
@@ -156,6 +158,24 @@ def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the result of `silu_mul_fp32` to NVFP4 with 128x4 scales."""
     y, scale = nvfp4_quantize(silu_mul_fp32(x))
     return y, to_128x4(scale)
+
+
+def fp4_quantize_four_over_six(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to NVFP4 with 128x4 scales. Each block gets the scale of two that has the smaller sum of squared
+    errors."""
+    y = x.to(torch.float32)
+    (codes, scale), (larger_codes, larger_scale) = nvfp4_quantize(y), nvfp4_quantize(y, ratio=1.5)
+    squares, larger_squares = (
+        (nvfp4_dequantize(*each, torch.float32) - y).square().unflatten(-1, (-1, BLOCK))
+        for each in ((codes, scale), (larger_codes, larger_scale))
+    )
+    while squares.shape[-1] > 1:
+        squares = squares[..., 0::2] + squares[..., 1::2]
+        larger_squares = larger_squares[..., 0::2] + larger_squares[..., 1::2]
+    larger = larger_squares < squares
+    chosen = torch.where(larger, larger_codes.unflatten(-1, (-1, BLOCK // 2)), codes.unflatten(-1, (-1, BLOCK // 2)))
+    bytes_ = torch.where(larger.squeeze(-1), larger_scale.view(torch.uint8), scale.view(torch.uint8))
+    return chosen.flatten(-2), to_128x4(bytes_.view(scale.dtype))
 
 
 def nvfp4_quantize_per_token(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -62,6 +62,25 @@ def decoded_by_the_specification(weight: torch.Tensor, name: str) -> np.ndarray:
 # Values
 
 
+def test_four_over_six_reduces_the_error(device):
+    """Check that a weight with the better of two scales per block has a smaller error, and that GEMMs take it."""
+    weight = torch.randn(N, K, device=device)
+    plain, better = quantize(weight, "nvfp4"), quantize(weight, "nvfp4", four_over_six=True)
+    assert better.global_scale is not None
+    assert better.global_scale.item() == np.float32(1536) / np.float32(weight.abs().max().item())
+    errors = [float((dequantize(q).double() - weight.double()).square().mean()) for q in (plain, better)]
+    assert errors[1] < 0.9 * errors[0]
+    x = torch.randn(5, K, device=device).bfloat16()
+    exact = x.double() @ dequantize(better).double().t()
+    assert (linear(x, better).double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8_block"])
+def test_four_over_six_is_for_nvfp4(name):
+    with pytest.raises(ValueError, match=f"four_over_six is True; format='{name}' has no second scale, so pass False"):
+        quantize(torch.randn(N, K), name, four_over_six=True)
+
+
 @by_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("factor", [1.0, 1e-4, 1e4])

@@ -20,6 +20,7 @@ from torch_cute_ops.ops.all_reduce_add_rmsnorm_fp4quant import all_reduce_add_rm
 from torch_cute_ops.ops.all_reduce_add_rmsnorm_fp8quant import all_reduce_add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4_quantize_four_over_six import fp4_quantize_four_over_six
 from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -77,6 +78,7 @@ __all__ = [
     "dequantize",
     "fp4_dequantize",
     "fp4_quantize",
+    "fp4_quantize_four_over_six",
     "fp4_quantize_per_token",
     "fp4quant_mm_fp4",
     "fp8_quantize",

@@ -28,6 +28,7 @@ from torch_cute_ops.ops._checks import INPUT_DTYPES, PACKED_DTYPES, is_transpose
 from torch_cute_ops.ops._fp8_gemm import MX_SCALE_DTYPES
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4_quantize_four_over_six import fp4_quantize_four_over_six
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
@@ -210,10 +211,13 @@ torch.serialization.add_safe_globals([QuantizedWeight])
 # Public functions
 
 
-def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None = None) -> QuantizedWeight:
+def quantize(
+    w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None = None, four_over_six: bool = False
+) -> QuantizedWeight:
     """Quantise a weight, and return codes and scales as one object.
 
-    An NVFP4 weight gets the global scale ``448 · 6 / amax``; :func:`linear` and :func:`dequantize` apply it.
+    An NVFP4 weight gets the global scale ``448 · 6 / amax``, or ``256 · 6 / amax`` with ``four_over_six``;
+    :func:`linear` and :func:`dequantize` apply it.
 
     Args:
         w: (N, K) bfloat16, float16 or float32, as in ``nn.Linear.weight``. N is a multiple of 8. K is a multiple of 32,
@@ -223,6 +227,8 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
             DeepSeek-V3), or ``"mxfp8"`` (FP8, and one power of 2 per 32 elements of a row; the scales are linear).
         amax: one element, the largest magnitude that the global scale covers, for weights that share a global scale,
             such as q, k and v. None means the largest magnitude of ``w``. Only for ``"nvfp4"``.
+        four_over_six: True to choose the better of two scales for each block
+            (:func:`fp4_quantize_four_over_six`), which reduces the error. Only for ``"nvfp4"``.
 
     Raises:
         ValueError: for an unknown format, a wrong shape, or an ``amax`` that the format does not use.
@@ -241,7 +247,7 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
         [[[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [32.0, 33.0, 34.0, 35.0, 36.0, 37.0, 38.0, 39.0]]]
     """
     if is_proxy(w):
-        return handle_torch_function(quantize, (w,), w, format, amax=amax)
+        return handle_torch_function(quantize, (w,), w, format, amax=amax, four_over_six=four_over_six)
     kind = _kind_of("quantize", format)
     if isinstance(w, nn.Module):
         raise TypeError(f"quantize: w is a {type(w).__name__}; expected a tensor: pass its weight")
@@ -252,7 +258,10 @@ def quantize(w: Tensor, format: WeightFormat = "nvfp4", *, amax: Tensor | None =
     _check_multiples("quantize", "w", (w.shape[0], w.shape[1]), kind)
     if amax is not None and format != "nvfp4":
         raise ValueError(f"quantize: amax is given; format={format!r} has no global scale, so pass None")
-    return QuantizedWeight(*encode(w.detach().contiguous(), format, amax), format=format)
+    if four_over_six and format != "nvfp4":
+        raise ValueError(f"quantize: four_over_six is True; format={format!r} has no second scale, so pass False")
+    encoded = encode(w.detach().contiguous(), format, amax, four_over_six=four_over_six)
+    return QuantizedWeight(*encoded, format=format)
 
 
 def linear(
@@ -375,7 +384,11 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def encode(
-    weight: Tensor, format: str, amax: Tensor | None = None, scale_layout: FP4ScaleLayout = "128x4"
+    weight: Tensor,
+    format: str,
+    amax: Tensor | None = None,
+    scale_layout: FP4ScaleLayout = "128x4",
+    four_over_six: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantise a weight (N, K); return its codes, its block scales, and its global scale (NVFP4) or None.
 
@@ -385,6 +398,7 @@ def encode(
         amax: one element, the largest magnitude that NVFP4's global scale covers; None means the weight's largest
             magnitude.
         scale_layout: layout of FP4 scales. MXFP8 scales are linear.
+        four_over_six: True to choose the better of two scales for each NVFP4 block.
     """
     if format == "fp8_block":
         return *encode_fp8_blocks(weight), None
@@ -393,7 +407,9 @@ def encode(
     fmt = FP4_FORMATS[format]
     global_scale = None
     if fmt.has_global_scale:
-        global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else amax)
+        global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else amax, four_over_six)
+    if four_over_six:
+        return *fp4_quantize_four_over_six(weight, global_scale, scale_layout), global_scale
     codes, scale = fp4_quantize(weight, global_scale, block_size=fmt.block_size, scale_layout=scale_layout)
     return codes, scale, global_scale
 

@@ -187,7 +187,7 @@ def _rows(
     fmt: FP4Format | FP8Format | None = None
     if "block_size" in named:
         fmt = resolve_fp4_format(named["block_size"], named["scale_format"])
-    elif "row_scale" in spec.outputs:
+    elif "scale_layout" in named and "granularity" not in named:
         fmt = NVFP4
     elif "granularity" in named:
         fmt, _ = resolve_fp8_format(*(named[name] for name in ("granularity", "scale_layout", "scale_format")))

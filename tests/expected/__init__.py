@@ -61,7 +61,10 @@ def scalar_of(tensor: torch.Tensor | None) -> float | None:
 def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
     """Quantise fp32 rows to FP4 with the call's options; return ``(y, scale)``. ``lead`` are the leading dimensions of
     the input."""
-    blocks = spec.quantise(value, given["block_size"], scalar_of(given["global_scale"]))
+    if given.get("four_over_six"):
+        blocks = spec.quantise_four_over_six(value, scalar_of(given["global_scale"]))
+    else:
+        blocks = spec.quantise(value, given["block_size"], scalar_of(given["global_scale"]))
     scale = torch.from_numpy(spec.arrange(blocks.scales, given["scale_layout"]))
     if given["scale_layout"] == "linear":
         scale = scale.reshape(*lead, scale.shape[-1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from samples._rows import special_rows
 from support.emulated import ACQUIRE, BLACKWELL, CONSUMER, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, POWER_TARGETS, ROUNDED, WHAT, Case
+from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, POWER_TARGETS, ROUNDED, SIX_TARGETS, WHAT, Case
 
 from ptx_emulator import EmulationError, Race
 from ptx_emulator.adapter import run_kernel
@@ -20,6 +20,7 @@ from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp4_quantize_four_over_six import quantize_rows_four_over_six
 from torch_cute_ops.reference.fp4_quantize_per_token import quantize_rows_per_token
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
@@ -63,7 +64,10 @@ def expected(spec: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any
         y, scale, row_scale = quantize_rows_per_token(value, spec.layout.name)
         return Outcome(y, scale, None, norm, updated, row_scale)
     if isinstance(spec.fmt, FP4Format):
-        y, linear = quantize_rows(value, spec.fmt, factor, "linear")
+        if spec.four_over_six:
+            y, linear = quantize_rows_four_over_six(value, factor, "linear")
+        else:
+            y, linear = quantize_rows(value, spec.fmt, factor, "linear")
         scale = linear if spec.layout.is_linear else from_linear(linear, spec.layout)
         return Outcome(y, scale, linear if spec.also_linear else None, norm, updated)
     if spec.fmt is None:
@@ -244,6 +248,7 @@ class Run(NamedTuple):
 BF, HF, F, BFF = (BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)
 NV, NVG, MX = (tuple(itertools.product([name], ("linear", "128x4", "8x4"))) for name in ("nvfp4", "nvfp4-g", "mxfp4"))
 NVT = tuple(itertools.product(["nvfp4-t"], ("linear", "128x4", "8x4")))
+FOUR_SIX, FOUR_SIX_G = SIX_TARGETS[:3], SIX_TARGETS[3:]
 TENSOR, TOKEN, BLOCK, COLUMNS = FP8_TARGETS
 POWERS, POWER_COLUMNS, *MX8 = POWER_TARGETS
 
@@ -331,6 +336,12 @@ RUNS = [
     run("swiglu", HF, 2304, NVT[1], HOPPER, 9, 4, 0, **CLUSTER),
     run("quantize", BF, 528, NVT[1], CONSUMER, 13, 1, 1, **WARP_GROUPS),
     run("add", BF, 1152, NVT[0], CONSUMER, 9, 4, 0, **CLUSTER),
+    # The better of two scales per block
+    run("quantize", BF, 48, FOUR_SIX_G[1], HOPPER, 130, 2, 0, groups=2),
+    run("quantize", F, 528, FOUR_SIX[1], HOPPER, 140, 3, 1, **WARP_GROUPS),
+    run("quantize", HF, 528, FOUR_SIX_G[2], BLACKWELL, 19, 2, 0, **WARP_GROUPS),
+    run("quantize", F, 1024, FOUR_SIX_G[0], BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
+    run("quantize", BF, 1152, FOUR_SIX[0], CONSUMER, 9, 4, 1, **CLUSTER),
     # Block scales of 128 elements that are powers of two
     run("quantize", F, 1152, POWERS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
     run("quantize", BF, 320, POWER_COLUMNS, CONSUMER, 9, 1, 1, groups=2),
@@ -413,6 +424,17 @@ def test_row_quant(one: Run) -> None:
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.spec, got, expected(config.spec, *given))
+
+
+@pytest.mark.parametrize("target", [FOUR_SIX[0], FOUR_SIX_G[0]], ids=["plain", "global scale"])
+@pytest.mark.parametrize("arch", [HOPPER, BLACKWELL])
+def test_special_values_with_the_better_of_two_scales(arch: str, target: tuple[str, str]) -> None:
+    """Check rows with NaN, infinities, zeros, ties, and blocks whose smaller scale rounds to zero."""
+    one = Run("quantize", F, 192, target, arch, 0, 1, 0, {})
+    tiny = torch.logspace(-11, -6, 30, base=2)[:, None] * torch.randn(30, 192)
+    x = torch.cat((special_rows(FP32, CPU), tiny))
+    given = x, None, *weight_and_factor(one.config.spec)
+    check(one.config.spec, execute(one.config, arch, *given, 1, 0), expected(one.config.spec, *given))
 
 
 @pytest.mark.parametrize("rows", [2, 129])

@@ -47,6 +47,7 @@ from torch_cute_ops.kernels import (
 from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
 from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp4_quantize_four_over_six import quantize_rows_four_over_six
 from torch_cute_ops.reference.fp4_quantize_per_token import quantize_rows_per_token
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_mxfp8_gemm, grouped_token_gemm
@@ -530,6 +531,8 @@ def compute_rows(config: Any, *args: Any) -> None:
     if spec.has_row_scale:
         *results, row_scale = quantize_rows_per_token(value, spec.layout.name)
         write(call.row_scale, row_scale)
+    elif spec.four_over_six:
+        results = quantize_rows_four_over_six(value, call.factor, spec.layout.name)
     elif isinstance(spec.fmt, FP4Format):
         results = quantize_rows(value, spec.fmt, call.factor, spec.layout.name)
         if call.scale_linear is not None:

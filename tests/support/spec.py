@@ -232,6 +232,35 @@ def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarra
     return Quantised(codes.reshape(rows, width), scales)
 
 
+def quantise_four_over_six(value: np.ndarray, global_scale: float | None = None) -> Quantised:
+    """Quantise fp32 rows (M, K) to NVFP4, each block with the scale of two that has the smaller sum of squared errors;
+    each operation rounds to fp32."""
+    g = np.float32(1 if global_scale is None else global_scale)
+    blocks = value.reshape(len(value), value.shape[1] // 16, 16)
+    bad = ~np.isfinite(blocks).all(-1)
+    blocks = np.where(bad[..., None], np.float32(0), blocks)
+    best = codes = scales = None
+    with np.errstate(all="ignore"):
+        sixth = (np.abs(blocks).max(-1) * g) * np.float32(1 / 6)
+        for wanted in (sixth, sixth * np.float32(1.5)):
+            byte = e4m3(wanted)
+            s = scale_value(byte, "e4m3")
+            inverse = np.where(s == 0, np.float32(0), g / np.where(s == 0, np.float32(1), s)).astype(np.float32)
+            code = e2m1(np.where((s == 0)[..., None], 0.0, blocks * inverse[..., None]))
+            squares = np.square(e2m1_value(code) * s[..., None] - blocks * g)
+            while squares.shape[-1] > 1:
+                squares = squares[..., ::2] + squares[..., 1::2]
+            error = squares[..., 0]
+            assert error.dtype == np.float32
+            if best is None:
+                best, codes, scales = error, code, byte
+            else:
+                better = error < best
+                codes, scales = np.where(better[..., None], code, codes), np.where(better, byte, scales)
+    scales = np.where(bad, 0x7F, scales).astype(np.uint8)
+    return Quantised(np.where(bad[..., None], 0, codes).reshape(value.shape).astype(np.uint8), scales)
+
+
 def quantise_per_token(value: np.ndarray) -> tuple[Quantised, np.ndarray]:
     """Quantise fp32 rows (M, K) to NVFP4 with a scale per row, and return these row scales, (M,) fp32.
 

@@ -168,10 +168,9 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
     shape = call["input"].shape
     last = len(shape) - 1
     has_row_scale = "row_scale" in names
-    is_fp4 = "block_size" in call or has_row_scale
-    if has_row_scale:
+    if has_row_scale or path.four_over_six:
         fmt, layout, block = None, SCALE_LAYOUTS[call["scale_layout"]], NVFP4.block_size
-    elif is_fp4:
+    elif "block_size" in call:
         both = "scale_128x4" in names
         layout = SCALE_LAYOUTS["128x4" if both else call["scale_layout"]]
         block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size

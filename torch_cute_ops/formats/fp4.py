@@ -18,6 +18,11 @@ E4M3_NAN: Final = 0x7F
 UE8M0_NAN: Final = 0xFF
 NVFP4_MAX: Final = E4M3_MAX * E2M1_MAX
 """Largest magnitude of an NVFP4 element times its block scale."""
+FOUR_OVER_SIX: Final = 1.5
+"""Ratio of the two scales between which "4 over 6" chooses: the block's amax becomes 4 instead of 6."""
+FOUR_OVER_SIX_MAX: Final = 256 * E2M1_MAX
+"""Largest magnitude of an element times its smaller block scale with "4 over 6". The smaller scale is at most 256, so
+the larger scale is at most 384, which e4m3 represents."""
 SMALLEST_ROW_SCALE: Final = 2.0**-126
 """Smallest row scale of per-token NVFP4 other than zero: the smallest normal number of fp32."""
 EXTREME_ROW_SCALE: Final = 2.0**60
@@ -89,7 +94,7 @@ def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
     return fmt
 
 
-def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
+def nvfp4_global_scale(amax: torch.Tensor, four_over_six: bool = False) -> torch.Tensor:
     """Compute a tensor's global scale for NVFP4: ``448 · 6 / amax``, which maps its largest magnitude to NVFP4's
     maximum.
 
@@ -97,6 +102,8 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
 
     Args:
         amax: one element of any floating dtype, such as ``x.abs().amax()``.
+        four_over_six: True for ``256 · 6 / amax``, for ``fp4_quantize_four_over_six``: e4m3 then also represents
+            the scale of the tensor's largest block times 1.5.
 
     Returns:
         (1,) float32, always finite; 1 if ``amax`` is zero or not finite. If ``amax`` is on a CPU and is negative or not
@@ -118,7 +125,8 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
             stacklevel=2,
         )
     # Use ``full_like``: to divide a Python number by a tensor, torch multiplies by the reciprocal, which rounds twice.
-    scale = (torch.full_like(amax, NVFP4_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
+    most = FOUR_OVER_SIX_MAX if four_over_six else NVFP4_MAX
+    scale = (torch.full_like(amax, most) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 

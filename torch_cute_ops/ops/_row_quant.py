@@ -203,6 +203,7 @@ class RowQuant(KernelPath[RowCall]):
         source: source of the values of a row: the input's row; the sum of the input's row and the residual's row, which
             then overwrites the residual; or the gated product of the row's two halves.
         normalises: True if rows are first normalised.
+        four_over_six: True if each NVFP4 block gets the better of two scales.
         fixed: as in ``CallPath``.
     """
 
@@ -213,10 +214,15 @@ class RowQuant(KernelPath[RowCall]):
     any_address = frozenset(("scale_linear", "scale_out", "row_scale"))
 
     def __init__(
-        self, source: Literal["rows", "add", "silu_mul"] = "rows", *, normalises: bool = False, **fixed: Any
+        self,
+        source: Literal["rows", "add", "silu_mul"] = "rows",
+        *,
+        normalises: bool = False,
+        four_over_six: bool = False,
+        **fixed: Any,
     ) -> None:
         super().__init__(**fixed)
-        self.source, self.normalises = source, normalises
+        self.source, self.normalises, self.four_over_six = source, normalises, four_over_six
 
     def needs_alignment(self, name: str, output: Tensor) -> bool:
         return super().needs_alignment(name, output) or (name == "scale_out" and output.dtype == torch.uint8)
@@ -421,6 +427,7 @@ class RowQuant(KernelPath[RowCall]):
             has_bias=call.bias is not None,
             subtracts_mean=call.subtract_mean,
             has_fp32_residual=call.residual is not None and call.residual.dtype != call.input.dtype,
+            four_over_six=self.four_over_six,
         )
 
     def kernel(self, call: RowCall, arch: Arch) -> KernelSpec:

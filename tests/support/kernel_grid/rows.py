@@ -46,6 +46,10 @@ TARGETS = (*FP4_TARGETS, *FP8_TARGETS, ROUNDED)
 TOKEN_TARGETS = tuple(itertools.product(("nvfp4-t",), SCALE_LAYOUTS))
 """Targets of NVFP4 rows with a scale per row. The grid does not contain them; see ``ROW_SCALED``."""
 
+SIX_TARGETS = tuple(itertools.product(("nvfp4-46", "nvfp4-46-g"), SCALE_LAYOUTS))
+"""Targets of NVFP4 rows with the better of two scales per block. The grid does not contain them; see
+``FOUR_OVER_SIX``."""
+
 POWER_TARGETS = (
     *itertools.product(("block128-ue8m0",), ("row", "column")),
     *itertools.product(("block32",), SCALE_LAYOUTS),
@@ -187,13 +191,14 @@ class Case(KernelCase):
             fmt=self.format,
             layout={**SCALE_LAYOUTS, **FP8_SCALE_LAYOUTS}[layout],
             also_linear="linear" in self.what.also,
-            has_factor=name in ("nvfp4-g", "tensor"),
+            has_factor=name in ("nvfp4-g", "nvfp4-46-g", "tensor"),
             writes_norm="norm" in self.what.also or self.target == ROUNDED,
             swiglu=self.what.swiglu,
             interleaved=self.interleaved,
             has_row_scale=self.target in TOKEN_TARGETS,
             weight_plus_one=self.what.weight_plus_one,
             gate=self.what.gate,
+            four_over_six=self.target in SIX_TARGETS,
             **dict(self.what.more),
         )
         return row_quant.RowQuantKernel(row_quant.plan(spec, GPU_ARCHS[self.arch]))
@@ -335,7 +340,23 @@ WITH_POWERS = tuple(
 )
 """Cases of FP8 rows whose block scales are powers of two."""
 
-MORE = (*INTERLEAVED, *WITH_POWERS, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU, *WITH_RELU, *GENERAL_NORMS)
+FOUR_OVER_SIX = tuple(
+    itertools.starmap(
+        Case,
+        (
+            (WHAT["quantize"], (BF16, BF16), 7168, SIX_TARGETS[4], "sm_90a"),
+            (WHAT["quantize"], (BF16, BF16), 48, SIX_TARGETS[0], "sm_90a"),
+            (WHAT["quantize"], (FP32, FP32), 65_536, SIX_TARGETS[4], "sm_90a"),
+            (WHAT["quantize"], (BF16, BF16), 7168, SIX_TARGETS[4], "sm_100a"),
+            (WHAT["quantize"], (FP16, FP16), 4096, SIX_TARGETS[2], "sm_100a"),
+            (WHAT["quantize"], (BF16, BF16), 8192, SIX_TARGETS[3], "sm_120a"),
+            (WHAT["quantize"], (FP32, FP32), 2880, SIX_TARGETS[1], "sm_120a"),
+        ),
+    )
+)
+"""Cases of NVFP4 rows with the better of two scales per block."""
+
+MORE = (*INTERLEAVED, *WITH_POWERS, *FOUR_OVER_SIX, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU, *WITH_RELU, *GENERAL_NORMS)
 """Cases that are not part of the grid."""
 
 

@@ -11,7 +11,7 @@ from torch_cute_ops.formats import FP8_BLOCK128_UE8M0, MXFP8
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack
 from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0, is_live, ue8m0_scale
-from torch_cute_ops.kernels.common.fp4.codes import fp4_block
+from torch_cute_ops.kernels.common.fp4.codes import fp4_block, nvfp4_block_four_over_six
 from torch_cute_ops.kernels.common.fp8.encode import (
     E4M3_MAX,
     Divisor,
@@ -111,6 +111,8 @@ class Encoder:
             factor = factor if rstd is None else ptx.mul_rn(factor, rstd)
             values = [products[i] for i in range(c.spec.block_elements)]
             return multiply_e4m3(values, factor, is_live(largest)), byte
+        if c.spec.four_over_six:
+            return nvfp4_block_four_over_six(products, amax[0], global_scale, c.has_e2m1_cvt)
         return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, global_scale) -> list:

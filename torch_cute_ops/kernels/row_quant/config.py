@@ -94,6 +94,7 @@ class RowQuantSpec:
         has_bias: True if a bias is added to the norm.
         subtracts_mean: True if the norm first subtracts the mean of the row, as LayerNorm does.
         has_fp32_residual: True if the residual of ``"add"`` is float32 and the input has 16 bits.
+        four_over_six: True if each NVFP4 block of a row without a norm gets the better of two scales.
     """
 
     source: Source
@@ -119,6 +120,7 @@ class RowQuantSpec:
     has_bias: bool = False
     subtracts_mean: bool = False
     has_fp32_residual: bool = False
+    four_over_six: bool = False
 
     @classmethod
     def for_gated_rows(cls, dtype: torch.dtype, width: int, gate: Gate = "silu") -> "RowQuantSpec":

@@ -42,7 +42,14 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Uint8, Uint32, const_expr
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, FP8Format, ScaleLayout
-from torch_cute_ops.formats.fp4 import E2M1_MAX, EXTREME_ROW_POWER, EXTREME_ROW_SCALE, NVFP4_MAX, SMALLEST_ROW_SCALE
+from torch_cute_ops.formats.fp4 import (
+    E2M1_MAX,
+    EXTREME_ROW_POWER,
+    EXTREME_ROW_SCALE,
+    FOUR_OVER_SIX,
+    NVFP4_MAX,
+    SMALLEST_ROW_SCALE,
+)
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
@@ -240,15 +247,19 @@ def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Fl
     scaled = amax if global_scale is None else ptx.mul_rn(amax, global_scale)
     # Adding 0 · amax turns an infinite amax into NaN, instead of saturating it. It changes no other value.
     byte = ptx.e4m3_of(ptx.fma_rn(amax, Float32(0.0), ptx.mul_rn(scaled, Float32(1 / 6))))
-    scale = ptx.float_of_e4m3(byte)
+    return byte, _factor(ptx.float_of_e4m3(byte), global_scale)
+
+
+def _factor(scale: Float32, global_scale: Float32 | None) -> Float32:
+    """Return ``global_scale / scale`` for the value of an e4m3 number that is neither zero nor NaN."""
     # Divide without the branch of div.rn (Markstein 1990). One Newton step rounds 1 / scale correctly, because a scale
     # has only four significant bits. One residual step rounds g / scale correctly, for g between 2^-100 and 2^100.
     inverse = ptx.rcp_approx(scale)
     inverse = ptx.fma_rn(inverse, ptx.fma_rn(-scale, inverse, Float32(1.0)), inverse)
     if global_scale is None:
-        return byte, inverse
+        return inverse
     quotient = ptx.mul_rn(global_scale, inverse)
-    return byte, ptx.fma_rn(inverse, ptx.fma_rn(-scale, quotient, global_scale), quotient)
+    return ptx.fma_rn(inverse, ptx.fma_rn(-scale, quotient, global_scale), quotient)
 
 
 def nvfp4_row_scale(amax: Float32) -> tuple[Float32, Float32, Float32]:
@@ -301,3 +312,49 @@ def fp4_block(
     scaled = [ptx.mul_rn(values[i], factor) for i in range(part or fmt.block_size)]
     words = [encode_e2m1x8(scaled[i : i + 8], has_e2m1_cvt) for i in range(0, len(scaled), 8)]
     return [ptx.select(live, word, Uint32(0)) for word in words], byte
+
+
+def nvfp4_block_four_over_six(
+    values, amax: Float32, global_scale: Float32 | None, has_e2m1_cvt: bool
+) -> tuple[list, Uint32]:
+    """Quantise a block of 16 ``Float32`` values to NVFP4 with the better of two scales, and return the words of its
+    codes, and its scale byte.
+
+    The scales map ``amax``, the largest magnitude of the block, to 6 and to 4. The scale with the smaller sum of
+    squared errors is better. If both errors are equal, or NaN, the scale for 6 is taken.
+    """
+    scaled = [values[i] if global_scale is None else ptx.mul_rn(values[i], global_scale) for i in range(16)]
+    largest = amax if global_scale is None else ptx.mul_rn(amax, global_scale)
+    # Adding 0 · amax turns an infinite amax into NaN, as in ``nvfp4_scale``.
+    sixth = ptx.fma_rn(amax, Float32(0.0), ptx.mul_rn(largest, Float32(1 / 6)))
+    candidates = []
+    for wanted in (sixth, ptx.mul_rn(sixth, Float32(FOUR_OVER_SIX))):
+        byte = ptx.e4m3_of(wanted)
+        scale = ptx.float_of_e4m3(byte)
+        factor = _factor(scale, global_scale)
+        encoded = [ptx.mul_rn(values[i], factor) for i in range(16)]
+        words = [encode_e2m1x8(encoded[i : i + 8], has_e2m1_cvt) for i in (0, 8)]
+        # If the scale is zero, the codes are meaningless, but they are decoded to zero all the same.
+        error = _squared_error(words, ptx.mul_rn(scale, Float32(2.0**14)), scaled)
+        live = is_live_nvfp4(byte)
+        candidates.append((error, byte, [ptx.select(live, word, Uint32(0)) for word in words]))
+    (error, byte, words), (larger_error, larger_byte, larger_words) = candidates
+    takes_larger = larger_error < error
+    chosen = zip(larger_words, words, strict=True)
+    return [ptx.select(takes_larger, a, b) for a, b in chosen], ptx.select(takes_larger, larger_byte, byte)
+
+
+def _squared_error(words: list, scale: Float32, values: list) -> Float32:
+    """Return the sum of the squared differences between ``values`` and the decoded codes of two words times ``scale``,
+    whose decoded values are e2m1 · 2^-14. Neighbouring squares are added first, then neighbouring sums, and so on."""
+    errors: dict = {}
+    for w, word in enumerate(words):
+        for pair, (low, high) in zip(float16_pairs(word), ((0, 2), (1, 3), (4, 6), (5, 7)), strict=True):
+            for half, k in enumerate((low, high)):
+                # The product is exact, so this rounds only the difference.
+                error = ptx.fma_rn(ptx.unpack_f16(pair, half), scale, -values[8 * w + k])
+                errors[8 * w + k] = ptx.mul_rn(error, error)
+    sums = [errors[i] for i in range(len(errors))]
+    while len(sums) > 1:
+        sums = [ptx.add_rn(a, b) for a, b in zip(sums[0::2], sums[1::2], strict=True)]
+    return sums[0]
