@@ -28,6 +28,44 @@ def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
     return lambda x, weight, eps, residual: rmsnorm_fwd(x, weight, residual=residual, eps=eps)[:2]
 
 
+def vllm_qkv_append() -> Callable[..., torch.Tensor] | str:
+    """Return a function that takes the arguments of `qkv_norm_rope_append`, with `cos_sin` in the dtype of `qkv`, and
+    calls two kernels of vLLM.
+
+    The first kernel normalises and rotates q and k in place, the second writes k and v to 16-bit or FP8 caches. The
+    function returns q, a view of `qkv`.
+    """
+    try:
+        from vllm._custom_ops import fused_qk_norm_rope, reshape_and_cache_flash
+    except Exception as error:  # a peer that cannot be imported, for any reason, is reported as missing
+        return f"vLLM cannot be imported ({type(error).__name__}: {error})"
+
+    def append(
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+        q_heads: int,
+        kv_heads: int,
+        q_norm: torch.Tensor,
+        k_norm: torch.Tensor,
+        eps: float,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+    ) -> torch.Tensor:
+        heads = q_heads, kv_heads, kv_heads
+        fused_qk_norm_rope(qkv, *heads, q_norm.shape[0], eps, q_norm, k_norm, cos_sin, True, positions)
+        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 1)
+        is_fp8 = key_cache.dtype == torch.float8_e4m3fn
+        caches = [each.view(torch.uint8) if is_fp8 else each for each in (key_cache, value_cache)]
+        reshape_and_cache_flash(k, v, *caches, slots, "fp8" if is_fp8 else "auto", k_scale, v_scale)
+        return q
+
+    return append
+
+
 def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor]) -> Callable[..., Any] | str:
     """Return `function` compiled by Inductor according to `case.inductor`.
 

@@ -38,13 +38,14 @@ class QkvNormRopeAppend(Benchmark):
 
     op = "qkv_norm_rope_append"
     family = "qkv_rope"
-    peers = ("separate", "inductor")
+    peers = ("vllm", "separate", "inductor")
     of_copy = targets.QKV_OF_COPY
     tolerance = 1e-3
     settings: ClassVar = {"dtype": "bfloat16", "table": "float32", "page": str(PAGE), "rotated": "D, halves"}
     about = """\
 "separate" computes the norm of q, the norm of k, the rotation, and the write to the caches in four functions, each
 compiled by Inductor. "inductor" compiles the four functions as one. Both write NVFP4 caches by plain torch operations.
+"vllm" calls two kernels of vLLM: norm and rotation of q and k, and the write to the caches. It has no NVFP4 caches.
 Slots are scattered over caches twice as large as needed."""
     heads: ClassVar[tuple[int, int]] = (32, 8)
 
@@ -119,6 +120,8 @@ Slots are scattered over caches twice as large as needed."""
         return Variant(call, self.bytes_moved(case))
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        if name == "vllm":
+            return self.vllm(case, sets)
         function: Callable[..., Any]
         if name == "inductor":
             compiled = peers.inductor(compositions.qkv_norm_rope_append, case, [])
@@ -133,6 +136,24 @@ Slots are scattered over caches twice as large as needed."""
 
         # The peers are not checked, because their steps round intermediate results to 16 bits.
         return Variant(call, self.bytes_moved(case), case.inductor, checked=False)
+
+    def vllm(self, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        """Return the variant that calls vLLM's kernels, or the reason why it is missing."""
+        function = peers.vllm_qkv_append()
+        if isinstance(function, str):
+            return function
+        if case.choices["cache"] == "nvfp4":
+            return "vLLM's kernel does not write NVFP4 caches"
+        # vLLM's table has the dtype of q, q and k are normalised in place, and scales are not optional.
+        one = torch.ones(1, device=sets[0]["qkv"].device)
+        given = [{"k_scale": one, "v_scale": one, **self.arguments(each)} for each in sets]
+        given = [{**each, "qkv": each["qkv"].clone(), "cos_sin": each["cos_sin"].to(DTYPE)} for each in given]
+
+        def call(i: int) -> tuple[torch.Tensor, ...]:
+            return self.results(function(**given[i]), sets[i])
+
+        # Not checked: each call normalises the result of the preceding call, and vLLM rounds at other places.
+        return Variant(call, self.bytes_moved(case), checked=False)
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         own = tensors | {name: tensors[name].clone() for name in WRITTEN if name in tensors}
