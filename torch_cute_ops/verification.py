@@ -545,6 +545,9 @@ def _gemm(
         blocks, b_layout = problem.k // problem.b.format.block_size, SCALE_LAYOUTS["linear"]
         b_scale = to_linear(b_scale, problem.b.scale_layout, problem.experts * n, blocks)
         b_scale = b_scale.view(problem.experts, n, blocks)
+    elif problem.b.format == MXFP8:
+        b_scale = linear_mx_scales(b_scale, problem.experts * n, problem.k)
+        b_scale = b_scale.view(problem.experts, n, problem.k // MXFP8.block_size)
     for i, expert in enumerate(owners[rows].tolist()):
         factor, kind = alpha, problem.epilogue.alpha
         if kind in ("expert", "expert_column"):

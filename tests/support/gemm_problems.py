@@ -65,7 +65,7 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
     return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
 
 
-def mx_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=None, bias_dtype=None):
+def mx_problem(n=4096, k=7168, out_dtype=BF16, alpha=None, bias_dtype=None, rows=ALL_ROWS, experts=1):
     """Return a GEMM problem of MXFP8 matrices, grouped if there are several experts."""
     grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
     return GemmProblem(Operand(MXFP8), Operand(MXFP8), n, k, Epilogue(out_dtype, alpha, bias_dtype), grouping)
