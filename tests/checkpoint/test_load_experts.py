@@ -21,7 +21,7 @@ from torch_cute_ops.nn import QuantExperts, quantize_
 QWEN, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 SIZES = ((I, H), (I, H), (H, I))
 NAMES = ("gate_up_proj", "down_proj")
-BY_EXPERTS = [name for name in KINDS if KINDS[name].scheme not in ("fp8_tensor", "mxfp8")]
+BY_EXPERTS = [name for name in KINDS if KINDS[name].scheme != "fp8_tensor"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,18 @@ def test_values(name, tmp_path, device):
     factors = torch.rand(3, 2, device=device)
     with torch.no_grad():
         got = experts(x, ids, factors).double().cpu().numpy()
-    granularity = "token" if KINDS[name].scheme == "fp8_channel" else "block128"
+    granularity = {"fp8_channel": "token", "mxfp8": "block32"}.get(KINDS[name].scheme, "block128")
     want = support.computed(x, ids, factors, gate_up, down, granularity=granularity)
     assert np.linalg.norm(got - want) < (0.07 if "NVFP4" in name or "W4A" in name else 0.015) * np.linalg.norm(want)
+
+
+def test_names_of_minimax(tmp_path):
+    """Load experts as MiniMax-M3-MXFP8 names them: ``block_sparse_moe.experts.0.w1``."""
+    _, gate_up, down = written(KINDS["MiniMax MXFP8"], tmp_path, MIXTRAL, "block_sparse_moe")
+    experts = checkpoint.load_(on_meta(), tmp_path).mlp.experts
+    assert experts.scheme == "mxfp8"
+    for got, want in zip(support.decoded(experts), (gate_up, down), strict=True):
+        assert np.array_equal(got, want)
 
 
 def test_names_of_mixtral(tmp_path):
@@ -90,13 +99,15 @@ def test_names_of_mixtral(tmp_path):
         ("fp8_block", "compressed-tensors", Experts),
         ("fp8_channel", "compressed-tensors", Experts),
         ("fp8_channel", "modelopt", Experts),
+        ("mxfp8", "compressed-tensors", Experts),
+        ("mxfp8", "modelopt", Experts),
     ],
 )
 def test_saved_and_read_again(scheme, style, form, tmp_path):
     block = quantize_(Block(form()).bfloat16(), scheme)
     checkpoint.save(block, tmp_path, style)
     names = {*load_file(tmp_path / "model.safetensors")}
-    weight = "weight" if style == "modelopt" or scheme.startswith("fp8") else "weight_packed"
+    weight = "weight" if style == "modelopt" or "fp8" in scheme else "weight_packed"
     assert {f"mlp.experts.{e}.{part}.{weight}" for e in range(E) for part in QWEN} <= names
     again = checkpoint.load_(on_meta(form), tmp_path)
     assert again.mlp.experts.swiglu == block.mlp.experts.swiglu

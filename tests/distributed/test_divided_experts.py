@@ -32,7 +32,7 @@ WIDTH = 256
 WAYS = ("expert", "tensor")
 FORMS = [
     *(("nvfp4", Experts), ("nvfp4", GptOssExperts), ("mxfp4", GptOssExperts)),
-    *(("fp8_block", Experts), ("fp8_channel", Experts)),
+    *(("fp8_block", Experts), ("fp8_channel", Experts), ("mxfp8", Experts)),
 ]
 M, TOPK = 5, 2
 
@@ -67,7 +67,7 @@ def values(rank: int) -> None:
         if form is GptOssExperts:
             stacks = (whole.gate_up_proj.bias, whole.down_proj.bias)
             biases = tuple(each.detach().double().numpy().reshape(E, -1) for each in stacks)
-        granularity = "token" if scheme == "fp8_channel" else "block128"
+        granularity = {"fp8_channel": "token", "mxfp8": "block32"}.get(scheme, "block128")
         weights = support.decoded(whole)
         want = support.computed(x, ids, factors, *weights, biases, whole.swiglu[:3], granularity=granularity)
         reference = copy.deepcopy(whole)
@@ -93,7 +93,7 @@ def values(rank: int) -> None:
                 bound = 2.0**-8 * exact.abs() + 1e-4 if sums else 2.0**-6 * exact.abs().max()
                 assert ((y.float() - exact).abs() <= bound).all(), (scheme, form, by, sums)
 
-        if not scheme.startswith("fp8"):
+        if "fp8" not in scheme:
             whole.route_few_()
             exact = whole(x, ids, factors).float()
             for by in WAYS:
@@ -132,7 +132,7 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
     read: list = []
     note_reads(read)
     styles = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors", "fp8_block": "compressed-tensors"}
-    styles["fp8_channel"] = "compressed-tensors"
+    styles |= {"fp8_channel": "compressed-tensors", "mxfp8": "compressed-tensors"}
     for case, form in (*FORMS, ("gpt-oss", GptOssExperts)):
         path = folder / f"{case}-{form.__name__}"
         if rank == 0:

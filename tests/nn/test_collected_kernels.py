@@ -42,13 +42,20 @@ def model_of(scheme, activations):
     model.norm = nn.RMSNorm(H, dtype=torch.bfloat16)
     model.gate_up = cls(H, 2 * H, activations=activations, parts=(H, H))
     model.down = cls(H, H, activations=activations)
-    if scheme in ("mxfp4", "fp8_block"):
+    if scheme in ("mxfp4", "fp8_block", "mxfp8"):
         experts = QuantExperts(cls(H, 2 * E * I, parts=[I] * (2 * E)), cls(I, E * H, parts=[H] * E), E, topk=TOPK)
         model.experts = ExpertLayer(torch.zeros(E, H), experts, TOPK)
     return model
 
 
-CASES = [("nvfp4", "fp4"), ("nvfp4", "16bit"), ("mxfp4", "fp8"), ("fp8_block", "auto"), ("fp8_channel", "auto")]
+CASES = [
+    ("nvfp4", "fp4"),
+    ("nvfp4", "16bit"),
+    ("mxfp4", "fp8"),
+    ("fp8_block", "auto"),
+    ("fp8_channel", "auto"),
+    ("mxfp8", "auto"),
+]
 
 
 @pytest.mark.parametrize(("scheme", "activations"), CASES)

@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from support import spec, weights
+from support.experts import Block, E, Experts, H, ops_of
 from support.layers import assert_computes, assert_same_layer
 from torch import nn
 
 from torch_cute_ops import convert_scales, fp8_quantize, mm_fp8_block, rmsnorm_fp8quant, silu_mul_fp8quant
-from torch_cute_ops.nn import MXFP8Linear, QuantizedRows, fp8_linear, merge
+from torch_cute_ops.nn import MXFP8Linear, QuantizedRows, fp8_linear, merge, quantize_
 from torch_cute_ops.nn.fp8_linear import reads_tiles
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -99,6 +100,27 @@ def test_rows_of_fused_ops(layout):
         a, a_scale = operands
         want = mm_fp8_block(a, layer.weight.t(), a_scale, layer.state_dict()["weight_scale"], bias=layer.bias)
         assert torch.equal(got, want)
+
+
+@torch.no_grad()
+def test_experts_keep_linear_scales(monkeypatch):
+    """Check that experts have linear scales on every GPU, as grouped GEMMs read them, also after a move and after a
+    state dict was loaded."""
+    block = quantize_(Block(Experts()).bfloat16(), "mxfp8")
+    given = torch.randn(5, H).bfloat16(), torch.randint(E, (5, 2)), torch.rand(5, 2)
+    want, state = block.mlp.experts(*given), block.state_dict()
+    monkeypatch.setattr(fp8_linear, "reads_tiles", lambda device: True)
+    again = quantize_(Block(Experts()).bfloat16(), "mxfp8")
+    block.to("cpu")
+    again.load_state_dict(state)
+    for each in (block, again):
+        experts = each.mlp.experts
+        assert experts.gate_up_proj.weight_scale.dim() == experts.down_proj.weight_scale.dim() == 2
+        assert each.o_proj.weight_scale.dim() == 5
+        assert torch.equal(experts(*given), want)
+    assert ops_of(block.mlp.experts, *given) >= {"fp8_quantize", "grouped_mm_fp8", "silu_mul_fp8quant"}
+    with pytest.raises(ValueError, match=r"route_few_: the weights are in FP8; the ops take FP4"):
+        block.mlp.experts.route_few_()
 
 
 def test_refused():

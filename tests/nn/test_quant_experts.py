@@ -21,7 +21,7 @@ from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, qu
 from torch_cute_ops.nn.experts import MOST_FEW, as_int32, few_tokens, reason_unrouted
 from torch_cute_ops.runtime.arch import ARCHS
 
-SCHEMES = ("nvfp4", "mxfp4", "fp8_block", "fp8_channel")
+SCHEMES = ("nvfp4", "mxfp4", "fp8_block", "fp8_channel", "mxfp8")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
 
 
@@ -46,7 +46,7 @@ def assert_close(got: torch.Tensor, want: np.ndarray) -> None:
 def computed(experts: QuantExperts, *given) -> np.ndarray:
     """Return the expected results, with activations rounded at the granularity that the experts use."""
     x, ids, factors, *rest = given
-    granularity = "token" if experts.has_token_scales else "block128"
+    granularity = "block32" if experts.scheme == "mxfp8" else "token" if experts.has_token_scales else "block128"
     return support.computed(x, ids, factors, *support.multiplied(experts), *rest, granularity=granularity)
 
 
@@ -79,7 +79,7 @@ def test_values(scheme, form, device):
     # The decoded weights approximate the original module's weights, which shows the order of gate and up.
     for got, want in ((gate_up, want_gate_up), (down, want_down)):
         error = np.linalg.norm(got - want.double().numpy()) / want.norm().item()
-        assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04, "fp8_channel": 0.04}[scheme]
+        assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04, "fp8_channel": 0.04, "mxfp8": 0.04}[scheme]
     for mine, theirs in zip(experts.dequantize(), (gate_up, down), strict=True):
         assert np.allclose(mine.cpu().double().numpy(), theirs, rtol=1e-6, atol=0)
     got = experts(x, ids, factors)
@@ -151,7 +151,7 @@ def test_experts_that_stay():
     with pytest.warns(UserWarning, match=r"experts are 256 and 64 wide; expected multiples of 128"):
         block_of(Experts(width=64), "fp8_block")
     with pytest.warns(
-        UserWarning, match=r"scheme is 'fp8_tensor'; expected 'nvfp4', 'mxfp4', 'fp8_block', 'fp8_channel' for experts"
+        UserWarning, match=r"scheme is 'fp8_tensor'; expected 'nvfp4', 'mxfp4', 'fp8_block', 'fp8_channel', 'mxfp8'"
     ):
         block_of(Experts(), "fp8_tensor")
     for ignore in (("experts",), ("mlp.*",)):

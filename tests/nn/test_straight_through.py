@@ -28,7 +28,7 @@ from torch_cute_ops.nn import (
     quantize_,
 )
 
-by_scheme = pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block"])
+by_scheme = pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block", "mxfp8"])
 N, K = 136, 320  # neither is a multiple of a scale tile or of 128 elements
 BF16 = torch.bfloat16
 
@@ -193,7 +193,7 @@ def test_experts(scheme, form, few, device):
     does not change."""
     experts = quantize_(Block(form()).bfloat16(), scheme).to(device).mlp.experts
     if few:
-        if scheme == "fp8_block" or device == "cuda":
+        if "fp8" in scheme or device == "cuda":
             return
         experts.route_few_()
     x, ids = (each.to(device) for each in tokens_off_the_clamp(experts, 7))
@@ -282,7 +282,7 @@ def losses_of(model: nn.Module, device: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block", "fp8_channel", "mxfp8"])
 def test_adapters_learn(scheme, device):
     """Check that, in 20 steps, adapters before and after quantised layers reduce the loss as with bf16 layers."""
     torch.manual_seed(0)

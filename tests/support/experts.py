@@ -113,7 +113,7 @@ def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
 def multiplied(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
     """Return the weights (E, 2I, H) and (E, H, I) by which FP8 activations are multiplied: FP4 weights are re-encoded
     in FP8."""
-    if experts.scheme in ("fp8_block", "fp8_channel"):
+    if "fp8" in experts.scheme:
         return decoded(experts)
     gate_up, down = (
         layers.recoded({name: each.cpu() for name, each in layer.tensors().items()}, layer, experts.has_token_scales)
@@ -161,9 +161,12 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def in_fp8(rows: np.ndarray, granularity: str = "block128") -> np.ndarray:
-    """Round float64 rows to FP8, with one scale per 128 elements or per row (``"token"``), and decode them."""
+    """Round float64 rows to FP8, with one scale per 128 elements, per row (``"token"``), or per 32 elements in MXFP8
+    (``"block32"``), and decode them."""
     elements, scales = spec.quantise_fp8(rows, granularity, None)
     numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
     if granularity == "token":
         return numbers * scales.astype(np.float64)
+    if granularity == "block32":
+        return numbers * spec.scale_value(scales, "ue8m0").astype(np.float64).repeat(32, 1)
     return numbers * scales.astype(np.float64).repeat(128, 1)[:, : rows.shape[1]]

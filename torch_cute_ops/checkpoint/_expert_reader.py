@@ -43,13 +43,7 @@ class ExpertReader:
             reason = "does not say how" if scheme is None else "gives several schemes for the experts of this layer"
             raise ValueError(f"{self.layers.describe(first)} is quantised, but {self.layers.spec.path} {reason}")
         self.layers.note_uncalibrated(every, [scheme] * len(every))
-        is_fp8 = "fp8" in scheme.format
-        cls = FP8BlockLinear if scheme.format == "fp8_tensor" else FORMATS.get(scheme.format)
-        if cls is None:
-            raise ValueError(
-                f"{self.layers.describe(first)}: experts in {scheme.format} are not supported; expected one of "
-                f"{', '.join(FORMATS)}, fp8_tensor"
-            )
+        is_fp8, cls = "fp8" in scheme.format, FORMATS.get(scheme.format, FP8BlockLinear)
         device = self.device_of(given.module.down_proj)
 
         def stacked(sources: Sequence[str], n: int, k: int, has_bias: bool) -> QuantLinear:

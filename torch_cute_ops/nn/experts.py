@@ -15,7 +15,7 @@ from torch_cute_ops.nn._base import QuantLinear
 from torch_cute_ops.nn._expert_tensors import FewActivations, PreparedScales, SideBySide
 from torch_cute_ops.nn._tracing import one_node
 from torch_cute_ops.nn.fp4_linear import MXFP4Linear, NVFP4Linear
-from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear
+from torch_cute_ops.nn.fp8_linear import FP8BlockLinear, FP8ChannelLinear, MXFP8Linear
 from torch_cute_ops.ops._checks import index_out_of_range
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
@@ -36,7 +36,7 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.dispatch import PLAIN, is_proxy
 
 FORMATS: Final[dict[str, type[QuantLinear]]] = {
-    cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8ChannelLinear)
+    cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8ChannelLinear, MXFP8Linear)
 }
 """Linear layer class for each scheme that experts support."""
 MULTIPLE: Final = 64
@@ -125,7 +125,8 @@ class QuantExperts(nn.Module):
 
     If FP8 weights have one scale per channel (``"fp8_channel"``), activations have one scale per token: in step 2,
     ``fp8_quantize`` quantises the tokens and torch copies its rows into the experts' order; in step 4,
-    ``silu_mul_fp8quant`` gates and quantises. :meth:`scale_tokens_` does the same for FP4 weights.
+    ``silu_mul_fp8quant`` gates and quantises. :meth:`scale_tokens_` does the same for FP4 weights. Experts in MXFP8
+    call the same ops, which then write MXFP8: one scale per 32 elements.
 
     The host never waits for the device, and no shape depends on the routing, so calls can be captured. After
     :meth:`route_few_`, calls with few tokens use other ops. :class:`ExpertLayer` adds the router.
@@ -172,6 +173,8 @@ class QuantExperts(nn.Module):
                 got = f"{len(layer.parts)} parts, the first with {layer.parts[0]} rows"
                 raise ValueError(f"QuantExperts: {name} has {got}; expected {len(parts)} with {width}")
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        gate_up_proj.as_stack_()
+        down_proj.as_stack_()
         self.side_by_side: SideBySide | None = None
         self.prepared: PreparedScales | None = None
         self.tokens_of_expert: int | None = None
@@ -309,7 +312,7 @@ class QuantExperts(nn.Module):
 
     @property
     def scheme(self) -> str:
-        """Format of the weights: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"`` or ``"fp8_channel"``."""
+        """Format of the weights: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_channel"`` or ``"mxfp8"``."""
         return self.gate_up_proj.scheme
 
     @property
@@ -472,14 +475,18 @@ class QuantExperts(nn.Module):
         shared: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        interleaved = self.prepared is not None
-        if self.has_token_scales:
-            a, a_scale = _permuted_tokens(hidden_states, permuted, weights.shape[-1], interleaved)
+        by_row: dict[str, Any] | None = None  # arguments of ops that quantise rows in the tokens' order
+        if self.scheme == "mxfp8":
+            by_row = {"granularity": "block32", "scale_layout": "linear"}
+        elif self.has_token_scales:
+            by_row = {"interleaved": self.prepared is not None}
+        if by_row is not None:
+            a, a_scale = _permuted_tokens(hidden_states, permuted, weights.shape[-1], by_row)
         else:
             a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, hidden_states.dtype)
-        if self.has_token_scales:
-            a, a_scale = silu_mul_fp8quant(h, interleaved=interleaved, **self.swiglu.arguments())
+        if by_row is not None:
+            a, a_scale = silu_mul_fp8quant(h, **by_row, **self.swiglu.arguments())
         else:
             a, a_scale = moe_swiglu_fp8quant(h, offsets, **self.swiglu.arguments())
         h = self._multiply(self.down_proj, a, a_scale, offsets, out_dtype)
@@ -488,9 +495,12 @@ class QuantExperts(nn.Module):
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
         weight = layer.weight.unflatten(0, (self.experts, -1)).mT
-        if self.scheme in ("fp8_block", "fp8_channel"):
-            stored = layer.weight_scale_inv if self.scheme == "fp8_block" else layer.weight_scale.flatten()
-            scale = stored.unflatten(0, (self.experts, -1))
+        if "fp8" in self.scheme:
+            stored = layer.weight_scale_inv if self.scheme == "fp8_block" else layer.weight_scale
+            if self.scheme == "fp8_channel":
+                stored = stored.flatten()
+            # Tiles contain the rows of all experts.
+            scale = stored if stored.dim() > 2 else stored.unflatten(0, (self.experts, -1))
             return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
         alpha = layer._alpha()
         if alpha is not None and alpha.numel() > 1:
@@ -524,16 +534,18 @@ class QuantExperts(nn.Module):
         return f"experts={self.experts}, {self.swiglu}"
 
 
-def _permuted_tokens(hidden_states: Tensor, permuted: Tensor, topk: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Quantise tokens (M, H) with one scale per token, and copy the rows and scales into the experts' order.
+def _permuted_tokens(
+    hidden_states: Tensor, permuted: Tensor, topk: int, arguments: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Quantise tokens (M, H) by rows, and copy the rows and scales into the experts' order.
 
     Args:
         hidden_states: (M, H).
         permuted: (R,) int32, index of each row's pair of a token and an expert, or a negative number for padding.
         topk: number of experts per token.
-        interleaved: argument of ``fp8_quantize``.
+        arguments: keyword arguments of ``fp8_quantize``, for which each row has its own scales.
     """
-    codes, scale = fp8_quantize(hidden_states, interleaved=interleaved)
+    codes, scale = fp8_quantize(hidden_states, **arguments)
     tokens = (permuted // topk).clamp(min=0)
     # index bytes, because torch 2.9 does not index FP8 tensors
     return codes.view(torch.uint8).index_select(0, tokens).view(codes.dtype), scale.index_select(0, tokens)
@@ -611,7 +623,7 @@ def reason_unrouted(
         target: GPU, or name of an architecture; ``None`` for the CPU references, which support all sizes.
         activations: as in ``route_few_``.
     """
-    if scheme in ("fp8_block", "fp8_channel"):
+    if "fp8" in scheme:
         return "the weights are in FP8; the ops take FP4"
     if target is None:
         return None
@@ -664,7 +676,9 @@ def stack(
             place = tensor.narrow(0, starts[name], rows[name][i])
             place.copy_(own[name].view(place.shape))
             starts[name] += rows[name][i]
-    return cls._build(in_features, whole, bias, parts, "auto")
+    layer = cls._build(in_features, whole, bias, parts, "auto")
+    layer.as_stack_()
+    return layer
 
 
 def as_int32(ids: Tensor, experts: int) -> Tensor:

@@ -120,7 +120,10 @@ def linear_of(weight: Tensor) -> nn.Linear:
 
 
 def quantized_experts(
-    given: FloatExperts, swiglu: SwiGLU, scheme: Literal["nvfp4", "mxfp4", "fp8_block", "fp8_channel"], topk: int | None
+    given: FloatExperts,
+    swiglu: SwiGLU,
+    scheme: Literal["nvfp4", "mxfp4", "fp8_block", "fp8_channel", "mxfp8"],
+    topk: int | None,
 ) -> QuantExperts:
     """Quantise the experts. In NVFP4, gate and up of an expert share a global scale, as serving engines require.
 

@@ -133,7 +133,7 @@ class MXFP8Linear(QuantLinear):
 
     Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32). In
     memory, ``weight_scale`` has the layout that the kernels of its device read in place: 128x4 on data-center
-    Blackwell, linear elsewhere.
+    Blackwell, linear elsewhere and in layers of experts.
     """
 
     scheme = "mxfp8"
@@ -141,6 +141,8 @@ class MXFP8Linear(QuantLinear):
     multiples = (8, 64)
 
     weight_scale: Tensor
+    _is_stack: bool = False
+    """True for the layers of all experts, because grouped GEMMs read linear scales on every device."""
 
     def layout(self) -> Layout:
         """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""
@@ -151,7 +153,7 @@ class MXFP8Linear(QuantLinear):
         }
 
     def _held(self, name: str, tensor: Tensor) -> Tensor:
-        if name != "weight_scale" or not reads_tiles(self.weight.device):
+        if name != "weight_scale" or not self._has_tiles():
             return tensor
         return convert_scales(tensor, self.out_features, self.in_features, "linear", "128x4")
 
@@ -160,19 +162,31 @@ class MXFP8Linear(QuantLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if layout_of_operand(self.weight_scale).is_linear == reads_tiles(self.weight.device):
-            # The new device reads another layout than the old one.
+        self._rearrange()
+        return self
+
+    def as_stack_(self) -> None:
+        """Keep linear scales on every device, as grouped GEMMs read them."""
+        self._is_stack = True
+        self._rearrange()
+
+    def _has_tiles(self) -> bool:
+        """Return True if scales have the layout 128x4 in memory."""
+        return not self._is_stack and reads_tiles(self.weight.device)
+
+    def _rearrange(self) -> None:
+        """Rearrange the scales of the weight if they do not have the layout that the device's kernels read."""
+        if layout_of_operand(self.weight_scale).is_linear == self._has_tiles():
             self._buffers["weight_scale"] = self._held("weight_scale", self._stored("weight_scale", self.weight_scale))
             self._complete()
         self._derive()
-        return self
 
     def _derive(self) -> None:
         # Let activations have the layout that the kernels read without a copy, or with fewer copies.
         self._input_quantization = self._quantization()
 
     def _quantization(self) -> Quantization:
-        tiles = {} if reads_tiles(self.weight.device) else {"scale_layout": "linear"}
+        tiles = {} if self._has_tiles() else {"scale_layout": "linear"}
         return Quantization("fp8", {"granularity": MXFP8.granularity, **tiles})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

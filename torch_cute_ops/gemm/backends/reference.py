@@ -77,8 +77,8 @@ def _fp8(problem: GemmProblem, given: Operands) -> Tensor:
     weight = given.b.mT
     assert given.a_scale is not None
     if has_mxfp8(problem) and over == "rows":
-        rows, epilogue = (given.offsets, given.counts), (given.alpha, given.bias, problem.out_dtype)
-        return grouped_mxfp8_gemm(given.a, weight, given.a_scale, given.b_scale, *rows, *epilogue)
+        rows, scales = (given.offsets, given.counts), (given.a_scale, given.b_scale)
+        return grouped_mxfp8_gemm(given.a, weight, *scales, *rows, given.alpha, given.bias, problem.out_dtype)
     if has_mxfp8(problem):
         scales = linear_mx_scales(given.a_scale, *given.a.shape), linear_mx_scales(given.b_scale, *weight.shape)
         return mxfp8_gemm(given.a, weight, *scales, given.alpha, given.bias, problem.out_dtype)
