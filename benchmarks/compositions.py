@@ -239,6 +239,16 @@ def fp8_quantize(
     return e4m3_quantize(x.to(torch.float32), scale, granularity, scale_layout)
 
 
+def fp8_quantize_block128x128(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix to e4m3 with a scale per 128 × 128 elements, and return the codes and scales."""
+    m, h = x.shape
+    padded = torch.nn.functional.pad(x.to(torch.float32), (0, -h % 128, 0, -m % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).transpose(1, 2)
+    codes, scale = e4m3_quantize(blocks.flatten(2).flatten(0, 1), None, "token", "row")
+    codes = codes.view(torch.uint8).view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:m, :h].contiguous()
+    return codes.view(torch.float8_e4m3fn), scale.view(blocks.shape[:2])
+
+
 def rmsnorm_fp8quant(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, FP4Format, nvfp4_global_scale
-from torch_cute_ops.formats.fp4 import E4M3_MAX, _has_value, decode_ue8m0, encode_e4m3
+from torch_cute_ops.formats.fp4 import E4M3_MAX, _has_value, decode_ue8m0
 from torch_cute_ops.formats.fp8 import float32_scales
 from torch_cute_ops.formats.scale_layout import (
     SCALE_LAYOUTS,
@@ -30,6 +30,7 @@ from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4_quantize_four_over_six import fp4_quantize_four_over_six
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+from torch_cute_ops.ops.fp8_quantize_block128x128 import fp8_quantize_block128x128
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
@@ -401,7 +402,7 @@ def encode(
         four_over_six: True to choose the better of two scales for each NVFP4 block.
     """
     if format == "fp8_block":
-        return *encode_fp8_blocks(weight), None
+        return *fp8_quantize_block128x128(weight), None
     if format == MXFP8_NAME:
         return *fp8_quantize(weight, granularity="block32", scale_layout="linear"), None
     fmt = FP4_FORMATS[format]
@@ -412,16 +413,6 @@ def encode(
         return *fp4_quantize_four_over_six(weight, global_scale, scale_layout), global_scale
     codes, scale = fp4_quantize(weight, global_scale, block_size=fmt.block_size, scale_layout=scale_layout)
     return codes, scale, global_scale
-
-
-def encode_fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight (N, K) to FP8; return elements (N, K) and float32 scales (⌈N/128⌉, ⌈K/128⌉). A scale is the
-    largest magnitude of its block / 448."""
-    n, k = weight.shape
-    padded = nn.functional.pad(weight.float(), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
-    blocks = padded.view(fp8_blocks(n), FP8_BLOCK, fp8_blocks(k), FP8_BLOCK)
-    scale = fp8_scale_of(blocks.abs().amax((1, 3)))
-    return encode_e4m3(blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].contiguous(), scale
 
 
 def decode_fp8_blocks(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

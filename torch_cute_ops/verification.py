@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.formats import (
+    FP8_BLOCK128,
     FP8_BLOCK128_UE8M0,
     MXFP8,
     NVFP4,
@@ -160,6 +161,7 @@ def _comparison_of(spec: OpSpec) -> Comparison:
         return _gated if spec.path.over == "n" else _gemm
     by_name = {
         "fp4_dequantize": _dequantized,
+        "fp8_quantize_block128x128": _square_blocks,
         "moe_permute_fp8quant": _permuted,
         "moe_swiglu_fp8quant": _gated_rows,
         "moe_finalize": _finalized,
@@ -329,6 +331,25 @@ def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:
     is_power = (bits & 0x7FFFFF == 0) | (bits == 0x400000) | got.isnan()
     is_power &= (bits == 0) == (want_bits == 0)  # rows that are only padding have the scale 0
     return torch.where(is_power, (bits >> 23) - (want_bits >> 23), 256)
+
+
+def _square_blocks(
+    spec: OpSpec, call: Any, before: dict[str, Any], after: dict[str, Any], outputs: tuple[Tensor, ...]
+) -> str | None:
+    """Compare some rows of blocks of an op that quantises blocks of 128 × 128 elements."""
+    input, (y, scale) = before["input"], outputs
+    n, k = input.shape[-2:]
+    size = FP8_BLOCK128.block_size
+    blocks = -(-n // size)
+    chosen = _chosen(input.shape[:-2].numel() * blocks, input.device)
+    matrix, block = chosen // blocks, chosen % blocks
+    # Repeat the last row of a shorter block, which changes no scale.
+    rows = (block[:, None] * size + torch.arange(size, device=input.device)).clamp(max=n - 1)
+    at = matrix[:, None], rows
+    want = spec.compute({**before, "input": input.reshape(-1, n, k)[at]})
+    got = y.view(torch.uint8).view(-1, n, k)[at].view(y.dtype), scale.view(-1, blocks, scale.shape[-1])[matrix, block]
+    pairs = zip(spec.outputs, got, want, strict=True)
+    return _compared({name: (a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])) for name, a, b in pairs}, None)
 
 
 # Ops of an expert layer

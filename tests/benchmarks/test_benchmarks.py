@@ -136,7 +136,9 @@ def equal_bytes(a, b):
 @pytest.mark.parametrize("op", ROW_OPS)
 @pytest.mark.parametrize("sizes", [(1, 1536), (130, 96)])
 def test_the_op_agrees_with_the_composition(op, sizes):
-    assert_agrees(ops.load(op), ops.load(op).case(*sizes))
+    rows, width = sizes
+    width += -width % (64 if op == "fp8_quantize_block128x128" else 1)
+    assert_agrees(ops.load(op), ops.load(op).case(rows, width))
 
 
 @pytest.mark.parametrize("op", FP8)

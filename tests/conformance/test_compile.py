@@ -186,8 +186,9 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=(), backend="
 
 def most_graphs(op, choices):
     """Return the largest allowed number of graphs if the first call has one row, or if all calls are dynamic: two, or
-    three with 128x4 scales. PyTorch makes the third graph for rows that fill a single scale tile."""
-    has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith("both_layouts")
+    three with 128x4 scales or square blocks. PyTorch makes the third graph for rows that fill a single scale tile or
+    block."""
+    has_tiles = choices.get("scale_layout") == "128x4" or op.name.endswith(("both_layouts", "block128x128"))
     return 3 if has_tiles else 2
 
 
@@ -258,8 +259,8 @@ def test_export(op, device):
 
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
-    # For ops with both layouts, torch specialises on whether the rows fit into one tile of 128 rows.
-    most = 128 if op.name.endswith("both_layouts") else 300
+    # For ops with both layouts or square blocks, torch specialises on whether the rows fit into one tile of 128 rows.
+    most = 128 if op.name.endswith(("both_layouts", "block128x128")) else 300
     rows = torch.export.Dim("rows", max=most)
     shapes = dynamic_shapes(op, tensors, rows)
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()

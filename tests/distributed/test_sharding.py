@@ -190,6 +190,8 @@ def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
             own["global_scale"] = torch.rand(2) * 40 + 1
         yield arguments(op, gated.sample("", 6, 128, 64, NVFP4, "linear", CPU, **own))
         yield arguments(op, gated.sample("", ROWS, 128, 64, NVFP4, "128x4", CPU))
+    elif op.name == "fp8_quantize_block128x128":
+        yield arguments(op, Sample("", (torch.randn(2, ROWS, 2 * 128),)))
     elif op.name in LARGE:
         yield large_call(op)
 
@@ -238,8 +240,10 @@ def test_rules(op, mesh):
 EXPECTED = {
     "fp4_dequantize": {"rows", "columns"},
     "fp4_quantize": {"rows", "columns"},
+    "fp4_quantize_four_over_six": {"rows", "columns"},
     "fp4quant_mm_fp4": {"rows", "columns", "k"},
     "fp8_quantize": {"rows", "columns"},
+    "fp8_quantize_block128x128": {"rows", "columns"},
     "grouped_mm_fp8": {"columns", "experts", "k"},
     "grouped_mm_fp8_fp4": {"columns", "experts", "k"},
     "mm_fp4": {"rows", "columns", "k"},

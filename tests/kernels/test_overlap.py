@@ -263,6 +263,12 @@ def permute_call(tokens: int) -> Call:
     return Call(kernel, dims, {}, ("y", "scale"), unused="workspace")
 
 
+def square_blocks_call() -> Call:
+    kernel = MoeCase("fp8_square_blocks", (BF16, None)).kernel
+    dims = {"experts": 2, "n": 130, "k": 192, "expert_stride": 130 * 192, "row_stride": 192}
+    return Call(kernel, {**dims, "rows": 260, "scale_rows": 4, "scale_columns": 2}, {}, ("y", "scale"))
+
+
 ROUTED = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
 
 
@@ -298,6 +304,7 @@ CALLS = {
     "column": lambda: rows_call("silu", FP8_TARGETS[3]),
     "dequantize": dequantize_call,
     "swiglu": swiglu_call,
+    "square_blocks": square_blocks_call,
     "finalize": lambda: finalize_call(5, residual=False),
     "finalize-residual": lambda: finalize_call(5, residual=True),
     "finalize-many": lambda: finalize_call(600, residual=True),

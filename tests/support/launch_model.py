@@ -32,6 +32,7 @@ from torch_cute_ops.kernels import (
     fp8_fp4_tcgen05,
     fp8_fp4_token_recode,
     fp8_fp4_token_wgmma,
+    fp8_square_blocks,
     fp8_token_wgmma,
     fp8_wgmma,
     interleave_k,
@@ -67,6 +68,7 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 dequantize = OPS["fp4_dequantize"].reference
 finalize = OPS["moe_finalize"].reference
+quantize_square_blocks = OPS["fp8_quantize_block128x128"].reference
 route = OPS["moe_route"].reference
 route_dense = OPS["moe_route_dense"].reference
 route_ids = OPS["moe_route_ids"].reference
@@ -192,6 +194,7 @@ WRITTEN = {
     "MoeRouteKernel": ROUTE_OUTPUTS,
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
+    "FP8SquareBlocksKernel": ("y", "scale"),
     "FP4GatedExpertsKernel": ("y", "scale"),
     "RecodeWeightKernel": ("weight", "notes"),
     "FP8FP4TokenRecodeKernel": ("weight", "units"),
@@ -491,6 +494,13 @@ def compute_permute(config: Any, *args: Any) -> None:
     write_copies(*quantize_fp8_rows(x.float(), fmt, None, layout), places, pairs, y, scale)
 
 
+def compute_square_blocks(config: Any, *args: Any) -> None:
+    x, y, scale = fp8_square_blocks.Arguments(*args)
+    codes, scales = quantize_square_blocks(x, config.scale_format)
+    write(y, codes.view(y.shape))
+    write(scale, scales.view(scale.shape))
+
+
 def compute_qkv_rope(config: Any, *args: Any) -> None:
     call, spec = qkv_rope.Arguments(*args), config.spec
     given = call._asdict()
@@ -575,6 +585,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "MoeRouteIdsKernel": compute_route_ids,
     "MoeRouteDenseKernel": compute_route_dense,
     "MoePermuteKernel": compute_permute,
+    "FP8SquareBlocksKernel": compute_square_blocks,
     "RowQuantKernel": compute_rows,
     "QkvRopeKernel": compute_qkv_rope,
 }

@@ -211,6 +211,16 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
     yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples)
 
 
+def _square_blocks(call: Call) -> Iterator[Rule]:
+    shape = call["input"].shape
+    last = len(shape) - 1
+    for dim in range(last + 1):
+        over = "columns" if dim == last else "rows"
+        divisor = BLOCK if dim >= last - 1 else 1
+        multiples = [Multiple(f"dimension {dim} of input", shape[dim], divisor)]
+        yield Rule(over, {"input": Shard(dim)}, {"y": Shard(dim), "scale": Shard(dim)}, multiples)
+
+
 def _dequantize(call: Call) -> Iterator[Rule]:
     shape, scale_shape = call["y"].shape, call["scale"].shape
     block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
@@ -456,6 +466,7 @@ _GEMMS: Final[dict[str, Callable[[Path, Call], Iterator[Rule]]]] = {
 
 _OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
     "fp4_dequantize": _dequantize,
+    "fp8_quantize_block128x128": _square_blocks,
     "moe_route_dense": _route_dense,
     "moe_permute_fp8quant": _permute,
     "moe_swiglu_fp8quant": _swiglu,

@@ -27,22 +27,26 @@ def quantize_fp8_rows(
     # Pad the last block with zeros, which change neither its amax nor its scale.
     blocks = torch.nn.functional.pad(value, (0, -width % block)).unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1)
-    if fmt.scale_format == "ue8m0":
-        byte = encode_ue8m0(amax, E4M3_MAX)
-        block_scale = decode_ue8m0(byte)
-        live = amax.isfinite() & (amax != 0)
-    else:
-        # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with
-        # the reciprocal.
-        block_scale = amax / torch.full_like(amax, E4M3_MAX)
-        live = amax.isfinite() & (block_scale != 0)
+    block_scale, live = scales_of(amax, fmt.scale_format)
     # A block whose scale is zero, infinite or NaN, or whose elements are all zero, stores zeros with a positive sign.
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
     if fmt == MXFP8:
+        byte = encode_ue8m0(amax, E4M3_MAX)
         scales = byte if layout.is_linear else from_linear(byte.reshape(-1, byte.shape[-1]), layout)
         return _packed(y), _packed(scales)
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)
     return _packed(y), new_column_scales(stored).copy_(stored) if layout == COLUMN else _packed(stored)
+
+
+def scales_of(amax: Tensor, scale_format: str | None) -> tuple[Tensor, Tensor]:
+    """Return the fp32 scales of blocks with this ``amax``, and a mask of the blocks whose elements are divided by their
+    scale. All other blocks get codes 0."""
+    if scale_format == "ue8m0":
+        return decode_ue8m0(encode_ue8m0(amax, E4M3_MAX)), amax.isfinite() & (amax != 0)
+    # Divide by a tensor, because torch on a GPU replaces the division by a Python number by a multiplication with the
+    # reciprocal.
+    scale = amax / torch.full_like(amax, E4M3_MAX)
+    return scale, amax.isfinite() & (scale != 0)
 
 
 def _packed(tensor: Tensor) -> Tensor:

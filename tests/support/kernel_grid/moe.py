@@ -1,4 +1,5 @@
-"""Cases of the kernels before and after the experts' GEMMs: routing, permutation, gate, and the weighted sum."""
+"""Cases of the kernels before and after the experts' GEMMs: routing, permutation, gate, and the weighted sum. Also
+cases of the kernel that quantises blocks of 128 × 128 elements, whose ``plan`` takes no architecture either."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 @dataclass(frozen=True)
 class MoeCase(KernelCase):
-    """A kernel of an expert layer other than its GEMMs.
+    """A kernel of an expert layer other than its GEMMs, or ``fp8_square_blocks``.
 
     Attributes:
         family: kernel family, or ``moe_swiglu`` for experts' rows of ``row_quant``.
@@ -76,11 +77,17 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_permute", (BF16, 7168, 32), "sm_90a"),
     ("moe_permute", (FP32, 2880, 23), "sm_120a"),
     ("moe_permute", (BF16, 7168, 8, "ue8m0"), "sm_90a"),
+    ("fp8_square_blocks", (BF16, None), "sm_90a"),
+    ("fp8_square_blocks", (FP32, None), "sm_90a"),
+    ("fp8_square_blocks", (BF16, "ue8m0"), "sm_100a"),
+    ("fp8_square_blocks", (FP32, None), "sm_120a"),
+    ("fp8_square_blocks", (FP16, "ue8m0"), "sm_120a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 1024), "sm_90a"),
     ("moe_swiglu", (7168, FP32, False, True, True, 1024), "sm_120a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 256, "silu", "ue8m0"), "sm_100a"),
 )
-"""Cases with more than 512 experts, cases with more than 16 experts per token, and a choice with ``is_finite``."""
+"""Cases with more than 512 experts, cases with more than 16 experts per token, a choice with ``is_finite``, and blocks
+of 128 × 128 elements."""
 
 
 def moe_cases() -> list[MoeCase]:
