@@ -239,6 +239,12 @@ def fp8_quantize(
     return e4m3_quantize(x.to(torch.float32), scale, granularity, scale_layout)
 
 
+def fp8_quantize_per_tensor(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to e4m3 with one scale, amax / 448 of the tensor, and return the codes and the scale."""
+    codes, scale = e4m3_quantize(x.to(torch.float32).view(1, -1), None, "token", "row")
+    return codes.view(x.shape), scale.view(1)
+
+
 def fp8_quantize_block128x128(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a matrix to e4m3 with a scale per 128 × 128 elements, and return the codes and scales."""
     m, h = x.shape

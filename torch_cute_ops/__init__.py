@@ -25,6 +25,7 @@ from torch_cute_ops.ops.fp4_quantize_per_token import fp4_quantize_per_token
 from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.fp8_quantize_block128x128 import fp8_quantize_block128x128
+from torch_cute_ops.ops.fp8_quantize_per_tensor import fp8_quantize_per_tensor
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
@@ -84,6 +85,7 @@ __all__ = [
     "fp4quant_mm_fp4",
     "fp8_quantize",
     "fp8_quantize_block128x128",
+    "fp8_quantize_per_tensor",
     "grouped_mm_fp8",
     "grouped_mm_fp8_fp4",
     "interleave_k",

@@ -184,6 +184,10 @@ def _rows(
     count = lead.numel()
     # If rows are summed over ranks, all ranks must choose the same indices.
     rows = _chosen(count, before["input"].device, 0 if "group" in before else None)
+    if spec.name == "fp8_quantize_per_tensor":
+        # Compare a row with the largest magnitude too, which determines the scale of the compared rows.
+        largest = before["input"].reshape(count, width).abs().amax(-1).argmax()
+        rows = torch.cat((rows, largest.reshape(1)))
     own = {name: before[name].reshape(count, width)[rows].contiguous() for name in ("input", *spec.updated)}
     named = {**before, **own}
     fmt: FP4Format | FP8Format | None = None

@@ -223,7 +223,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
 
 
 def is_sharded_by_rows(op):
-    return isinstance(op.path, RowQuant) and not op.name.startswith("all_reduce_")
+    return isinstance(op.path, RowQuant) and op.name not in WITHOUT
 
 
 @by_op

@@ -9,12 +9,23 @@ import pytest
 import torch
 from samples._rows import special_rows
 from support.emulated import ACQUIRE, BLACKWELL, CONSUMER, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, POWER_TARGETS, ROUNDED, SIX_TARGETS, WHAT, Case
+from support.kernel_grid import (
+    BF16,
+    DYNAMIC_TENSOR,
+    FP8_TARGETS,
+    FP16,
+    FP32,
+    POWER_TARGETS,
+    ROUNDED,
+    SIX_TARGETS,
+    WHAT,
+    Case,
+)
 
 from ptx_emulator import EmulationError, Race
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_DYNAMIC_TENSOR, FP8_TOKEN, ROW
 from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_dequant, row_quant
@@ -72,7 +83,8 @@ def expected(spec: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any
         return Outcome(y, scale, linear if spec.also_linear else None, norm, updated)
     if spec.fmt is None:
         return Outcome(None, None, None, norm, updated)
-    y, scale = quantize_fp8_rows(value, spec.fmt, factor, spec.layout)
+    given = None if spec.fmt == FP8_DYNAMIC_TENSOR else factor
+    y, scale = quantize_fp8_rows(value, spec.fmt, given, spec.layout)
     return Outcome(y, scale, None, norm, updated)
 
 
@@ -107,12 +119,14 @@ def execute(
         if p.layout == COLUMN:
             scale = poisoned(scales, rows, dtype=torch.float32).t()
         else:
-            scale = poisoned(*((1,) if p.fmt == FP8_TENSOR else (rows, scales)), dtype=torch.float32)
+            scale = poisoned(*((1,) if p.has_tensor_scale else (rows, scales)), dtype=torch.float32)
     if p.has_byte_scales:
         scale = poisoned(*p.layout.shape((rows,), config.blocks), dtype=p.fmt.scale_dtype)
     linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
     norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
     row_scale = poisoned(rows, dtype=torch.float32) if p.has_row_scale else None
+    if p.fmt == FP8_DYNAMIC_TENSOR:
+        factor = poisoned(config.tensor_ctas(rows, max_ctas), dtype=torch.float32)
     # Copy with the same strides, which clone() would not keep.
     residual = (
         None
@@ -336,6 +350,12 @@ RUNS = [
     run("swiglu", HF, 2304, NVT[1], HOPPER, 9, 4, 0, **CLUSTER),
     run("quantize", BF, 528, NVT[1], CONSUMER, 13, 1, 1, **WARP_GROUPS),
     run("add", BF, 1152, NVT[0], CONSUMER, 9, 4, 0, **CLUSTER),
+    # One scale that is computed from the tensor: with several rows per warp, one or two warps per row, and two CTAs per
+    # row
+    run("quantize", HF, 48, DYNAMIC_TENSOR, HOPPER, 19, 1, 1, groups=2),
+    run("quantize", F, 528, DYNAMIC_TENSOR, BLACKWELL, 150, 3, 0, **WARP_GROUPS),
+    run("quantize", BF, 1024, DYNAMIC_TENSOR, CONSUMER, 70, 40, 2, **WIDE_GROUPS),
+    run("quantize", BF, 1152, DYNAMIC_TENSOR, HOPPER, 9, 4, 1, **CLUSTER),
     # The better of two scales per block
     run("quantize", BF, 48, FOUR_SIX_G[1], HOPPER, 130, 2, 0, groups=2),
     run("quantize", F, 528, FOUR_SIX[1], HOPPER, 140, 3, 1, **WARP_GROUPS),
@@ -424,6 +444,15 @@ def test_row_quant(one: Run) -> None:
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.spec, got, expected(config.spec, *given))
+
+
+@pytest.mark.parametrize("row", range(14))
+def test_special_values_with_one_scale(row: int) -> None:
+    """Check tensors with NaN, infinities, zeros, subnormal and extreme values: each row of ``special_rows``."""
+    one = Run("quantize", F, 192, DYNAMIC_TENSOR, HOPPER, 0, 1, 0, {})
+    x = special_rows(FP32, CPU)[row : row + 1].repeat(3, 1)
+    given = x, None, *weight_and_factor(one.config.spec)
+    check(one.config.spec, execute(one.config, HOPPER, *given, 4, 0), expected(one.config.spec, *given))
 
 
 @pytest.mark.parametrize("target", [FOUR_SIX[0], FOUR_SIX_G[0]], ids=["plain", "global scale"])

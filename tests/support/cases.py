@@ -318,7 +318,7 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"hidden": 512, "dtype": dtype}
     if name == "fp8_quantize_block128x128":
         return {"dtype": dtype, "scale_format": "ue8m0"}
-    if name.endswith("_per_token"):
+    if name.endswith(("_per_token", "_per_tensor")):
         return {"hidden": 512, "dtype": dtype}
     factor = {"fp8": {"granularity": "tensor"}, "fp4": {"global_scale": True}}
     return {"hidden": 512, "dtype": dtype} | next((given for fmt, given in factor.items() if fmt in name), {})
@@ -595,7 +595,7 @@ def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x
 def quantises_rows(op: OpSpec) -> bool:
     """Return True if the op turns each row of an input into a row of codes, independent of other rows."""
     has_input = next(iter(inspect.signature(op.function).parameters)) == "input"
-    return has_input and not op.name.startswith("moe_") and not op.name.endswith("block128x128")
+    return has_input and not op.name.startswith("moe_") and not op.name.endswith(("block128x128", "per_tensor"))
 
 
 def is_for_experts(op: OpSpec) -> bool:

@@ -13,6 +13,8 @@ import torch
 
 from ptx_emulator.adapter import compile_ptx
 from support.kernel_grid import (
+    DYNAMIC_TENSOR,
+    Case,
     ExpertsCase,
     FP8FP4GemmCase,
     GatedExpertsCase,
@@ -135,6 +137,8 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instr
         count += config.routed + config.has_partial_sums
     # A kernel lists pairs of an expert and an m tile.
     count += isinstance(case, Tcgen05GatedCase)
+    # Another kernel computes the amax of the tensor.
+    count += isinstance(case, Case) and case.target == DYNAMIC_TENSOR
     few_rows = getattr(config, "few_rows_config", None)
     count += few_rows is not None
     assert len(kernels) == count

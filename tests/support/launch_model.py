@@ -17,6 +17,7 @@ from support.cases import forget
 from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.formats.fp8 import FP8_DYNAMIC_TENSOR
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
@@ -548,7 +549,8 @@ def compute_rows(config: Any, *args: Any) -> None:
         if call.scale_linear is not None:
             write(call.scale_linear, quantize_rows(value, spec.fmt, call.factor, "linear")[1])
     elif spec.fmt is not None:
-        results = quantize_fp8_rows(value, spec.fmt, call.factor, spec.layout)
+        factor = None if spec.fmt == FP8_DYNAMIC_TENSOR else call.factor  # otherwise a workspace
+        results = quantize_fp8_rows(value, spec.fmt, factor, spec.layout)
         if spec.interleaved:
             results = formats_interleave.interleave_k(results[0][:, : spec.norm_width]), results[1]
     if spec.fmt is not None:

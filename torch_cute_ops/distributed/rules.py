@@ -47,6 +47,8 @@ WITHOUT: Final[dict[str, str]] = {
         ("all_reduce_add_rmsnorm", "all_reduce_add_rmsnorm_fp4quant", "all_reduce_add_rmsnorm_fp8quant"),
         "the op itself sums over the ranks of a group; pass each rank's local tensors",
     ),
+    "fp8_quantize_per_tensor": "the scale is computed from all elements of the input; compute a scale per row, or "
+    "reduce the largest magnitude over the ranks and pass the scale to fp8_quantize",
     "qkv_norm_rope_append": "a row holds the heads of q, then of k, then of v; call the op on each rank with the heads "
     "of that rank",
 }

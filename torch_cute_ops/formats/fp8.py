@@ -51,6 +51,8 @@ class FP8Format:
 
 
 FP8_TENSOR: Final = FP8Format("tensor", 0, is_static=True)
+FP8_DYNAMIC_TENSOR: Final = FP8Format("tensor", 0, is_static=False)
+"""One scale for the tensor, computed from the tensor."""
 FP8_TOKEN: Final = FP8Format("token", 0, is_static=False)
 FP8_BLOCK128: Final = FP8Format("block128", 128, is_static=False)
 FP8_BLOCK128_UE8M0: Final = FP8Format("block128", 128, is_static=False, scale_format="ue8m0")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from torch_cute_ops.formats.fp4 import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, MXFP8, FP8Format, column_strides
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_DYNAMIC_TENSOR, FP8_TENSOR, MXFP8, FP8Format, column_strides
 from torch_cute_ops.formats.scale_layout import ScaleLayout
 
 Shape = tuple[int, ...]
@@ -52,7 +52,7 @@ def fp8_outputs(
     """
     *lead, width = shape
     y = Output((*lead, width), torch.float8_e4m3fn)
-    scale: Shape = (1,) if fmt == FP8_TENSOR else layout.shape(lead, fmt.scales_per_row(width))
+    scale: Shape = (1,) if fmt in (FP8_TENSOR, FP8_DYNAMIC_TENSOR) else layout.shape(lead, fmt.scales_per_row(width))
     if not fmt.block_size or fmt == MXFP8:
         return [y, Output(scale, fmt.scale_dtype)]
     strides = column_strides(scale) if layout == COLUMN else None

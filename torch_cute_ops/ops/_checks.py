@@ -191,7 +191,8 @@ def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: 
             )
     elif scale is None:
         raise ValueError(
-            f"cute::{op}: scale is None; granularity={fmt.granularity!r} takes it as one float32 element on {device}"
+            f"cute::{op}: scale is None; granularity={fmt.granularity!r} takes it as one float32 element on {device}; "
+            "fp8_quantize_per_tensor computes the scale"
         )
     else:
         check_scalar(op, "scale", scale, other, device)

@@ -9,6 +9,7 @@ from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import (
     COLUMN,
     FP8_BLOCK128,
+    FP8_DYNAMIC_TENSOR,
     FP8_TENSOR,
     ROW,
     is_column_major,
@@ -93,7 +94,8 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.scale_dtype = problem.dtype if fmt is None else fmt.scale_dtype
         # Scales are a row-major matrix, a column-major matrix, or a single element.
         self.is_column = self.layout == COLUMN
-        self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
+        self.has_scale_rows = not self.is_column and not problem.has_tensor_scale
+        self.reduces_tensor = fmt == FP8_DYNAMIC_TENSOR
         self.has_scale = fmt is not None
         self.has_two_outputs = self.has_scale and not (self.also_linear or self.writes_norm or self.has_row_scale)
         self.y_tail: tuple[int, ...] = (self.y_width,)
@@ -113,6 +115,10 @@ class RowLauncher(KernelLauncher[RowCall]):
         sizes = (rows, *self.y_tail), (-(-rows // self.tile_rows), *self.scale_tail)
         self.sizes[rows] = sizes
         return sizes
+
+    def new_partials(self, rows: int) -> Tensor:
+        """Allocate the workspace for the amaxes of parts of a tensor with ``rows`` rows, one element per CTA."""
+        return allocator(self.device)((self.config.tensor_ctas(rows, self.sms),), (1,), torch.float32)
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
         """Allocate the outputs of a call whose input has ``rows`` rows and this dtype: one tensor, or a tuple of
@@ -175,7 +181,11 @@ class RowLauncher(KernelLauncher[RowCall]):
             padded = output.new_empty(count, self.width)
             y, norm = (None, padded) if y is None else (padded, norm)
         outputs = (y, scale, linear, norm, row_scale, None, None)
-        rest = (None if factor is None else factor.reshape(1), *outputs)
+        if self.reduces_tensor:
+            factor = self.new_partials(count)
+        elif factor is not None:
+            factor = factor.reshape(1)
+        rest = (factor, *outputs)
         scalars = (call.eps, *gate_arguments(*call.swiglu), self.max_ctas)
         try:
             self.function(rows, sums, weight, bias, *rest, *scalars)
@@ -204,6 +214,7 @@ class RowQuant(KernelPath[RowCall]):
             then overwrites the residual; or the gated product of the row's two halves.
         normalises: True if rows are first normalised.
         four_over_six: True if each NVFP4 block gets the better of two scales.
+        reduces_tensor: True if the op computes one FP8 scale for the whole tensor.
         fixed: as in ``CallPath``.
     """
 
@@ -219,9 +230,11 @@ class RowQuant(KernelPath[RowCall]):
         *,
         normalises: bool = False,
         four_over_six: bool = False,
+        reduces_tensor: bool = False,
         **fixed: Any,
     ) -> None:
         super().__init__(**fixed)
+        self.reduces_tensor = reduces_tensor
         self.source, self.normalises, self.four_over_six = source, normalises, four_over_six
 
     def needs_alignment(self, name: str, output: Tensor) -> bool:
@@ -230,7 +243,7 @@ class RowQuant(KernelPath[RowCall]):
     def bind(self, signature: Signature) -> None:
         super().bind(signature)
         self.quantises = not self.is_single
-        if self.quantises and "granularity" not in signature.names:
+        if self.quantises and not self.reduces_tensor and "granularity" not in signature.names:
             self.integer_outputs = frozenset(("y",))
 
     @property
@@ -316,6 +329,7 @@ class RowQuant(KernelPath[RowCall]):
                     row_scale = outputs[-1] if launcher.has_row_scale else None
                 if has_factor and factor.dim() != 1:  # type: ignore[union-attr]
                     factor = factor.reshape(1)  # type: ignore[union-attr]
+                workspace_or_factor = launcher.new_partials(rows) if launcher.reduces_tensor else factor
                 if is_plain:
                     factor_of_gate = offset = clamp = None
                 else:
@@ -331,7 +345,7 @@ class RowQuant(KernelPath[RowCall]):
                     # fmt: off
                     launcher.function(
                         input, residual, weight if launcher.has_weight else None, bias,
-                        factor, y, scale, linear, norm, row_scale, None, None,
+                        workspace_or_factor, y, scale, linear, norm, row_scale, None, None,
                         eps, factor_of_gate, offset, clamp, launcher.max_ctas,
                     )
                     # fmt: on
@@ -358,6 +372,8 @@ class RowQuant(KernelPath[RowCall]):
         """Return the format of the codes, or None if the op does not quantise, and the scale layout."""
         if not self.quantises:
             return None, ROW
+        if self.reduces_tensor:
+            return FP8_DYNAMIC_TENSOR, ROW
         if call.granularity is None:
             assert call.scale_layout is not None
             return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
@@ -394,7 +410,9 @@ class RowQuant(KernelPath[RowCall]):
     def fill_without_work(self, call: RowCall, out: Outputs) -> bool:
         if call.input.numel():
             return False
-        if call.granularity == FP8_TENSOR.granularity and call.factor is not None:
+        if self.reduces_tensor:
+            out[1].zero_()
+        elif call.granularity == FP8_TENSOR.granularity and call.factor is not None:
             out[1].copy_(call.factor.reshape(1))
         return True
 
@@ -416,7 +434,7 @@ class RowQuant(KernelPath[RowCall]):
             fmt=fmt,
             layout=layout,
             also_linear="scale_linear" in self.signature.outputs,
-            has_factor=call.factor is not None,
+            has_factor=call.factor is not None or self.reduces_tensor,
             writes_norm=not self.quantises or "norm" in self.signature.outputs,
             swiglu=not gates_plainly(*call.swiglu),
             interleaved=call.interleaved,

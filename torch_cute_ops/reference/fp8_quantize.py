@@ -5,7 +5,7 @@ from torch import Tensor
 
 from torch_cute_ops.formats import MXFP8, FP8Format, ScaleLayout, resolve_fp8_format
 from torch_cute_ops.formats.fp4 import E4M3_MAX, decode_ue8m0, encode_e4m3, encode_ue8m0
-from torch_cute_ops.formats.fp8 import COLUMN, new_column_scales
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_DYNAMIC_TENSOR, FP8_TOKEN, new_column_scales
 from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.scale_layout import from_linear
 
@@ -22,6 +22,9 @@ def quantize_fp8_rows(
     """
     if scale is not None:
         return _packed(encode_e4m3(value / scale.reshape(()))), scale.reshape(1).clone()
+    if fmt == FP8_DYNAMIC_TENSOR:
+        y, row_scale = quantize_fp8_rows(value.reshape(1, -1), FP8_TOKEN, None, layout)
+        return y.view(value.shape), row_scale.view(1)
     width = value.shape[-1]
     block = fmt.block_size or width
     # Pad the last block with zeros, which change neither its amax nor its scale.

@@ -36,6 +36,7 @@ from support.kernel_grid.fp8_gemms import (
 )
 from support.kernel_grid.moe import MoeCase, moe_cases
 from support.kernel_grid.rows import (
+    DYNAMIC_TENSOR,
     FP8_TARGETS,
     POWER_TARGETS,
     ROUNDED,
@@ -65,6 +66,7 @@ from torch_cute_ops.testing.resources import compile_for
 __all__ = [
     "ARCHS",
     "BF16",
+    "DYNAMIC_TENSOR",
     "FP8_LAYOUTS",
     "FP8_TARGETS",
     "FP16",

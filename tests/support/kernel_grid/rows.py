@@ -22,6 +22,7 @@ from torch_cute_ops.formats import (
     FP8Format,
     resolve_fp8_format,
 )
+from torch_cute_ops.formats.fp8 import FP8_DYNAMIC_TENSOR
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
@@ -37,6 +38,10 @@ FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOU
 
 FP8_TARGETS = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
 """Pairs (format, scale layout). The suffix ``-g`` means with a global scale."""
+
+DYNAMIC_TENSOR = ("dynamic-tensor", "row")
+"""Target of FP8 rows with one scale that is computed from the tensor. The grid does not contain it; see
+``WITH_TENSOR_AMAX``."""
 
 ROUNDED = ("rounded", "row")
 """Target of rows that are rounded to the input's dtype instead of quantised."""
@@ -165,6 +170,8 @@ class Case(KernelCase):
         name, layout = self.target
         if self.target == ROUNDED:
             return None
+        if self.target == DYNAMIC_TENSOR:
+            return FP8_DYNAMIC_TENSOR
         if self.target in (*FP8_TARGETS, *POWER_TARGETS):
             granularity, *powers = name.split("-")
             return resolve_fp8_format(granularity, layout, *powers)[0]
@@ -191,7 +198,7 @@ class Case(KernelCase):
             fmt=self.format,
             layout={**SCALE_LAYOUTS, **FP8_SCALE_LAYOUTS}[layout],
             also_linear="linear" in self.what.also,
-            has_factor=name in ("nvfp4-g", "nvfp4-46-g", "tensor"),
+            has_factor=name in ("nvfp4-g", "nvfp4-46-g", "tensor", "dynamic-tensor"),
             writes_norm="norm" in self.what.also or self.target == ROUNDED,
             swiglu=self.what.swiglu,
             interleaved=self.interleaved,
@@ -356,7 +363,24 @@ FOUR_OVER_SIX = tuple(
 )
 """Cases of NVFP4 rows with the better of two scales per block."""
 
-MORE = (*INTERLEAVED, *WITH_POWERS, *FOUR_OVER_SIX, *ROW_SCALED, *WITH_PLUS_ONE, *WITH_GELU, *WITH_RELU, *GENERAL_NORMS)
+WITH_TENSOR_AMAX = (
+    Case(WHAT["quantize"], (BF16, BF16), 7168, DYNAMIC_TENSOR, "sm_90a"),
+    Case(WHAT["quantize"], (FP32, FP32), 2880, DYNAMIC_TENSOR, "sm_100a", interleaved=True),
+    Case(WHAT["quantize"], (FP16, FP16), 65_536, DYNAMIC_TENSOR, "sm_120a"),
+)
+"""Cases of FP8 rows with one scale that is computed from the tensor."""
+
+MORE = (
+    *INTERLEAVED,
+    *WITH_POWERS,
+    *WITH_TENSOR_AMAX,
+    *FOUR_OVER_SIX,
+    *ROW_SCALED,
+    *WITH_PLUS_ONE,
+    *WITH_GELU,
+    *WITH_RELU,
+    *GENERAL_NORMS,
+)
 """Cases that are not part of the grid."""
 
 

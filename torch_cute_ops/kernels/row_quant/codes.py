@@ -116,10 +116,10 @@ class Encoder:
         return fp4_block(products, amax[0], global_scale, c.spec.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, global_scale) -> list:
-        """Return the codes of each block as words, and the fp32 scale: ``global_scale`` if it is not None, otherwise
-        the row's scale."""
+        """Return the codes of each block as words, and the fp32 scale: ``global_scale`` if the tensor has one scale,
+        otherwise the row's scale."""
         is_static = self.config.spec.fmt.is_static
-        scale = global_scale if is_static else dynamic_scale(self.scaled(amax, rstd))
+        scale = global_scale if self.config.spec.has_tensor_scale else dynamic_scale(self.scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 

@@ -15,6 +15,8 @@ from torch_cute_ops.formats.fp8 import (
     COLUMN,
     FP8_BLOCK128,
     FP8_BLOCK128_UE8M0,
+    FP8_DYNAMIC_TENSOR,
+    FP8_TENSOR,
     FP8_TOKEN,
     MXFP8,
     ROW,
@@ -50,6 +52,10 @@ ENOUGH_BYTES = 48 * 1024
 """Bytes of row buffers per CTA at which further groups no longer speed up a kernel that adds a residual."""
 ENOUGH_THREADS = 256
 """Number of threads per CTA at which further groups no longer speed up a kernel that gates."""
+AMAX_THREADS = 256
+"""Number of threads of a CTA of the kernel that computes the amax of a tensor."""
+AMAX_UNITS = 4
+"""Number of units of 16 elements that a thread of this kernel loads at once."""
 REGISTERS_PER_LANE = 512
 """Number of registers per lane of an SM sub-partition. All warps of a sub-partition share them. A warp gets a multiple
 of 8."""
@@ -162,6 +168,11 @@ class RowQuantSpec:
         # Without counts there is no table. Use the same ``max_experts`` for all calls, so that they share a kernel.
         room = table_experts(experts) if has_counts else USUAL_EXPERTS
         return replace(blocks, has_offsets=has_offsets, has_counts=has_counts, max_experts=room, gate=gate)
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """True if the format is FP8 with one scale for the tensor."""
+        return self.fmt in (FP8_TENSOR, FP8_DYNAMIC_TENSOR)
 
     @property
     def has_table(self) -> bool:
@@ -463,6 +474,11 @@ class Config:
         """Bytes of shared memory that a CTA takes."""
         return self.smem_offsets.end
 
+    def tensor_ctas(self, rows: int, sms: int) -> int:
+        """Return the number of CTAs, on a GPU with this number of SMs, of the kernel that computes the amax of a tensor
+        with ``rows`` rows."""
+        return max(1, min(2 * sms, ceil_div(rows * self.blocks, AMAX_THREADS * AMAX_UNITS)))
+
     @property
     def as_smallest_add(self) -> "Config":
         """Configuration of a kernel that adds a residual before the same norm, with the fewest possible buffers.
@@ -528,7 +544,8 @@ class Arguments(
             columns of the same matrix.
         weight: (W,) weight of a norm, in ``RowQuantSpec.weight_dtype``, with ``RowQuantSpec.has_weight``.
         bias: (W,) bias of a norm, in ``RowQuantSpec.weight_dtype``, with ``RowQuantSpec.has_bias``.
-        factor: (1,) fp32 global scale (FP4) or scale of the tensor (FP8), with ``RowQuantSpec.has_factor``.
+        factor: (1,) fp32 global scale (FP4) or scale of the tensor (FP8), with ``RowQuantSpec.has_factor``. If the
+            kernels compute the scale of the tensor: fp32 workspace with one element per CTA of the first kernel.
         y: (R, W/2) uint8 FP4 codes, or float8_e4m3fn: (R, W), or (R, ⌈W/256⌉, 256) with ``RowQuantSpec.interleaved``.
             None without a format.
         scale: FP4 or MXFP8 scales, e4m3 or uint8, in the shape of ``RowQuantSpec.layout``. Other FP8 scales, fp32: (1,)

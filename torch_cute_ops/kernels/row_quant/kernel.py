@@ -12,18 +12,19 @@ from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_DYNAMIC_TENSOR, FP8_TENSOR
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
 from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.common.fp4.codes import nvfp4_row_scale, scale_argument, scale_matrix
 from torch_cute_ops.kernels.row_quant.codes import Encoder
-from torch_cute_ops.kernels.row_quant.config import FEW_ROWS, WARP, Arguments, Config
+from torch_cute_ops.kernels.row_quant.config import AMAX_THREADS, FEW_ROWS, WARP, Arguments, Config
 from torch_cute_ops.kernels.row_quant.experts import fill_table, table_at
 from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 from torch_cute_ops.kernels.row_quant.stores import Stores
+from torch_cute_ops.kernels.row_quant.tensor_amax import TensorAmax
 from torch_cute_ops.kernels.row_quant.thread import Smem, Thread
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -58,6 +59,7 @@ class RowQuantKernel:
         self.scales, self.encoder = FP4Scales(config), Encoder(config)
         self.rows = Rows(config, self.scales)
         self.stores = Stores(config, self.rows, self.scales, self.encoder)
+        self.tensor_amax = TensorAmax(config.spec, config.pdl) if config.spec.fmt == FP8_DYNAMIC_TENSOR else None
         self.few_rows_config = None if config.few_rows_config is None else RowQuantKernel(config.few_rows_config)
 
     def arguments(self) -> Arguments:
@@ -87,12 +89,13 @@ class RowQuantKernel:
                 shape = rows, groups, INTERLEAVED_K
                 y = TensorArg("Float8E4M3FN", shape, (groups * INTERLEAVED_K, INTERLEAVED_K, 1), align=16)
             scales = spec.fmt.scales_per_row(spec.width)
-            if spec.fmt == FP8_TENSOR:
+            if spec.has_tensor_scale:
                 scale = TensorArg("Float32", (1,), (1,), align=4)
             elif spec.layout == COLUMN:
                 scale = TensorArg("Float32", (rows, scales), (1, rows), align=4)
             else:
                 scale = matrix("Float32", rows, scales, align=4)
+        factors = 1 if self.tensor_amax is None else Dim("partials")
         weight = None
         if spec.weight_dtype is not None:
             weight = TensorArg(self.rows.weight_dtype.__name__, (spec.width,), (1,), align=16)
@@ -101,7 +104,7 @@ class RowQuantKernel:
             residual=strided(spec.width, "residual_stride", self.rows.residual_dtype) if spec.source == "add" else None,
             weight=weight if spec.has_weight else None,
             bias=weight if spec.has_bias else None,
-            factor=TensorArg("Float32", (1,), (1,), align=4) if spec.has_factor else None,
+            factor=TensorArg("Float32", (factors,), (1,), align=4) if spec.has_factor else None,
             y=y,
             scale=scale,
             scale_linear=linear,
@@ -151,6 +154,14 @@ class RowQuantKernel:
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
         scale = scale_matrix(scale, layout)
+        if const_expr(self.tensor_amax is not None):
+            self.tensor_amax.kernel(input, factor).launch(
+                grid=[allowed * factor.shape[0], 1, 1],
+                block=[AMAX_THREADS, 1, 1],
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=self.config.pdl,
+            )
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.spec.swiglu) else None
         outputs = y, scale, scale_linear, norm, row_scale
         given = input, residual, weight, bias, factor, *outputs, offsets, counts, eps, gate, None
@@ -296,9 +307,11 @@ class RowQuantKernel:
         if const_expr(not spec.layout.is_linear):
             self.scales.zero_padding_rows(thread)
         global_scale = None
-        if const_expr(spec.has_factor):
+        if const_expr(self.tensor_amax is not None):
+            global_scale = self.tensor_amax.scale(factor, thread.lane)
+        elif const_expr(spec.has_factor):
             global_scale = factor[0]
-        if const_expr(spec.fmt == FP8_TENSOR):
+        if const_expr(spec.has_tensor_scale):
             if (tid == 0) & (cta == 0):
                 scale[0] = global_scale
         weights = []
