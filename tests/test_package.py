@@ -301,6 +301,17 @@ def test_actions_are_pinned():
         assert re.fullmatch(r"[\w-]+/[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
 
 
+def test_versions_in_ci():
+    """Check that CI tests the oldest and the newest torch, and a version of the DSL other than the pinned version."""
+    root = PACKAGE.parent
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (root / "constraints.txt").read_text(), re.M))
+    oldest = dict(re.findall(r'^    "([\w-]+)>=([\d.]+)[",]', (root / "pyproject.toml").read_text(), re.M))
+    pins = re.findall(r'pins: "(.*)"', (root / ".github/workflows/ci.yml").read_text())
+    assert {f"torch=={oldest['torch']}.*", "torch"} <= {*pins}
+    (dsl,) = (each.partition("==")[2] for each in pins if each.startswith("nvidia-cutlass-dsl=="))
+    assert oldest["nvidia-cutlass-dsl"] <= dsl < pinned["nvidia-cutlass-dsl"]
+
+
 def walked(root):
     """Return the files under a folder, without caches of tools."""
     left = ("__pycache__", "build", "dist", "PKG-INFO", "setup.cfg")

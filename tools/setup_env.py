@@ -9,7 +9,8 @@ torch is installed at the version in constraints.txt. An existing environment at
 script needs only the standard library.
 
 The variable PINS lists requirements, separated by spaces, that replace the constraints of the same packages:
-PINS="torch==2.9.1 nvidia-cutlass-dsl==4.8.0"; a name without a version stands for the newest version.
+PINS="torch==2.9.1 nvidia-cutlass-dsl==4.8.0"; a name without a version stands for the newest version. If PINS names
+torch, that torch is installed, whichever torch the Python can import.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def main() -> None:
     python = venv / "bin" / "python"
     stamp = venv / "torch_cute_ops.json"
     extras = {extra for extra in args.extras.split(",") if extra}
-    pins = os.environ.get("PINS", "").encode()
-    inputs = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes(), bytes(ROOT), pins]
+    files = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes()]
+    inputs = [*files, bytes(ROOT), " ".join(pins()).encode()]
     key = hashlib.sha256(b"\0".join(inputs)).hexdigest()
 
     done = json.loads(stamp.read_text()) if stamp.exists() and python.exists() else {}
@@ -91,7 +92,7 @@ def create(venv: Path, python: Path) -> None:
         # A failed attempt, as on Debian without the package python3-venv, leaves an environment without pip.
         shutil.rmtree(venv, ignore_errors=True)
         sys.exit(1)
-    if torch_is_right(base["torch"]):
+    if keeps_torch(base["torch"]):
         # The option --system-site-packages does not suffice: inside a virtual environment, it shows the packages of the
         # system's Python.
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
@@ -103,7 +104,7 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
     pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     found = probe(python)
     compiling = None
-    if torch_is_right(found["torch"]):
+    if keeps_torch(found["torch"]):
         print(f"keeping torch {found['torch']}", flush=True)
         _run(*pip, requirement("setuptools"))
     else:
@@ -125,10 +126,10 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
     print(f"installing {target}", flush=True)
     # Keep the versions of torch and of packages from outside this environment.
     kept = {"torch", *map(_name, found["foreign"])}
-    pins = [line for line in constraints() if _name(line) not in kept]
+    others = [line for line in constraints() if _name(line) not in kept]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "constraints.txt")
-        file.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
+        file.write_text("\n".join([*others, f"torch=={found['torch']}", ""]))
         # Build without isolation: an isolated build would import the linked Python's setuptools, which may be too old.
         _run(*pip, "-c", str(file), "--no-build-isolation", "-e", target)
     if compiling is not None:
@@ -147,9 +148,18 @@ def compile_packages(python: Path, processes: int) -> subprocess.Popen[bytes]:
 
 def constraints() -> list[str]:
     """Return the lines of constraints.txt, except for packages in PINS, and the requirements in PINS."""
-    pins = os.environ.get("PINS", "").split()
-    named = {_name(pin) for pin in pins}
-    return [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in named] + pins
+    named = {_name(pin) for pin in pins()}
+    return [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in named] + pins()
+
+
+def pins() -> list[str]:
+    """Return the requirements in the variable PINS."""
+    return os.environ.get("PINS", "").split()
+
+
+def keeps_torch(version: str | None) -> bool:
+    """Return True if an installed torch is used: pyproject.toml allows its version, and PINS does not name torch."""
+    return torch_is_right(version) and "torch" not in map(_name, pins())
 
 
 def probe(python: str | Path) -> dict[str, Any]:

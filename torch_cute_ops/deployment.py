@@ -27,7 +27,7 @@ from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.ops._properties import Property, size_in_words
 from torch_cute_ops.runtime import files
 from torch_cute_ops.runtime.arch import ARCHS, arch_of_device
-from torch_cute_ops.runtime.compile_pool import Task, compile_ahead, compile_all
+from torch_cute_ops.runtime.compile_pool import Task, compile_ahead, compile_all, is_intact
 
 DTYPES: Final = {
     name: dtype
@@ -215,7 +215,7 @@ def compile_jobs(
     jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None
 ) -> Generator[Outcome, None, None]:
     """Compile the kernels of jobs for architectures into the cache on disk, in parallel processes. Yield each outcome
-    as soon as it is known.
+    as soon as it is known. Kernels that are in the cache are only loaded, to check them, and start no process.
 
     No GPU is needed. The processes end when the iterator is closed, or when an exception such as ``KeyboardInterrupt``
     occurs in it.
@@ -231,14 +231,18 @@ def compile_jobs(
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers!r}; use 1 or more")
     waiting: dict[tuple[Job, str], set[Task]] = {}
+    intact: dict[Task, bool] = {}
     for job, arch in dict.fromkeys(itertools.product(jobs, archs)):
         try:
             kernels = registry.kernels_of(job.op, arch, **dict(job.properties))
         except (TypeError, ValueError) as refusal:
             yield Outcome(job, arch, f"{type(refusal).__name__}: {refusal}")
             continue
-        if kernels:
-            waiting[job, arch] = {Task(kernel, arch) for kernel in kernels}
+        tasks = {Task(kernel, arch) for kernel in kernels}
+        for task in tasks - intact.keys():
+            intact[task] = is_intact(task.kernel, ARCHS[arch])
+        if missing := {task for task in tasks if not intact[task]}:
+            waiting[job, arch] = missing
         else:
             yield Outcome(job, arch, "")
     outcomes = compile_all(itertools.chain.from_iterable(waiting.values()), workers)

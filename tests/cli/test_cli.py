@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.cases import op_cases, properties_for
-from support.interpreters import PACKAGE, python_in_each, variables_of
+from support.interpreters import PACKAGE, forked, python_in_each, variables_of
 from support.processes import is_alive, wait_until, workers_of
 
 import torch_cute_ops
@@ -157,6 +157,13 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
     for hidden in (64, 96):
         torch_cute_ops.precompile("fp4_quantize", "sm_90a", hidden=hidden, dtype=torch.bfloat16)
 
+    # A warm cache needs neither the DSL nor processes, which take seconds to start.
+    code = f"import sys; from torch_cute_ops.cli.main import main; main({arguments}); print('cutlass' in sys.modules)"
+    code = f"from torch_cute_ops.runtime import workers; workers._Template = None; {code}"
+    done = forked(code, TORCH_CUTE_OPS_CACHE_DIR=str(cache))
+    assert done.returncode == 0, done.stderr
+    assert "2 kernels are ready, 0 failed\nFalse\n" in done.stdout and "compiled by the cu1" in done.stdout
+
     assert main(["cache"]) == 0
     listed = capsys.readouterr().out
     assert len(re.findall(r"^[0-9a-f]{16}  .*RowQuantKernel", listed, re.M)) == 2 and "2 kernels" in listed
@@ -173,8 +180,17 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
     assert main(["cache", "verify"]) == 1
     shown = capsys.readouterr().out
     assert f"{second.name[:16]}  damaged: kernel.so is another kernel's" in shown and "1 damaged" in shown
+    compiled = []
+
+    def compile_all(tasks, workers):
+        compiled.extend(tasks)
+        yield from ((task, "") for task in compiled)
+
+    monkeypatch.setattr(deployment, "compile_all", compile_all)
+    assert main(arguments) == 0
+    assert len(compiled) == 1 and "2 kernels are ready" in capsys.readouterr().out  # only the damaged kernel
     assert main(["cache", "clear"]) == 0
-    assert "2 kernels deleted" in capsys.readouterr().out
+    assert "1 kernels deleted" in capsys.readouterr().out
     assert not list(cache.rglob("kernel.so"))
 
 

@@ -384,6 +384,16 @@ def test_settings() -> None:
     assert shown == {setting["variable"] for setting in settings.described()}
 
 
+def test_versions() -> None:
+    """Check that the documents name the oldest versions that pip installs."""
+    oldest = dict(re.findall(r'^    "([\w-]+)>=([\d.]+)[",]', text_of("pyproject.toml"), re.MULTILINE))
+    section = re.search(r"## Versions\n\n(.*?)\n\n", text_of("docs/limits.md"), re.DOTALL)[1]
+    stated = " ".join(section.split())
+    assert f"torch {oldest['torch']} or newer" in stated and f"torch {oldest['torch']} or newer" in text_of("README.md")
+    assert f"`nvidia-cutlass-dsl` {oldest['nvidia-cutlass-dsl']} to " in stated
+    assert f"`apache-tvm-ffi` {oldest['apache-tvm-ffi']} to " in stated
+
+
 def test_terms_of_the_glossary_are_used() -> None:
     """Check that each term of the glossary occurs in the sources or in another document."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "torch_cute_ops").rglob("*.py")]

@@ -37,7 +37,7 @@ def test_two_ranks_under_torchrun() -> None:
     )
     run = (*command, str(EXAMPLES / "tensor_parallel.py"), *SMALL)
     env = variables_of(CUDA_VISIBLE_DEVICES="", PYTHONFAULTHANDLER="1")
-    done = subprocess.run(run, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(run, capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_said(done.stdout, 2)
 

@@ -237,6 +237,16 @@ def test_replay_command(dumped, capsys):
     assert "backend 'wgmma': needs a CUDA device" in capsys.readouterr().err
 
 
+def test_replay_of_a_call_that_fails(tmp_path, capsys):
+    """Check that a replay shows the call's error, of any class, without a traceback, and exits with status 1."""
+    recorder, x = recorder_of("mm_fp8", tmp_path), torch.randn(16, 16)
+    recorder.record((x, x, x, x), {})
+    assert main(["replay", str(recorder.path), "--against", "reference"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "error: TypeError: cute::mm_fp8: got a with dtype float32; expected float8_e4m3fn\n"
+    assert shown.out.startswith("cute::mm_fp8, call") and "reference" not in shown.out
+
+
 def test_replay_says_where_the_result_differs(dumped, capsys, monkeypatch):
     """Check that a single wrong element in any row is found, and that differing versions are named."""
     real = replay

@@ -165,5 +165,5 @@ def test_the_first_process_blocks_ctrl_c(tmp_path):
     program.write_text(BLOCKED)
     command = [sys.executable, str(program), os.path.dirname(__file__)]
     variables = variables_of(PYTHONPATH=os.pathsep.join(sys.path))
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
     assert done.stdout == f"[{int(signal.SIGINT)}]\n", done.stderr

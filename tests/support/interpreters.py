@@ -26,7 +26,7 @@ def variables_of(**environment: str) -> dict[str, str]:
 def python(code: str, *, arguments: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that can import this package."""
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=600)
 
 
 SERVER = """

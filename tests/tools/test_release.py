@@ -83,3 +83,29 @@ def test_pins_replace_constraints(monkeypatch):
     changed = setup_env.constraints()
     assert set(usual) - set(changed) == {line for line in usual if re.match(r"(torch|nvidia-cutlass-dsl)==", line)}
     assert changed[-2:] == ["torch", "nvidia-cutlass-dsl==4.8.0"] and len(changed) == len(usual)
+
+
+def test_pins_replace_an_installed_torch(monkeypatch, tmp_path):
+    """Check that a torch that PINS names is installed, although the Python has a suitable torch. Otherwise the tests
+    would run with the wrong torch, and nothing would say so."""
+    commands, python = [], tmp_path / "bin" / "python"
+    found = {"python": "3.12.0", "torch": "2.13.0", "cuda": None, "sites": ["/packages"], "foreign": ["torch"]}
+    monkeypatch.setattr(setup_env, "probe", lambda python: dict(found))
+    monkeypatch.setattr(setup_env, "_run", lambda *command: commands.append(command))
+    monkeypatch.setattr(setup_env, "compile_packages", lambda *_: setup_env.subprocess.Popen(["true"]))
+    monkeypatch.setattr(setup_env, "site_packages", lambda python: str(tmp_path))
+    monkeypatch.setattr(setup_env.subprocess, "call", lambda command: 0)
+    for pins, installed, shared in (
+        ("", set(), True),
+        ("nvidia-cutlass-dsl==4.8.0", set(), True),
+        ("torch==2.9.*", {"torch==2.9.*"}, False),
+        ("torch", {"torch"}, False),
+    ):
+        monkeypatch.setenv("PINS", pins)
+        commands.clear()
+        setup_env.create(tmp_path, python)
+        setup_env.install(python, set())
+        given = {part for command in commands for part in command if part.split("=")[0] == "torch"}
+        assert given == installed, pins
+        assert (tmp_path / "base_packages.pth").exists() == shared, pins
+        (tmp_path / "base_packages.pth").unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from torch_cute_ops.cli.replay import add_replay
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
 from torch_cute_ops.runtime.compiler import KernelSpec
-from torch_cute_ops.runtime.toolchain import compiler_flavour
+from torch_cute_ops.runtime.toolchain import expected_flavour
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -213,7 +213,7 @@ def _archs(options: argparse.Namespace) -> list[str]:
 def _tell_flavour() -> None:
     """Print which build of the DSL compiled the kernels. The DSL selects the build that fits the driver, or the newest
     build if there is no driver."""
-    print(f"compiled by the {compiler_flavour()} build of the DSL; another build cannot load the kernels")
+    print(f"compiled by the {expected_flavour()} build of the DSL; another build cannot load the kernels")
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,11 @@ def _replay(options: argparse.Namespace) -> int:
     _print_differences(dump.about, spec.signature, dumps.versions())
     if dump.missing:
         print(f"not stored, replaced by zeros: {', '.join(dump.missing)}")
-    call, old, outputs = dumps.replay(dump, spec, device, options.backend)
+    try:
+        call, old, outputs = dumps.replay(dump, spec, device, options.backend)
+    except Exception as error:  # the op may raise any error; often a replay is run to see that error again
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     given = spec.path.arguments(call)
     updated = ((name, given[name]) for name in spec.updated if given[name] is not None)
     for name, output in (*zip(spec.outputs, outputs, strict=True), *updated):

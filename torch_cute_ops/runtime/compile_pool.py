@@ -17,9 +17,12 @@ from torch_cute_ops.runtime.compiler import (
     is_compiled,
     is_kept,
     keep,
+    key_of,
+    load_object,
     store,
     trace_and_compile,
 )
+from torch_cute_ops.runtime.toolchain import expected_flavour
 from torch_cute_ops.runtime.workers import Died, Workers
 
 log = logging.getLogger("torch_cute_ops")
@@ -140,6 +143,15 @@ class EarlyPool:
 def _is_missing(kernel: KernelSpec, arch: Arch) -> bool:
     """Return True if a kernel is not in memory, the bundle or the cache on disk."""
     return not is_compiled(kernel, arch) and not is_kept(kernel, arch)
+
+
+def is_intact(kernel: KernelSpec, arch: Arch) -> bool:
+    """Return True if the cache on disk contains ``kernel`` for ``arch``, and the entry can be loaded. Imports the DSL
+    only if the entry is an object file."""
+    kernels = store()
+    if kernels is None or expected_flavour() is None:
+        return False
+    return kernels.load(key_of(kernel, arch).digest, load_object) is not None
 
 
 def _pool_helps(workers: int | None) -> bool:
