@@ -189,9 +189,10 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
     if arch.has_tcgen05:
         assert {chosen("mm_fp4", m) for m in few} == {"tcgen05"}
         assert {chosen("mm_fp4", m) for m in many} == {"cublas"}
+    own = {"wgmma"} if arch.has_wgmma else {"tcgen05"} if arch.has_tcgen05 else set()
     for op in ("mm_fp4_weight_only",) if arch.has_tcgen05 else ("mm_fp4", "mm_fp4_weight_only"):
-        assert {chosen(op, m) for m in many} == {"wgmma" if arch.has_wgmma else "cublas"}
-        assert {chosen(op, m) for m in few} <= ({"wgmma", "mma_sync"} if arch.has_wgmma else {"mma_sync"})
+        assert {chosen(op, m) for m in many} == (own or {"cublas"})
+        assert {chosen(op, m) for m in few} <= {"mma_sync", *own}
     if not arch.has_wgmma:
         fastest = "tcgen05" if arch.has_tcgen05 else "mma_sync"
         assert {chosen("mm_fp8", m) for m in few} == {fastest} and {chosen("mm_fp8", m) for m in many} == {"scaled_mm"}

@@ -39,18 +39,13 @@ TACTICS = [
 by_kernel = pytest.mark.parametrize("name", ["wgmma", "tcgen05", "mma_sync"])
 
 
-def gpu_target(name, has_a_scale=True):
-    """Return the current GPU's target, or skip the test if the backend does not support it.
-
-    Args:
-        name: name of the backend.
-        has_a_scale: True if the activations are FP4.
-    """
+def gpu_target(name):
+    """Return the current GPU's target, or skip the test if the backend ``name`` does not support it."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
-    if name == "tcgen05" and not (target.arch.has_tcgen05 and has_a_scale):
-        pytest.skip("needs data-center Blackwell's tcgen05, and both operands in FP4")
+    if name == "tcgen05" and not target.arch.has_tcgen05:
+        pytest.skip("needs data-center Blackwell's tcgen05")
     return target
 
 
@@ -84,8 +79,8 @@ def test_every_tactic(op, name, sizes):
     sums. Each run draws one of the two formats."""
     fmt = random.choice([NVFP4, MXFP4])
     m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
-    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
-    if name == "tcgen05":
+    target = gpu_target(name)
+    if name == "tcgen05" and SAMPLES[op.name].has_a_scale:
         k = -(-k // 64) * 64
     # wgmma supports linear scales only for NVFP4
     layout = "linear" if m % 2 == 0 and (name != "wgmma" or fmt == NVFP4) else "128x4"
@@ -178,7 +173,7 @@ def check_first_rows(launch, columns, device, tactic):
 def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
     """Check that each tactic gives a row the same rounded sums alone, among other rows, and in a second call."""
     samples = SAMPLES[op.name]
-    target = gpu_target(name, samples.has_a_scale)
+    target = gpu_target(name)
     device = target.device
     given = arguments(op, samples.sample("", 100, 392, 2560, NVFP4, "128x4", device, out_dtype=torch.float32))
     problem, operands = prepared(op, given)
@@ -200,7 +195,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
 def test_the_same_sums_every_time(op, fmt, name):
     """Check 100 consecutive launches with data in L2: k tiles then arrive early, and must not overwrite a stage in
     use."""
-    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
+    target = gpu_target(name)
     given = exact_call(op, target, 40, 1296, 2048, fmt, "128x4", torch.float32)
     want = results(given)[0].to(target.device)
     problem, operands = prepared(op, given)
@@ -218,7 +213,7 @@ def test_the_same_sums_every_time(op, fmt, name):
 @by_kernel
 def test_a_captured_call_serves_other_operands(op, name):
     """Check that a replayed graph uses the current operands, which copies in the graph write right before the GEMM."""
-    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
+    target = gpu_target(name)
     used, *others = (exact_call(op, target, 24, 776, 1344, NVFP4, "128x4", torch.float32) for _ in range(4))
     tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
     sources = {key: used[key].clone() for key in tensors}
@@ -237,7 +232,7 @@ def test_a_captured_call_serves_other_operands(op, name):
         assert torch.equal(out.cpu(), results(given)[0])
 
 
-@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+@by_kernel
 def test_consecutive_gemms(name):
     """Check GEMMs whose operands are written by the previous launch: by another GEMM, or by quantising the weight."""
     device = gpu_target(name).device
@@ -267,7 +262,7 @@ def test_consecutive_gemms(name):
 @by_kernel
 def test_gemms_on_several_streams(op, name):
     """Check that concurrent calls do not share a workspace."""
-    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
+    target = gpu_target(name)
     calls = [exact_call(op, target, 24, 776, 4096, NVFP4, "128x4", torch.float32) | {"backend": name} for _ in range(3)]
     wants = [results(given)[0] for given in calls]
     op.function(**calls[0])

@@ -35,6 +35,7 @@ from support.kernel_grid import (
     tcgen05_cases,
     tcgen05_experts_cases,
     tcgen05_gated_cases,
+    weight_tcgen05_cases,
     wgmma_cases,
 )
 from support.kernel_grid.rows import WIDTHS
@@ -45,6 +46,7 @@ from test_fp4_tcgen05_emulated import COVERING as TCGEN05
 from test_fp4_tcgen05_emulated import ROW_SCALED as ROW_SCALED_TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp4_tcgen05_gated_experts_emulated import COVERING as TCGEN05_GATED
+from test_fp4_weight_tcgen05_emulated import COVERING as WEIGHT_TCGEN05
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
 from test_fp8_fp4_mma_emulated import COVERING as FP8_FP4_MMA
 from test_fp8_fp4_tcgen05_emulated import COVERING as FP8_FP4_TCGEN05
@@ -59,7 +61,8 @@ from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 ROW_SCALED = (*ROW_SCALED_MMAS, *ROW_SCALED_WGMMAS)
 FP4_GEMMS = (one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS, *ROW_SCALED))
-FP4 = (*EXPERTS, *TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *TCGEN05_GATED, *FP4_GEMMS)
+FP4_TCGEN05 = (*TCGEN05, *ROW_SCALED_TCGEN05, *TCGEN05_EXPERTS, *TCGEN05_GATED, *WEIGHT_TCGEN05)
+FP4 = (*EXPERTS, *FP4_TCGEN05, *FP4_GEMMS)
 FP8_FP4 = (*FP8_FP4_RUNS, *FP8_FP4_TOKEN_RUNS, *FP8_FP4_MMA, *FP8_FP4_TCGEN05)
 FP8 = (*FP8_RUNS, *FP8_TOKEN_RUNS, *FP8_FP4, *FP8_TCGEN05, *MXFP8_TCGEN05)
 EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
@@ -67,7 +70,7 @@ EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8)}
 
 
 def other_cases(every):
-    gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
+    gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every), *weight_tcgen05_cases(every))
     experts = (*experts_cases(every), *gated_experts_cases(every), *tcgen05_experts_cases(every))
     gated = tcgen05_gated_cases(every)
     cases = (

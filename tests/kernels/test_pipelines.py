@@ -32,6 +32,7 @@ GEMM_CASES = (
     kernel_grid.tcgen05_cases,
     kernel_grid.tcgen05_experts_cases,
     kernel_grid.tcgen05_gated_cases,
+    kernel_grid.weight_tcgen05_cases,
     kernel_grid.fp8_gemm_cases,
     kernel_grid.fp8_token_gemm_cases,
     kernel_grid.fp8_tcgen05_cases,

@@ -53,6 +53,7 @@ INSTRUCTIONS: dict[str, str] = {
     "fp4_tcgen05": "UTCOMMA",
     "fp4_tcgen05_experts": "UTCOMMA",
     "fp4_tcgen05_gated_experts": "UTCOMMA",
+    "fp4_weight_tcgen05": "UTCHMMA",
     "fp8_mma": "HMMA",
     "fp8_wgmma": "QGMMA",
     "fp8_token_wgmma": "QGMMA",

@@ -29,6 +29,7 @@ from torch_cute_ops.kernels import (
     fp4_experts,
     fp4_gated_experts,
     fp4_mma,
+    fp4_weight_tcgen05,
     fp8_fp4_recode,
     fp8_fp4_tcgen05,
     fp8_fp4_token_recode,
@@ -323,6 +324,13 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
         output.data.view(torch.uint8)[mask] = result.view(torch.uint8)[mask]
 
 
+def compute_fp4_weight(config: Any, *args: Any) -> None:
+    call = fp4_weight_tcgen05.Arguments(*args)
+    assert call.max_ctas > 0 and call.a_scale is None
+    given = call.a, None, call.b.t(), call.b_scale, call.alpha, call.bias
+    write(call.out, fp4_gemm(*given, call.out.dtype, config.fmt, None, config.layout))
+
+
 def compute_fp8(config: Any, *args: Any) -> None:
     call = fp8_wgmma.Arguments(*args)
     assert call.max_ctas > 0
@@ -564,6 +572,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4DequantKernel": compute_dequantize,
     "FP4MmaKernel": compute_fp4_mma,
     "FP4WgmmaKernel": compute_fp4_wgmma,
+    "FP4WeightTcgen05Kernel": compute_fp4_weight,
     "FP4ExpertsKernel": compute_fp4_experts,
     "FP4GatedExpertsKernel": compute_gated_experts,
     "FP8WgmmaKernel": compute_fp8,

@@ -154,6 +154,43 @@ FP8_TCGEN05: dict[str, tuple[str, str]] = {
     "product not added": (r"fma\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \4;"),
     "not multiplied by a scale": (r"mul\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \2;"),
 }
+F16_MMA = r"(tcgen05\.mma\S+kind::f16 )\[(%r\d+)\], \[(%r\d+)\], (%rd\d+), (%r\d+), p;"
+ST = r"(tcgen05\.st\S+ )\[(%r\d+)\], "
+WEIGHT_TCGEN05: dict[str, tuple[str, str]] = {
+    **{what: fault for what, fault in TCGEN05.items() if fault[0] not in (MMA, CP)},
+    "MMA left out": (F16_MMA, ""),
+    "sums a column on": (F16_MMA, r"\1[\2+1], [\3], \4, \5, p;"),
+    "adds where it should not, or not": (F16_MMA, r"{.reg .pred o; not.pred o, p; \1[\2], [\3], \4, \5, o;}"),
+    "weight a column on": (F16_MMA, r"\1[\2], [\3+1], \4, \5, p;"),
+    "weight of the next MMA": (F16_MMA, r"\1[\2], [\3+8], \4, \5, p;"),
+    "activations 32 bytes on": (F16_MMA, rf"{{{Q64}\4, 2; \1[\2], [\3], q, \5, p;}}"),
+    "other stride of the activations": (F16_MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], [\3], q, \5, p;}}"),
+    "other swizzle of the activations": (F16_MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], [\3], q, \5, p;}}"),
+    "fewer columns of sums": (F16_MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], [\3], \4, q, p;}}"),
+    "operands in the other format": (
+        F16_MMA,
+        rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 7 | 1 << 10}; \1[\2], [\3], \4, q, p;}}",
+    ),
+    "weight negated": (F16_MMA, rf"{{{_more(5, 1 << 13)} \1[\2], [\3], \4, q, p;}}"),
+    "decoded weight not stored": (r"tcgen05\.st[^;]*;", ""),
+    "decoded weight stored a column on": (ST, r"\1[\2+1], "),
+    "decoded weight stored to another warp's lanes": (
+        ST + r"([^;]*;)",
+        rf"{{{_more(2, 32 << 16)} \1[q], \3}}",
+    ),
+    "wait for stores left out": (r"tcgen05\.wait::st\.sync\.aligned;", ""),
+    "codes loaded from elsewhere": (
+        r"(ld\.shared\.v4\.b32 \t?\{[^}]*\}, )\[(%r\d+)(\+\d+)?\];",
+        rf"{{{_more(2, 16)} \1[q\3];}}",
+    ),
+    "scales not loaded": (r"@p ld\.global\.\w+ [^;]*;", ""),
+    "scales loaded from elsewhere": (
+        r"(@p ld\.global\.\w+ [^,]*, )\[(%rd\d+)(\+\d+)\];",
+        rf"{{{Q64}\2, 4; \1[q\3];}}",
+    ),
+    "not multiplied by a scale": (r"mul\.rn\.b?f16x2 \t?(%r\d+), (%r\d+), ([^;]*);", r"mov.b32 \1, \2;"),
+}
+"""Faults of GEMMs whose MMAs read a decoded weight from tensor memory."""
 MX_TCGEN05: dict[str, tuple[str, str]] = {
     **{what: fault for what, fault in FP8_TCGEN05.items() if fault[0] != FP8_MMA},
     **{what: fault for what, fault in TCGEN05.items() if fault[0] in (MMA, CP)},

@@ -12,6 +12,7 @@ from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_tcgen05_gated_experts import FP4Tcgen05GatedExperts
+from torch_cute_ops.gemm.backends.fp4_weight_tcgen05 import FP4WeightTcgen05
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_mma_sync import FP8FP4MmaSync, FP8FP4TokenMmaSync
 from torch_cute_ops.gemm.backends.fp8_fp4_recode import FP8FP4Recode
@@ -43,6 +44,7 @@ BACKENDS: Final[list[Backend]] = [
     FP4Tcgen05(),
     FP4Tcgen05Experts(),
     FP4Tcgen05GatedExperts(),
+    FP4WeightTcgen05(),
     FP4MmaSync(),
     Routed(),
     RoutedGated(),

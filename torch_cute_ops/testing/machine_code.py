@@ -18,9 +18,9 @@ OPERATIONS: Final = {
 """Names of warp-level MMAs of 16 bits, FP8, FP8 with block scales, and FP4 with block scales, and of warpgroup MMAs of
 16 bits and FP8, keyed by the operation. A warpgroup MMA has two operations: one for operands in shared memory, and one
 for an operand in registers."""
-UTC_MMAS: Final = (0x5EA, 0xDEA)
-"""Operations of MMAs of ``tcgen05``, ``UTC*MMA``. The second is an FP8, FP6 or FP4 MMA with block scales
-(``kind::mxf8f6f4``)."""
+UTC_MMAS: Final = (0x5EA, 0x9EA, 0xDEA)
+"""Operations of MMAs of ``tcgen05``, ``UTC*MMA``. The second reads the operand on the M side from tensor memory. The
+third is an FP8, FP6 or FP4 MMA with block scales (``kind::mxf8f6f4``)."""
 UTC_KINDS: Final = {(0, False): "UTCHMMA", (3, False): "UTCQMMA", (0, True): "UTCOMMA"}
 """Names of ``UTC*MMA`` (16 bits; FP8, FP6 and FP4; FP4 with block scales), keyed by bits 72 and 73 and by bit 63, which
 is set if scales are in tensor memory."""

@@ -53,12 +53,14 @@ from support.kernel_grid.tcgen05 import (
     Tcgen05Case,
     Tcgen05ExpertsCase,
     Tcgen05GatedCase,
+    WeightTcgen05Case,
     fp8_fp4_tcgen05_cases,
     fp8_tcgen05_cases,
     mxfp8_tcgen05_cases,
     tcgen05_cases,
     tcgen05_experts_cases,
     tcgen05_gated_cases,
+    weight_tcgen05_cases,
 )
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 from torch_cute_ops.testing.resources import compile_for
@@ -95,6 +97,7 @@ __all__ = [
     "Tcgen05Case",
     "Tcgen05ExpertsCase",
     "Tcgen05GatedCase",
+    "WeightTcgen05Case",
     "WgmmaCase",
     "build_of",
     "covering_cases",
@@ -116,6 +119,7 @@ __all__ = [
     "tcgen05_cases",
     "tcgen05_experts_cases",
     "tcgen05_gated_cases",
+    "weight_tcgen05_cases",
     "wgmma_cases",
 ]
 

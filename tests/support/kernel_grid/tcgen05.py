@@ -1,4 +1,4 @@
-"""Cases of GEMMs by tcgen05: FP4, dense and over experts, FP8, and FP8 by FP4."""
+"""Cases of GEMMs by tcgen05: FP4, dense and over experts, 16 bits by FP4, FP8, and FP8 by FP4."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from torch_cute_ops.kernels import (
     fp4_tcgen05,
     fp4_tcgen05_experts,
     fp4_tcgen05_gated_experts,
+    fp4_weight_tcgen05,
     fp8_fp4_tcgen05,
     fp8_mxfp4_tcgen05,
     fp8_tcgen05,
     mxfp8_tcgen05,
 )
+from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
@@ -229,6 +231,73 @@ def tcgen05_gated_cases(every: bool) -> list[Tcgen05GatedCase]:
                 Tcgen05GatedCase(fmt, layout, tile_n, epilogue, arch=one)
                 for one in (TCGEN05_ARCHS if every else (arch,))
             ]
+    return cases
+
+
+WEIGHT_TCGEN05_KINDS = (*((dtype, NVFP4) for dtype in (BF16, FP16)), (BF16, MXFP4))
+
+WEIGHT_TCGEN05_TILES = tuple(
+    (tile_m, split_k) for tile_m in fp4_weight_tcgen05.TILES_M for split_k in fp4_weight_tcgen05.split_ks(tile_m)
+)
+
+
+@dataclass(frozen=True)
+class WeightTcgen05Case(KernelCase):
+    """GEMM of 16-bit activations and an FP4 weight by tcgen05. ``dtype`` is the dtype of the MMAs' operands."""
+
+    dtype: torch.dtype
+    fmt: FP4Format
+    layout: str
+    tile_m: int
+    split_k: int
+    epilogue: Epilogue
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        kind = short(self.dtype)[0], self.fmt.name, self.layout, f"{self.tile_m}by{self.split_k}"
+        return "-".join(("weight_tcgen05", *kind, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        return type(self), self.dtype, self.fmt, self.layout, self.tile_m, self.split_k > 1
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel that the backend builds, or this kernel with fewer stages."""
+        config = fp4_weight_tcgen05.plan(
+            dtype=self.dtype,
+            fmt=self.fmt,
+            layout=SCALE_LAYOUTS[self.layout],
+            epilogue=self.epilogue,
+            tile_m=self.tile_m,
+            split_k=self.split_k,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        return fp4_weight_tcgen05.FP4WeightTcgen05Kernel(replace(config, stages=self.stages or config.stages))
+
+
+def weight_tcgen05_cases(every: bool) -> list[WeightTcgen05Case]:
+    """Return cases of each tile: without split-K, and with one other ``split_k``. If ``every``, return all ``split_k``,
+    with all kinds of operands, for each architecture.
+
+    Architectures, kinds of operands and epilogues alternate from case to case.
+    """
+    archs, finish = itertools.cycle(TCGEN05_ARCHS), itertools.cycle(epilogues((None, "one", "column")))
+    splits = itertools.cycle(fp4_weight_tcgen05.split_ks(MMA_M)[1:])
+    chosen = {tile_m: next(splits) for tile_m in fp4_weight_tcgen05.TILES_M}
+    kinds = [(*kind, layout) for layout in ("128x4", "linear") for kind in WEIGHT_TCGEN05_KINDS]
+    others, cases = itertools.cycle(kinds), []
+    for tile_m, split_k in WEIGHT_TCGEN05_TILES:
+        if not every and split_k not in (1, chosen[tile_m]):
+            continue
+        arch = next(archs)
+        for kind in kinds if every else (next(others),):
+            one = WeightTcgen05Case(*kind, tile_m, split_k, next(finish))
+            cases += [replace(one, arch=each) for each in (TCGEN05_ARCHS if every else (arch,))]
     return cases
 
 

@@ -37,6 +37,9 @@ class FP4Tcgen05(Tcgen05Backend):
     tactic_type = Tcgen05Tactic
     kernel = fp4_tcgen05.KERNEL
 
+    def handles(self, problem: GemmProblem) -> bool:
+        return super().handles(problem) and problem.a.is_fp4
+
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05Tactic, ...]:
         k_tiles = -(-problem.k // K_TILE)
         widest = cost.smallest_tile(fp4_tcgen05.TILES_M[1], m)

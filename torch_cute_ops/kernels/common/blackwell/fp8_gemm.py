@@ -1,4 +1,4 @@
-"""Base class of GEMMs by ``tcgen05.mma``: FP8 activations, and a weight on the M side.
+"""Base class of GEMMs by ``tcgen05.mma``: FP8 or 16-bit activations, and a weight on the M side.
 
 ``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the MMA thread and of the
 epilogue warps. A subclass defines how a weight tile reaches its stage (``_produce`` and ``_load_scales``). MMAs are of
@@ -31,8 +31,8 @@ from torch_cute_ops.kernels.common.fp8.layouts import Arguments
 from torch_cute_ops.kernels.common.fp8.tiles import ExpertTiles, Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, PreparedWeight
 
-MMA_K_BYTES = 32  # bytes of an operand's row that one MMA multiplies
-MMAS_PER_K_TILE = K_TILE_BYTES // MMA_K_BYTES
+MMA_K_BYTES = 32  # bytes of a token's activations that one MMA multiplies
+MMAS_PER_K_TILE = K_TILE_BYTES // MMA_K_BYTES  # for FP8 activations
 STAGES_WRITTEN = 1  # id of the named barrier of ``_await_stage_writers``
 ALL_TILES = 1 << 30  # larger than any number of CTAs that a launch needs
 
@@ -99,7 +99,12 @@ class FP8GemmKernel(Tcgen05Kernel):
     Args:
         config: configuration.
         weight: weight source, which defines the arguments and views of the weight and its scales.
+
+    Attributes:
+        k_tile_bytes: bytes of a token's activations in a k tile.
     """
+
+    k_tile_bytes: int = K_TILE_BYTES
 
     def __init__(self, config: FP8TileConfig, weight):
         super().__init__(config)
@@ -142,7 +147,7 @@ class FP8GemmKernel(Tcgen05Kernel):
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
         m, n = out.shape
-        k_tiles = cute.ceil_div(a_map[1].shape[1], K_TILE_BYTES)
+        k_tiles = cute.ceil_div(a_map[1].shape[1], self.k_tile_bytes)
         rank, cluster_index = cta % c.cluster, cta // c.cluster
         begin, end = Int32(0), Int32(k_tiles)
         if const_expr(c.split_k > 1):
@@ -248,7 +253,7 @@ class FP8GemmKernel(Tcgen05Kernel):
                 self._wait_full(stage, parity, smem)
                 tcgen05.fence_after()
                 adds = False if const_expr(c.has_blocks) else k_tile > work.begin
-                num_mmas = work.num_mmas - k_tile * MMAS_PER_K_TILE
+                num_mmas = work.num_mmas - k_tile * (self.k_tile_bytes // MMA_K_BYTES)
                 acc = tmem + Uint32(accumulator * c.tile_m)
                 self._multiply(tmem, acc, stage, num_mmas, adds, first_token, smem)
                 tcgen05.commit(smem.pipeline.empty + stage, c.cta_group, pair)
@@ -431,8 +436,12 @@ def _unfinished(total: Any, i: int) -> Any:
 
 
 def bytes_of(matrix: cute.Tensor) -> cute.Tensor:
-    """View FP8 codes as bytes."""
-    return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=Uint8), matrix.layout)
+    """View a matrix with contiguous rows as bytes. 16-bit matrices have two dimensions, FP8 matrices any number."""
+    layout = matrix.layout
+    if const_expr(matrix.element_type.width == 16):
+        rows, columns = matrix.shape
+        layout = cute.make_layout((rows, 2 * columns), stride=(2 * matrix.stride[0], 1))
+    return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=Uint8), layout)
 
 
 def _load_floats(values: cute.Tensor, first, count: int) -> list:

@@ -1,7 +1,7 @@
 """``tcgen05`` instructions, as PTX. They use the tensor memory and the tensor cores of data-center Blackwell.
 
-One thread issues all operations of a tile (``copy_scales``, ``multiply``, ``multiply_fp8``, ``commit``). The operations
-are asynchronous. The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an
+One thread issues all operations of a tile (``copy_scales``, the ``multiply`` functions, ``commit``). The operations are
+asynchronous. The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an
 mbarrier complete when all of these operations have ended. (PTX ISA, "TensorCore 5th generation".)
 """
 
@@ -55,6 +55,13 @@ def fp8_instruction_descriptor(rows: int, columns: int) -> int:
     ``columns``, and K is 32."""
     fp32 = 1 << 4
     return fp32 | columns // 8 << 17 | rows // 16 << 24
+
+
+def sixteen_bit_instruction_descriptor(rows: int, columns: int, is_bf16: bool) -> int:
+    """Return the instruction descriptor of an MMA with bf16 or fp16 operands and fp32 accumulators: M is ``rows``, N is
+    ``columns``, and K is 16."""
+    formats, fp32 = (1 << 7 | 1 << 10) if is_bf16 else 0, 1 << 4
+    return formats | fp32 | columns // 8 << 17 | rows // 16 << 24
 
 
 def mx_instruction_descriptor(rows: int, columns: int, m_side: str, m_scale_id: int, n_scale_id: int) -> int:
@@ -137,6 +144,19 @@ def multiply_fp8(acc, a, b, instruction: int, adds, cta_group: int, *, loc=None,
 
 
 @dsl_user_op
+def multiply_16_bit(acc, a, b, instruction: int, adds, *, loc=None, ip=None) -> None:
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true. The operands are bf16 or fp16.
+
+    ``a`` is the address of the operand in tensor memory, which has a row in each lane, and two elements in each column.
+    """
+    operands = [ptx._u32(one, loc, ip) for one in (acc, a)]
+    operands.append(Uint64(b).ir_value(loc=loc, ip=ip))
+    operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), Uint32(adds))]
+    text = "{.reg .pred p; setp.ne.u32 p, $4, 0; tcgen05.mma.cta_group::1.kind::f16 [$0], [$1], $2, $3, p;}"
+    _run(operands, text, "r,r,l,r,r", loc, ip)
+
+
+@dsl_user_op
 def multiply_mx(acc, a, b, instruction: int, a_scales, b_scales, adds, cta_group: int, *, loc=None, ip=None) -> None:
     """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, for FP4 or FP8 ``a`` and FP8 ``b``. Each scale
     multiplies 32 elements of a row."""
@@ -178,6 +198,21 @@ def load(address, columns: int, *, loc=None, ip=None) -> list:
 def wait_for_loads(*, loc=None, ip=None) -> None:
     """Wait until all of this thread's loads from tensor memory have ended."""
     _run([], "tcgen05.wait::ld.sync.aligned;", "", loc, ip)
+
+
+@dsl_user_op
+def store(address, words: list, *, loc=None, ip=None) -> None:
+    """Store words to consecutive columns of this thread's lane of tensor memory. The words have arrived after
+    ``wait_for_stores``."""
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [$0], {{{names}}};"
+    _run([ptx._u32(one, loc, ip) for one in (address, *words)], text, ",".join("r" * (1 + len(words))), loc, ip)
+
+
+@dsl_user_op
+def wait_for_stores(*, loc=None, ip=None) -> None:
+    """Wait until all of this thread's stores to tensor memory have ended."""
+    _run([], "tcgen05.wait::st.sync.aligned;", "", loc, ip)
 
 
 @dsl_user_op

@@ -150,6 +150,19 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
     return decoded
 
 
+def decode_in_order(words: list, scales: list, dtype, fmt: FP4Format) -> list:
+    """Decode words of eight codes each, and multiply by their scales. Return four words of two numbers for each word,
+    in the order of k."""
+    in_order = []
+    for operands in decode(words, scales, dtype, fmt):
+        a, b, c, d = (pair for operand in operands for pair in operand)
+        # Pairs contain codes (0, 4), (1, 5), (2, 6), (3, 7) in bfloat16, and (0, 2), (1, 3), (4, 6), (5, 7) in float16.
+        low = [ptx.prmt(x, y, 0x5410) for x, y in ((a, b), (c, d))]
+        high = [ptx.prmt(x, y, 0x7632) for x, y in ((a, b), (c, d))]
+        in_order += [*low, *high] if dtype is BFloat16 else [low[0], high[0], low[1], high[1]]
+    return in_order
+
+
 def pair_activations(words: list, dtype) -> list:
     """Reorder eight activations, in four words, so that they are paired like the codes that ``decode`` returns: two
     words per MMA with K = 16."""

@@ -1,0 +1,179 @@
+"""Configuration of the tcgen05 GEMM with 16-bit activations and an FP4 weight. No device code."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import FP8TileConfig, splits
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    K_TILE_BYTES,
+    MMA_M,
+    OperandStage,
+    with_most_stages,
+)
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp4.layouts import reason_undecodable
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments, ExpertLayout
+from torch_cute_ops.runtime.arch import Arch
+
+__all__ = ["K_TILE", "TILES_M", "Arguments", "Config", "plan", "split_ks", "teams"]
+
+TILES_M: Final = (16, 32, 64, 128, 256)
+"""Supported ``tile_m``."""
+TEAM_WARPS: Final = MMA_M // 32
+"""Number of warps of a decoder group. A thread decodes a weight row of a k tile."""
+CODE_BYTES: Final = K_TILE // 2
+"""Bytes of FP4 codes in a weight row of a k tile."""
+LINES: Final = 2 * K_TILE // K_TILE_BYTES
+"""Number of 128-byte lines of activations that a token has in a k tile."""
+WEIGHT_COLUMNS: Final = K_TILE // 2
+"""Number of columns of tensor memory for the decoded weight of a k tile. A column holds two elements of each row."""
+
+
+def teams(tile_m: int) -> int:
+    """Return the number of decoder groups for tiles of ``tile_m`` tokens.
+
+    Two groups hide latency better than one, but need an even number of stages. Only three stages of 256 tokens fit.
+    """
+    return 1 if tile_m > MMA_M else 2
+
+
+def split_ks(tile_m: int) -> tuple[int, ...]:
+    """Return the supported values of ``split_k`` for tiles of ``tile_m`` tokens."""
+    return splits(ExpertLayout(), False, tile_m, 1)
+
+
+@dataclass(frozen=True)
+class WeightStage(OperandStage):
+    """Layout of a stage in shared memory: a k tile of the activations, and of the weight's FP4 codes.
+
+    Attributes:
+        mma_n: number of tokens per tile.
+        teams: number of decoder groups.
+    """
+
+    mma_n: int
+    teams: int
+    cta_group: ClassVar[int] = 1
+
+    @property
+    def has_scale_loaders(self) -> bool:
+        """True, because decoder warps take the role of scale loaders."""
+        return True
+
+    @property
+    def scale_loader_warps(self) -> int:  # type: ignore[override]
+        """Number of decoder warps."""
+        return self.teams * TEAM_WARPS
+
+    @property
+    def full_arrivals(self) -> int:
+        """Number of decoder warps that fill a stage."""
+        return TEAM_WARPS
+
+    @property
+    def empty_arrivals(self) -> int:
+        """Number of arrivals that make a stage empty: the decoder warps, which read the codes, and the MMAs' commit."""
+        return TEAM_WARPS + 1
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of one line of all tokens' activations."""
+        return self.mma_n * K_TILE_BYTES
+
+    @property
+    def codes_offset(self) -> int:
+        """Offset of the weight's FP4 codes in the stage."""
+        return LINES * self.line_bytes
+
+    @property
+    def code_bytes(self) -> int:
+        """Number of bytes that the producer copies to a stage: activations, and FP4 codes of the weight."""
+        return self.codes_offset + MMA_M * CODE_BYTES
+
+
+@dataclass(frozen=True)
+class Config(FP8TileConfig):
+    """Static properties of the tcgen05 GEMM with 16-bit activations. M, N and K are run-time values.
+
+    Attributes:
+        dtype: dtype of the MMAs' operands (activations, decoded weight): bfloat16, or float16 (NVFP4 only).
+        fmt, layout: format and scale layout of the weight.
+        epilogue: operations on the finished accumulators.
+        tile_m: number of rows of ``a`` per tile.
+        split_k: number of CTAs of a cluster that split a tile's K range.
+        stages: number of pipeline stages.
+        pdl: True to launch with programmatic dependent launch.
+        has_blocks: False, because the epilogue warps do not promote.
+        stage_writers: number of decoder warps, which read the stages.
+    """
+
+    dtype: torch.dtype
+    fmt: FP4Format
+    layout: ScaleLayout
+    epilogue: Epilogue
+    tile_m: int
+    split_k: int
+    stages: int
+    pdl: bool
+    has_blocks: ClassVar[bool] = False
+    cta_group: ClassVar[int] = 1
+    rows: ClassVar[ExpertLayout] = ExpertLayout()
+    tiles: ClassVar = {(False, 1): TILES_M}
+    factor_slots: ClassVar[int] = 0
+    slot_words: ClassVar[int] = 0
+
+    @property
+    def teams(self) -> int:
+        """Number of decoder groups."""
+        return teams(self.tile_m)
+
+    @property
+    def stage(self) -> WeightStage:
+        """Layout of a pipeline stage. The weight is on the M side of the MMAs."""
+        return WeightStage(self.tile_m, self.teams)
+
+    @property
+    def stage_writers(self) -> int:
+        return self.stage.scale_loader_warps
+
+    @property
+    def accumulators(self) -> int:
+        return 1 if self.split_k > 1 or self.tile_m > MMA_M else 2
+
+    @property
+    def tmem_columns(self) -> int:
+        used = self.acc_columns + self.stages * WEIGHT_COLUMNS
+        return max(32, 1 << (used - 1).bit_length())
+
+    @property
+    def copied_barriers(self) -> int:
+        return self.stages
+
+    @property
+    def tile_scales(self) -> int:
+        """Number of scales of a weight row in a k tile."""
+        return K_TILE // self.fmt.block_size
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        return reason_undecodable(self.dtype, self.fmt, self.smem_bytes, arch) or super().reason_unsupported(arch)
+
+    def reason_unfit(self) -> str | None:
+        if self.layout.tile_rows not in (0, MMA_M):
+            return f"the layout {self.layout.name} is not for scales of weights"
+        if self.epilogue.has_row_scale:
+            return "16-bit activations have no row_scale"
+        if self.stages % self.teams:
+            return f"stages is {self.stages}; {self.teams} teams of decoders take stages in turn"
+        return super().reason_unfit()
+
+
+def plan(*, arch: Arch, **given: Any) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory and the tensor memory of ``arch``,
+    or None if none fits.
+
+    ``given`` holds the other fields of ``Config``.
+    """
+    return with_most_stages(lambda stages: Config(**given, stages=stages), arch)
