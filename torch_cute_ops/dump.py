@@ -125,8 +125,11 @@ class Recorder:
             distinct = _distinct(tensor)
             limit -= 0 if first != name else distinct.numel() * tensor.itemsize
             if first == name and limit >= 0 and not capturing:
-                content = distinct.detach().to("cpu", copy=True).contiguous()
-                stored[name] = content if tensor.dtype in NATIVE else content.view(torch.uint8)
+                content = distinct.detach()
+                if content.itemsize == 1 and content.dtype not in NATIVE:
+                    content = content.view(torch.uint8)  # before the copy, because torch 2.9 cannot copy FP4
+                content = content.to("cpu", copy=True).contiguous()
+                stored[name] = content if content.dtype in NATIVE else content.view(torch.uint8)
             described[name] = {
                 "tensor": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),

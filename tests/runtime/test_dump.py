@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from expected import raw
 from safetensors import safe_open
 from support.cases import arguments, copy_updated, get_sample, op_cases, overload, sample_cases
 from support.interpreters import forked
@@ -28,11 +29,7 @@ def recorder_of(op, folder, limit=2**30):
 
 
 def same_bits(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
-    )
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
 
 
 @pytest.mark.parametrize("op", op_cases())
