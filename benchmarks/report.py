@@ -31,6 +31,7 @@ LABELS = {
     "fill": "fill",
     "deep_gemm": "DeepGEMM",
     "torch": "torch",
+    "vllm": "vLLM",
     "copy": "copy",
 }
 
