@@ -27,7 +27,7 @@ class _Launcher(KernelLauncher[_Call]):
 
     def run(self, call: _Call, out: Any) -> Any:
         n, k = call.input.shape  # raises unless ``input`` is a matrix
-        if not n:
+        if not (n and k):
             return None
         blocks = rows, columns = -(-n // FP8_BLOCK128.block_size), -(-k // FP8_BLOCK128.block_size)
         if out is None:
