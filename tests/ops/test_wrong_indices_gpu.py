@@ -75,15 +75,22 @@ def test_nothing_is_written_out_of_bounds(name, wrong):
 @pytest.mark.parametrize("rows", [3 * 2**20, 5 * 2**20], ids=["negative-sum", "positive-sum"])
 def test_sums_of_counts_may_overflow(rows):
     """Check that nothing is written out of bounds if every expert counts all rows, so that the number of rows of all
-    experts exceeds int32."""
+    experts exceeds int32. A sum that overflows to a negative number means that no row is written."""
     experts, device = 1024, "cuda"
     x = torch.zeros(rows, 256, dtype=torch.bfloat16, device=device)
-    memory = torch.full((rows * 128 + 2 * GUARD,), 0xA5, dtype=torch.uint8, device=device)
-    y = memory[GUARD:-GUARD].view(torch.float8_e4m3fn).view(rows, 128)
-    scale = torch.empty(1, rows, dtype=torch.float32, device=device).mT
+    codes, scales = (
+        torch.full((bytes_of_row * rows + 2 * GUARD,), 0xA5, dtype=torch.uint8, device=device)
+        for bytes_of_row in (128, 4)
+    )
+    y = codes[GUARD:-GUARD].view(torch.float8_e4m3fn).view(rows, 128)
+    scale = scales[GUARD:-GUARD].view(torch.float32).view(1, rows).mT
     offsets = torch.zeros(experts + 1, dtype=torch.int32, device=device)
     counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
     torch.ops.cute.moe_swiglu_fp8quant.out(x, offsets, counts, y=y, scale=scale)
-    assert (memory[:GUARD] == 0xA5).all()
-    assert (memory[-GUARD:] == 0xA5).all()
-    assert torch.isfinite(scale[0]).all()
+    for memory in (codes, scales):
+        assert (memory[:GUARD] == 0xA5).all()
+        assert (memory[-GUARD:] == 0xA5).all()
+    is_written = (y.view(torch.uint8) == 0).all(1) & (scale == 0).flatten()
+    untouched = (y.view(torch.uint8) == 0xA5).all(1)
+    assert (is_written | untouched).all()
+    assert is_written.any() == (experts * rows % 2**32 < 2**31)

@@ -32,6 +32,9 @@ DECODING_INSTRUCTIONS: Final = {
 }
 """Number of instructions with which a thread decodes a weight row of a k tile, keyed by the format and the dtype of the
 MMAs' operands. Counted in the PTX."""
+LOOP_INSTRUCTIONS: Final = 58.0
+"""Number of a thread's other instructions for a k tile: addresses of scales, stage and phase, waits and arrivals. Counted
+in the PTX for NVFP4 and bf16."""
 DECODER_RATE: Final = 0.4
 """Instructions per clock that a decoder warp issues, if one or two warps run on each scheduler of the SM. Not measured:
 more than half of the instructions are logic, shifts and permutations, which take two clocks each (CUDA C++ Programming
@@ -66,6 +69,8 @@ class FP4WeightTcgen05(Tcgen05Model, FP4KernelBackend):
         return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
+        if problem.epilogue.has_row_scale:
+            return "16-bit activations have no row_scale"
         return reason_not_words(problem)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[WeightTcgen05Tactic, ...]:
@@ -87,7 +92,7 @@ class FP4WeightTcgen05(Tcgen05Model, FP4KernelBackend):
         places = cost.places(target.sms, split_k) // split_k
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
         computed = cost.tensor_core_seconds(flops, target, sms=1)
-        instructions = DECODING_INSTRUCTIONS[fp4_format(problem), sixteen_bit_dtype(problem)]
+        instructions = DECODING_INSTRUCTIONS[fp4_format(problem), sixteen_bit_dtype(problem)] + LOOP_INSTRUCTIONS
         decoded = instructions / DECODER_RATE / fp4_weight_tcgen05.teams(tile_m) / CLOCK_HZ
         weight_bytes = MMA_M * problem.b.row_bytes(K_TILE)
 
