@@ -1,8 +1,8 @@
-"""`python -m benchmarks blackwell`: modelled times of FP4 GEMMs that use tcgen05, on a B200. Nothing is measured.
+"""`python -m benchmarks blackwell`: modelled times of GEMMs with FP4 weights by tcgen05 on a B200. Nothing is measured.
 
 No B200 was available. The compiled kernels give the sizes of shared memory, tensor memory and registers. Clocks and
 times are computed from data sheets, as in `torch_cute_ops/gemm/cost.py` and the backends `fp4_tcgen05`,
-`fp4_tcgen05_experts` and `fp4_tcgen05_gated_experts`.
+`fp4_tcgen05_experts`, `fp4_tcgen05_gated_experts` and `fp4_weight_tcgen05`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ an eighth of each expert."""
 LAYER_HIDDEN = 7168
 LAYER_ROWS = (1, 16, 64, 128, 256)
 
+WEIGHT_ONLY_SHAPES = {
+    (28672, 4096): (1, 64, 256, 4096),
+    (8192, 8192): (1, 64, 256, 4096),
+    (19968, 6656): (1, 64),
+    (2048, 2048): (1, 64, 256),
+}
+"""Numbers of rows M of 16-bit activations, keyed by (N, K)."""
+WEIGHT_ONLY_BACKENDS = ("tcgen05", "mma_sync", "cublas")
+
 MODES = (None, DENSE, ROUTED)
 """None for a plain GEMM. For GEMMs with experts over K, `DENSE` computes all experts, and `ROUTED` only experts that a
 token is routed to."""
@@ -75,6 +84,12 @@ LAYERS_ABOUT = """\
 Layers of DeepSeek-V3 on one of eight GPUs: the first GEMM with its gate (`moe_fc1_fp4`), the second GEMM
 (`moe_fc2_fp4`) and both, with the backend that "auto" chooses. Each token is routed to 8 experts of the GPU. All
 numbers are of the same model."""
+
+WEIGHT_ONLY_ABOUT = """\
+bfloat16 activations by a weight with 128x4 scales (`mm_fp4_weight_only`), with each backend. All numbers are of the
+same model, with the data sheets' {pflops:.1f} PFLOP/s in bfloat16."""
+
+WEIGHT_ONLY_HEADER = ("N × K", "M", *(f"{name} µs" for name in WEIGHT_ONLY_BACKENDS), "floor", "auto")
 
 LAYERS_HEADER = ("layer", "M", "first GEMM", "µs", "floor", "second GEMM", "µs", "floor", "both", "floor")
 
@@ -180,6 +195,26 @@ def layer_cells(fmt: FP4Format, name: str, m: int, target: Target) -> list[str]:
     return [*row, *map(report.number, sums)]
 
 
+def weight_only_cells(fmt: FP4Format, n: int, k: int, m: int, target: Target) -> list[str]:
+    """Estimate a GEMM of bfloat16 activations with each backend, and format the estimates as cells of a table row."""
+    bf16 = torch.bfloat16
+    problem = GemmProblem(Operand(bf16), Operand(fmt, SCALE_LAYOUTS["128x4"]), n, k, Epilogue(bf16, "one", None))
+    least = {
+        backend.name: min(backend.estimate(problem, m, each, target) for each in backend.tactics(problem, m, target))
+        for backend in select.BACKENDS
+        if backend.name in WEIGHT_ONLY_BACKENDS
+        and backend.handles(problem)
+        and backend.reason_unsupported(problem, target) is None
+    }
+    assert target.arch is not None
+    peak = target.arch.flops_per_clock * target.sms * CLOCK_HZ
+    floor = max(problem.bytes_moved(m) / cost.bytes_per_second(target), problem.flops(m) / peak)
+    times = [*(least.get(name) for name in WEIGHT_ONLY_BACKENDS), floor]
+    chosen = select.choose(problem, m, target).backend.name
+    micro = [report.number(None if each is None else each * 1e6) for each in times]
+    return [f"{n:,} × {k:,}", f"{m:,}", *micro, chosen]
+
+
 def cells(one: Line) -> list[str]:
     """Format the estimates for one GEMM as cells of a table row."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
@@ -224,6 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(ABOUT.format(arch=arch.name, sms=target.sms, fmt=fmt.name, chunk=K_TILE, experts=FC2_EXPERTS, **rates))
     print()
     print(report.table(HEADER, [cells(one) for one in lines]))
+    print()
+    gemms = [(n, k, m) for (n, k), rows in WEIGHT_ONLY_SHAPES.items() for m in rows]
+    print(WEIGHT_ONLY_ABOUT.format(pflops=arch.flops_per_clock * target.sms * CLOCK_HZ / 1e15))
+    print()
+    print(report.table(WEIGHT_ONLY_HEADER, [weight_only_cells(fmt, *sizes, target) for sizes in gemms]))
     print()
     print(LAYERS_ABOUT)
     print()

@@ -53,7 +53,10 @@ def test_table(capsys):
     assert cli.main(["blackwell", "--format", "mxfp4", "--arch", "sm_103a", "--no-registers"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: sm_103a") and "mxfp4" in printed
-    table, layers = printed.split("Layers of DeepSeek-V3")
+    table, rest = printed.split("bfloat16 activations by a weight")
+    weight_only, layers = rest.split("Layers of DeepSeek-V3")
+    gemms = [(f"{n:,} × {k:,}", f"{m:,}") for (n, k), every in blackwell.WEIGHT_ONLY_SHAPES.items() for m in every]
+    assert [tuple(row[:2]) for row in rows_of(weight_only)] == gemms
     rows = rows_of(table)
     plain = [(f"{n:,} × {k:,}", "one", f"{m:,}") for (n, k), every in blackwell.SHAPES.items() for m in every]
     experts = [("7,168 × 65,536", mode, str(m)) for mode in ("dense", "routed") for m in (32, 64, 128, 256, 512)]
@@ -72,9 +75,19 @@ def test_registers(monkeypatch, capsys):
     monkeypatch.setattr(blackwell, "compile_for", lambda *given: compiled.append(given) or real(*given))
     assert cli.main(["blackwell"]) == 0
     assert len(compiled) == 1
-    table, _ = capsys.readouterr().out.split("Layers of DeepSeek-V3")
+    table, _ = capsys.readouterr().out.split("bfloat16 activations by a weight")
     (registers,) = {row[9] for row in rows_of(table)}
     assert int(registers) == max(each.registers for each in real(*compiled[0]).resources)
+
+
+def test_16_bit_activations():
+    """Check that the floor for one row is the time in which the weight is read, with half a byte per element and one
+    byte per 16 elements, and that the estimate is above the time in which 148 SMs decode 50 elements per clock."""
+    name, m, *micro, chosen = blackwell.weight_only_cells(NVFP4, 8192, 8192, 1, B200)
+    tcgen05, mma_sync, cublas, floor = map(float, micro)
+    assert (name, m, chosen) == ("8,192 × 8,192", "1", "tcgen05")
+    assert floor == pytest.approx(8192**2 * (1 / 2 + 1 / 16) / BANDWIDTH * 1e6, rel=1e-2)
+    assert 8192**2 / (50 * 148 * 1.7e9) * 1e6 < tcgen05 < mma_sync < cublas
 
 
 def test_layers():

@@ -33,8 +33,8 @@ DECODING_INSTRUCTIONS: Final = {
 """Number of instructions with which a thread decodes a weight row of a k tile, keyed by the format and the dtype of the
 MMAs' operands. Counted in the PTX."""
 LOOP_INSTRUCTIONS: Final = 58.0
-"""Number of a thread's other instructions for a k tile: addresses of scales, stage and phase, waits and arrivals. Counted
-in the PTX for NVFP4 and bf16."""
+"""Number of a thread's other instructions for a k tile: addresses of scales, stage and phase, waits and arrivals.
+Counted in the PTX for NVFP4 and bf16."""
 DECODER_RATE: Final = 0.4
 """Instructions per clock that a decoder warp issues, if one or two warps run on each scheduler of the SM. Not measured:
 more than half of the instructions are logic, shifts and permutations, which take two clocks each (CUDA C++ Programming
