@@ -15,7 +15,7 @@ from samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8, mm_fp8_block, mm
 from support import spec
 from support.cases import arguments, compiled_op_cases, defined, expected_of, op_cases
 from support.fake_device import FakeDevice
-from support.gemm_problems import CPU, fp4_problem, fp8_problem, gated_problems, problem_id, problems
+from support.gemm_problems import CPU, fp4_problem, fp8_problem, gated_problems, mx_problem, problem_id, problems
 from support.tuner_model import empty_file, warnings_in
 
 import torch_cute_ops
@@ -333,6 +333,20 @@ def test_checks(problem, made_up, monkeypatch):
             one[3, 5] = value
             shown = error_bounds.difference(one, want[part], allowed[part])
             assert f"1 of {one.numel()} sums are off, by up to inf times" in shown
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [ExpertLayout(has_offsets=True), ExpertLayout(has_offsets=True, has_counts=True), ExpertLayout(has_counts=True)],
+    ids=["packed", "counted", "masked"],
+)
+def test_checks_of_experts_in_mxfp8(rows):
+    """Check that operands of experts in MXFP8 can be made: the reference passes, and results fail if they are zero."""
+    bench = tune.Bench(mx_problem(64, 128, rows=rows, experts=2), 8, CPU)
+    assert bench.check(Candidate("reference", ())) is None
+    assert bench._exact[0].b_scale.shape == (2, 64, 4)
+    want, allowed = bench._expected
+    assert "sums are off" in error_bounds.difference(torch.zeros_like(want), want, allowed)
 
 
 @pytest.mark.parametrize("problem", [*gated_problems()], ids=problem_id)

@@ -75,6 +75,24 @@ def test_moved_between_gpus_that_read_different_layouts(monkeypatch):
         assert torch.equal(layer(x), want) and torch.equal(layer.dequantize(), plain.dequantize())
 
 
+def test_a_state_dict_of_another_kind_of_gpu(monkeypatch):
+    """Check that scales have the layout of the weight's device if a state dict is assigned to a layer on another
+    device, or if the layer was opened on another device."""
+    plain = layer_of()
+    state = plain.state_dict()
+    monkeypatch.setattr(fp8_linear, "reads_tiles", lambda device: device.type == "cpu")
+    layer = MXFP8Linear(K, N, bias=True, device="meta")
+    layer.load_state_dict(state, assign=True)
+    assert layer.weight_scale.dim() == 5
+    layer.load_state_dict(state)
+    assert layer.weight_scale.dim() == 5
+    assert_same_layer(layer, plain)
+    monkeypatch.setattr(fp8_linear, "reads_tiles", lambda device: False)
+    layer.load_state_dict(state)
+    assert layer.weight_scale.dim() == 2
+    assert_same_layer(layer, plain)
+
+
 def test_layouts_by_architecture(monkeypatch):
     """Check that data-center Blackwell reads tiles, and that other GPUs and CPUs read linear scales."""
     assert not reads_tiles(torch.device("cpu")) and not reads_tiles(torch.device("meta"))

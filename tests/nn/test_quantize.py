@@ -373,6 +373,17 @@ def test_warmup_calls_norms_of_torch(norm, vectors, subtract_mean, monkeypatch):
         assert named["weight_plus_one"] is False and named["subtract_mean"] == subtract_mean
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(H), nn.GroupNorm(2, H), nn.InstanceNorm1d(H, affine=True)])
+def test_warmup_calls_no_op_for_norms_over_other_dimensions(norm, monkeypatch):
+    block, seen = FusedBlock(), []
+    block.norm = norm
+    quantize_(block.bfloat16(), "fp8_channel")
+    for name in ("rmsnorm_fp8quant", "add_rmsnorm_fp8quant"):
+        monkeypatch.setattr(torch.ops.cute, name, lambda *args, **named: seen.append(named))
+    warmup(block, rows=(1,))
+    assert seen == []
+
+
 def test_warmup_calls_norms_of_gemma():
     """Check that `warmup` also calls the ops with 1 + weight if the source code of a norm adds 1."""
     gemma = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")

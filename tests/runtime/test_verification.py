@@ -12,6 +12,7 @@ from support.cases import arguments, copy_updated, op_cases, overload, with_usab
 from support.interpreters import forked, python_in_groups
 from support.ranks import free_port
 
+from torch_cute_ops import fp8_quantize
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.verification import Verifier
@@ -114,6 +115,23 @@ def test_terms_that_cancel(named):
         verifier.after(call, {}, (exact.float(),))
         wrong = (exact + exact.abs().max() * 2**-12).float()
         assert is_refused(op, lambda wrong=wrong, call=call: verifier.after(call, {}, (wrong,)))
+
+
+def test_errors_of_mxfp8_sums():
+    """Check that an error is refused that sums over 128 elements in FP8 tensor cores may have. Sums in MXFP8 are over
+    32 elements: an MMA step keeps 13 bits of each of its 33 terms, relative to the largest term."""
+    op, m, n, k = OPS["mm_fp8_block"], 4, 128, 256
+    (a, a_scale), (b, b_scale) = (
+        fp8_quantize(torch.randn(rows, k), granularity="block32", scale_layout="linear") for rows in (m, n)
+    )
+    call = op.bind(a, b.mT, a_scale, b_scale, out_dtype=torch.float32)
+    out = torch.ops.cute.mm_fp8_block(a, b.mT, a_scale, b_scale, out_dtype=torch.float32)
+    size = torch.ops.cute.mm_fp8_block(
+        *(a.float().abs().to(a.dtype), b.float().abs().to(b.dtype).mT, a_scale, b_scale), out_dtype=torch.float32
+    )
+    verifier = Verifier(op)
+    verifier.after(call, {}, (out + size * (33 * 2.0**-14),))
+    assert is_refused(op, lambda: verifier.after(call, {}, (out + size * (2 * 33 * 2.0**-13),)))
 
 
 @pytest.mark.gpu

@@ -337,10 +337,10 @@ def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Ten
 
 
 def _mx_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return random ue8m0 bytes of 1/2, 1 and 2, for a matrix with ``shape`` blocks, in the layout that quantising ops
-    write by default."""
+    """Return random ue8m0 bytes of 1/2, 1 and 2 for a tensor with ``shape`` blocks: for a matrix in the layout that
+    quantising ops write by default, for the matrices of several experts linear, as layers of experts keep them."""
     linear = torch.randint(126, 129, shape, dtype=torch.uint8, device=generator.device, generator=generator)
-    return from_linear(linear, SCALE_LAYOUTS[DEFAULT_SCALE_LAYOUT])
+    return linear if len(shape) > 2 else from_linear(linear, SCALE_LAYOUTS[DEFAULT_SCALE_LAYOUT])
 
 
 def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:

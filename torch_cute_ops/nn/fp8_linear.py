@@ -165,6 +165,11 @@ class MXFP8Linear(QuantLinear):
         self._rearrange()
         return self
 
+    def _load_from_state_dict(self, *given: Any) -> None:
+        self._rearrange()  # ``torch.load`` may have moved the scales to another kind of device
+        super()._load_from_state_dict(*given)
+        self._rearrange()  # an assigned weight may be on another kind of device than the weight before it
+
     def as_stack_(self) -> None:
         """Keep linear scales on every device, as grouped GEMMs read them."""
         self._is_stack = True

@@ -35,8 +35,7 @@ _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
     ("mxfp8", "weight"): (0x87, 0x30),
     ("mxfp8", "weight_scale"): (0, 122),
 }
-"""(mask of random bits, fixed bits) of each one-byte tensor. 120 is 2^-7 in e8m0,
-and 122 is 2^-5."""
+"""(mask of random bits, fixed bits) of each one-byte tensor. 120 is 2^-7 in e8m0, and 122 is 2^-5."""
 _NUMBERS: Final[dict[tuple[str, str], float]] = {
     ("nvfp4", "weight_scale_2"): DEVIATION / (_E2M1 * _SCALE),
     ("nvfp4", "input_scale"): INPUT_AMAX / (6 * 448),

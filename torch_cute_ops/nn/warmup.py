@@ -285,12 +285,13 @@ def _norms_of(module: nn.Module) -> Iterator[_Norm]:
     """Yield the norms of rows that a module may compute. There are none unless the module is torch's, or its only
     parameters are a ``weight`` (K,) and perhaps a ``bias`` (K,)."""
     own = dict(module.named_parameters(recurse=False))
+    shape: Sequence[int] = ()
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        shape: Sequence[int] = module.normalized_shape
-    else:
+        shape = module.normalized_shape
+    elif not isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm)):
         vectors = {(each.shape, each.dtype) for each in own.values()}
-        is_norm = "weight" in own and own.keys() <= {"weight", "bias"} and len(vectors) == 1
-        shape = own["weight"].shape if is_norm else ()
+        if "weight" in own and own.keys() <= {"weight", "bias"} and len(vectors) == 1:
+            shape = own["weight"].shape
     if len(shape) != 1:
         return
     dtype, has_bias = own["weight"].dtype if "weight" in own else None, "bias" in own
@@ -311,9 +312,9 @@ def _adds_one(norm: type[nn.Module]) -> bool:
 
 
 def _squares_relu(module: type[nn.Module]) -> bool:
-    """Return True if the source of a module calls ReLU and squares something."""
+    """Return True if the source of a module calls ReLU, and contains ``** 2``, ``square`` or ``pow``."""
     source = _source_of(module)
-    is_squared = re.search(r"\*\* ?2\b|\bsquare\(|\bpow\((.*, )?2(\.0)?\)", source) is not None
+    is_squared = re.search(r"\*\* ?2\b|\bsquare\(|\bpow\((.*,\s*)?2(\.0)?\)", source) is not None
     return is_squared and re.search(r"\brelu\(", source) is not None
 
 
