@@ -142,7 +142,7 @@ CONFIG = fp4_weight_tcgen05.plan(
             {"tile_m": 256, "split_k": 2, "stages": 2},
             "split_k is 2; it has to be one of (1,) with tile_m=256 and 1 CTAs for each MMA, without experts",
         ),
-        ({"stages": 3}, "stages is 3; 2 teams of decoders take stages in turn"),
+        ({"stages": 3}, "stages is 3; it has to be a multiple of 2, the number of decoder groups"),
         ({"tile_m": 128, "split_k": 2, "stages": 0}, "67584 bytes of partial sums do not fit into 0 stages"),
         ({"stages": 8}, "needs 1024 columns of tensor memory; an SM has 512"),
         ({"stages": 10}, "bytes of shared memory; sm_100a has 232448"),
@@ -166,5 +166,7 @@ def test_memory(tile_m: int, stages: int) -> None:
     assert config.stages == stages and config.stages % config.teams == 0
     assert config.acc_columns + 64 * stages <= config.tmem_columns == 512
     assert config.accumulators == (1 if tile_m == 256 else 2)
+    # Two CTAs never share an SM, with 228 KB of shared memory, of which the system takes 1 KB for each CTA.
+    assert 2 * (config.smem_bytes + 1024) > 228 * 1024 and config.smem_bytes <= BLACKWELL.arch.smem_per_cta
     # A stage holds the activations in 16 bits, and 64 bytes of codes for each row.
     assert config.stage.size_bytes == 128 * (2 * tile_m + 64)

@@ -30,12 +30,17 @@ LINES: Final = 2 * K_TILE // K_TILE_BYTES
 """Number of 128-byte lines of activations that a token has in a k tile."""
 WEIGHT_COLUMNS: Final = K_TILE // 2
 """Number of columns of tensor memory for the decoded weight of a k tile. A column holds two elements of each row."""
+LEAST_SMEM_BYTES: Final = 116 * 1024
+"""Bytes of shared memory that a CTA takes at least: more than half of an SM's, so that two CTAs never share an SM. A
+CTA takes most of the tensor memory, and waits until it is free. If two clusters divided SMs among them, a CTA of each
+could wait for the tensor memory of the other cluster, and the rest of its cluster for this CTA, for ever."""
 
 
 def teams(tile_m: int) -> int:
     """Return the number of decoder groups for tiles of ``tile_m`` tokens.
 
-    Two groups hide latency better than one, but need an even number of stages. Only three stages of 256 tokens fit.
+    Two groups hide latency better than one. They take stages in turn, and need an even number of them: a group that
+    skipped a phase of a stage's barrier would take the previous phase for its own. Only three stages of 256 tokens fit.
     """
     return 1 if tile_m > MMA_M else 2
 
@@ -149,6 +154,10 @@ class Config(FP8TileConfig):
         return max(32, 1 << (used - 1).bit_length())
 
     @property
+    def smem_bytes(self) -> int:
+        return max(super().smem_bytes, LEAST_SMEM_BYTES)
+
+    @property
     def copied_barriers(self) -> int:
         return self.stages
 
@@ -166,7 +175,7 @@ class Config(FP8TileConfig):
         if self.epilogue.has_row_scale:
             return "16-bit activations have no row_scale"
         if self.stages % self.teams:
-            return f"stages is {self.stages}; {self.teams} teams of decoders take stages in turn"
+            return f"stages is {self.stages}; it has to be a multiple of {self.teams}, the number of decoder groups"
         return super().reason_unfit()
 
 

@@ -79,8 +79,9 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
             table.shifts[expert] = begins[i] - start
         start = start + sizes[i]
     if tid == threads - 1:
-        # If offsets and counts are wrong, several experts may own the same rows, so that the sum exceeds the buffer.
-        table.total[0] = cutlass.min(end, rows)
+        # If offsets and counts are wrong, several experts may own the same rows, so that the sum exceeds the buffer, or
+        # even int32.
+        table.total[0] = cutlass.max(cutlass.min(end, rows), Int32(0))
 
 
 def _load(tensor: cute.Tensor, at, exists) -> Int32:

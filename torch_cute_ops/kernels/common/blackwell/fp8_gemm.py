@@ -43,7 +43,7 @@ class Work(NamedTuple):
     Attributes:
         m, n: numbers of rows and columns of the result. The rows of all experts are counted.
         num_mmas: number of MMAs of a tile, over all of K.
-        begin, end: range of k tiles that the CTA multiplies in each tile. The last k tile may have 64 elements.
+        begin, end: range of k tiles that the CTA multiplies in each tile, at least one. The last k tile may be shorter.
         first, pitch: index of the CTA's first tile, and distance to its next tile.
         num_tiles: number of all tiles.
         rank: rank of the CTA in its cluster.

@@ -36,7 +36,7 @@ class FP8TileConfig(Tcgen05Config):
         pdl: True to launch with programmatic dependent launch.
         prefetches: as in ``FP8GemmConfig``.
         tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
-        stage_writers: number of warps that store to stages, or 0 if only TMA writes to stages.
+        stage_writers: number of warps that load from stages or store to them, or 0 if only TMA and MMAs access them.
         factor_arrivals: number of arrivals that complete a slot with factors.
     """
 

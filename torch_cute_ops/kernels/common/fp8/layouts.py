@@ -75,17 +75,17 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
     """Run-time arguments of an FP8 GEMM, in order.
 
     Sizes: R rows of activations, of all experts together; E experts; N rows of an expert's weight, a multiple of 8; K
-    elements per row of ``a``, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout
+    elements per row of ``a``, a multiple of 64 (in 16 bits, of 32); ``blocks`` = ⌈K / 128⌉. In the masked layout
     (``ExpertLayout.is_masked``), each expert owns R / E rows, and ``a``, ``a_scale`` and ``out`` are three-dimensional.
     The last two dimensions of ``a`` and ``out`` are then contiguous.
 
     Attributes:
-        a: (R, K) e4m3, contiguous. Masked: (E, R / E, K).
+        a: (R, K) e4m3, contiguous. Masked: (E, R / E, K). Kernels with 16-bit activations take bfloat16 or float16.
         b: (K, N) e4m3, the transposed view of a row-major (N, K) weight. In grouped GEMMs: (E, K, N). Kernels with an
             FP4 weight take codes instead: (K / 2, N) or (E, K / 2, N) uint8.
         a_scale: (R, blocks) float32, column-major with any pitch between blocks. Masked: (E, R / E, blocks), where a
             column contains the rows of all experts. Per-token scales are (R, 1) in every layout, with any stride.
-            Stride 0 means one scale for all rows.
+            Stride 0 means one scale for all rows. None with 16-bit activations.
         b_scale: (⌈N / 128⌉, blocks) float32. In grouped GEMMs: (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
             one of the FP4 scale layouts. None if ``a`` has per-token scales: ``alpha`` then contains the weight's
             scales.
