@@ -591,7 +591,7 @@ def test_wrong_properties_name_the_op(op):
     for name in ("colour", "device"):
         with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*{name}"):
             torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **properties, **{name: 0})
-    needed = next(name for name in ("k", "hidden", "experts", "head_dim") if name in properties)
+    needed = next(name for name in ("k", "hidden", "experts", "head_dim", "dtype") if name in properties)
     del properties[needed]
     with pytest.raises(TypeError, match=rf"^cute::{op.name} needs the property {needed}"):
         torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **properties)
@@ -699,7 +699,7 @@ def test_bad_files(content, tmp_path):
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {BAD_FILES[content]}')}") as raised:
         deployment.read(path)
-    assert len(str(raised.value)) < 1100
+    assert len(str(raised.value)) < 1200  # a list of all ops is the longest message
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])

@@ -26,7 +26,7 @@ EXPORTS = {
         (f"from torch_cute_ops.ops.{OLD} import {OLD}\n", f"from torch_cute_ops.ops.{NEW} import {NEW}\n"),
         (f'    "{OLD}",\n', f'    "{NEW}",\n'),
     ),
-    "README.md": ((f"| `{OLD}` |", f"| `{NEW}` | the same |\n"),),
+    "README.md": ((f"| `{OLD}`", f"| `{NEW}` | the same |\n"),),
     "CHANGELOG.md": ((f"- `{OLD}`", f"- `{NEW}`: the same.\n"),),
 }
 """Lines to insert into existing files: (text of the line before, new line), keyed by file."""

@@ -132,7 +132,7 @@ def test_method_of_a_layer(config, prefix, scheme, vllm):
     assert made.get_supported_act_dtypes() == [torch.bfloat16, torch.float16] and made.get_min_capability() == 90
     method = made.get_quant_method(vllm_stub.LinearBase(), prefix)
     if scheme is None:
-        is_quantised = config.get("transform_config") or prefix == "d"
+        is_quantised = config.get("transform_config") or prefix == "d" or config == compressed("mxfp8")
         assert isinstance(method, vllm_stub.OwnMethod if is_quantised else vllm_stub.UnquantizedLinearMethod)
     else:
         assert isinstance(method, vllm._linear.CuteLinearMethod)

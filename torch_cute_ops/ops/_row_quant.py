@@ -238,6 +238,8 @@ class RowQuant(KernelPath[RowCall]):
         self.source, self.normalises, self.four_over_six = source, normalises, four_over_six
 
     def needs_alignment(self, name: str, output: Tensor) -> bool:
+        if self.reduces_tensor and name == "scale":
+            return False
         return super().needs_alignment(name, output) or (name == "scale_out" and output.dtype == torch.uint8)
 
     def bind(self, signature: Signature) -> None:
