@@ -243,8 +243,11 @@ def test_compiles_twice_at_most_in_any_order(op, choices, device):
 )
 @pytest.mark.parametrize("rows", [(5, 2, 300, 1), (300, 200, 5, 1)], ids=["small-first", "large-first"])
 def test_one_row_after_other_rows_compiles_one_more_graph(layout, graphs, rows, device):
-    """Check the numbers of graphs that docs/models.md gives: the first M, which PyTorch treats as constant, a symbolic
-    M, with 128x4 scales a symbolic M of the other side of 128, and M = 1."""
+    """Check the numbers of graphs in docs/models.md.
+
+    There is one graph for the first M, which PyTorch treats as constant, one for symbolic M (with 128x4 scales two: up
+    to 128 rows, and more), and one for M = 1.
+    """
     assert compilations(torch_cute_ops.registry.OPS["mm_fp4"], device, rows, {"scale_layout": layout}) == graphs
 
 

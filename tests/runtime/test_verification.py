@@ -118,8 +118,8 @@ def test_terms_that_cancel(named):
 
 
 def test_errors_of_mxfp8_sums():
-    """Check that an error is refused that sums over 128 elements in FP8 tensor cores may have. Sums in MXFP8 are over
-    32 elements: an MMA step keeps 13 bits of each of its 33 terms, relative to the largest term."""
+    """Check that results are refused if their error is as large as sums over 128 elements may have. Sums in MXFP8 are
+    over 32 elements: an MMA step keeps 13 bits of each of its 33 terms, relative to the largest term."""
     op, m, n, k = OPS["mm_fp8_block"], 4, 128, 256
     (a, a_scale), (b, b_scale) = (
         fp8_quantize(torch.randn(rows, k), granularity="block32", scale_layout="linear") for rows in (m, n)

@@ -337,8 +337,11 @@ def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Ten
 
 
 def _mx_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return random ue8m0 bytes of 1/2, 1 and 2 for a tensor with ``shape`` blocks: for a matrix in the layout that
-    quantising ops write by default, for the matrices of several experts linear, as layers of experts keep them."""
+    """Return random ue8m0 bytes of 1/2, 1 and 2, one for each block of ``shape``.
+
+    The scales of a matrix are in the default layout of the quantising ops. The scales of several experts are linear, as
+    in layers of experts.
+    """
     linear = torch.randint(126, 129, shape, dtype=torch.uint8, device=generator.device, generator=generator)
     return linear if len(shape) > 2 else from_linear(linear, SCALE_LAYOUTS[DEFAULT_SCALE_LAYOUT])
 

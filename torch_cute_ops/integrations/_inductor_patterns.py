@@ -152,7 +152,7 @@ def match_rms_norm(node: Node) -> Norm | None:
 
 
 def _with_bias(node: Node) -> Iterator[tuple[Node, Node | None]]:
-    """Yield the node without a bias, and, if the node is the sum of another node and a vector, these two."""
+    """Yield ``(node, None)``. If the node adds a vector to another node, also yield the other node and the vector."""
     yield node, None
     if is_call(node, aten.add.Tensor) and not node.kwargs:
         for value, bias in (node.args, node.args[::-1]):

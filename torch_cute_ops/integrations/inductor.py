@@ -134,8 +134,8 @@ class FuseQuantization(CustomGraphPass):
       last bits of the product. If other nodes also read the normalised rows in the dtype of the norm's input, an FP4 op
       writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is then not fused.
     - LayerNorm of the last dimension, as computed by ``torch.nn.functional.layer_norm``, with weight and bias, with a
-      weight alone, or without both. A sum over ranks before it, or before an RMSNorm with a bias or without a weight,
-      is not fused.
+      weight alone, or without both. A sum over ranks is not fused with LayerNorm, nor with an RMSNorm that has a bias
+      or no weight.
     - A sum of two tensors of equal shape and dtype before the norm, if at least one of the tensors is not read
       afterwards. The sum overwrites this tensor. An input of the graph is never overwritten. 16-bit rows may also be
       added to a float32 residual, which the sum then overwrites.

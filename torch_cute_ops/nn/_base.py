@@ -231,7 +231,7 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def as_stack_(self) -> None:
-        """Prepare a layer that stacks the layers of all experts for grouped GEMMs."""
+        """Prepare this layer, whose weight stacks the weights of all experts, for grouped GEMMs."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up the weight by name, in checkpoint layout. Scales in the 128x4 layout are

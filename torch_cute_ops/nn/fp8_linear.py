@@ -142,7 +142,8 @@ class MXFP8Linear(QuantLinear):
 
     weight_scale: Tensor
     _is_stack: bool = False
-    """True for the layers of all experts, because grouped GEMMs read linear scales on every device."""
+    """True if the weight stacks the weights of all experts. Its scales are then linear on every device, because grouped
+    GEMMs read linear scales."""
 
     def layout(self) -> Layout:
         """Return shape and dtype of each tensor of the weight, as in checkpoints and in ``state_dict``."""

@@ -347,7 +347,7 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
             continue
         done.add(form)
         x = torch.zeros(1, width, dtype=dtype, device=device)
-        # Nothing about a model's modules tells the dtype of its residual.
+        # The modules of a model do not determine the dtype of its residual, so call both.
         for norm, residual_dtype in itertools.product(norms, dict.fromkeys((dtype, torch.float32))):
             if norm.width != width:
                 continue

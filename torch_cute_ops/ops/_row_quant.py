@@ -117,7 +117,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         return sizes
 
     def new_partials(self, rows: int) -> Tensor:
-        """Allocate the workspace for the amaxes of parts of a tensor with ``rows`` rows, one element per CTA."""
+        """Allocate the workspace for the amaxes that the CTAs find in a tensor with ``rows`` rows, one per CTA."""
         return allocator(self.device)((self.config.tensor_ctas(rows, self.sms),), (1,), torch.float32)
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:

@@ -10,7 +10,9 @@ from torch_cute_ops.ops._row_quant import RowQuant
 def fp8_quantize_per_tensor(
     input: Tensor, interleaved: bool = False, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantise ``input`` to FP8 with one scale, computed from all its elements ``v`` on the device, without waiting.
+    """Quantise ``input`` to FP8 with one scale, which the device computes from all elements ``v``.
+
+    The host does not wait for the device.
 
     With ``amax = max |v|``, all steps are in fp32::
 
@@ -19,8 +21,8 @@ def fp8_quantize_per_tensor(
 
     Codes are rounded to nearest even and saturate. If ``input`` contains NaN or infinity, the scale is NaN and all
     codes are zero; if it contains only zeros, or no elements, the scale and the codes are zero. CPU and GPU results are
-    equal bit for bit. A row's codes depend on the other rows of the batch; :func:`fp8_quantize` with
-    ``granularity="tensor"`` takes a scale from calibration instead, and computes a scale per row by default.
+    equal bit for bit. The codes of a row depend on all other rows. To avoid this, use :func:`fp8_quantize`:
+    by default it computes a scale per row, and with ``granularity="tensor"`` it takes a scale from calibration.
 
     Args:
         input: (..., K) bfloat16, float16 or float32. Rows may be strided. If they do not start at multiples of 16

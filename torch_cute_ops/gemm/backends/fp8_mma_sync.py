@@ -117,9 +117,10 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 class MXFP8MmaSync(FP8MmaSync):
     """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead, except
-    with experts.) Block-scaled MMAs apply the scales, on GPUs that have them in ``mma.sync``; elsewhere, the result of
-    each MMA, of 32 elements of K, is scaled and added in fp32. Each call first arranges the scales as words of four
-    bytes."""
+    with experts.) On compute capabilities 12.0 and 12.1, block-scaled MMAs apply the scales. On other GPUs, the kernel
+    scales the result of each MMA (32 elements of K) and adds it in fp32. The kernel reads scales as words of four
+    bytes. Each call first rearranges scales that are not stored in this order; linear scales of ``b`` are if K is a
+    multiple of 128."""
 
     is_mx = True
 
@@ -132,8 +133,8 @@ class MXFP8MmaSync(FP8MmaSync):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        # Except on data-center Blackwell without experts, this is the only kernel for MXFP8. Block-scaled MMAs have the
-        # rate of FP8 MMAs.
+        # MXFP8 has one other kernel: ``tcgen05``, on data-center Blackwell, for GEMMs without experts. Block-scaled
+        # MMAs have the rate of FP8 MMAs.
         has_other = target.arch.has_tcgen05 and problem.grouping.over == "none"
         return math.inf if has_other else self.seconds(problem, m, tactic, target)
 

@@ -32,15 +32,16 @@ WEIGHT_COLUMNS: Final = K_TILE // 2
 """Number of columns of tensor memory for the decoded weight of a k tile. A column holds two elements of each row."""
 LEAST_SMEM_BYTES: Final = 116 * 1024
 """Bytes of shared memory that a CTA takes at least: more than half of an SM's, so that two CTAs never share an SM. A
-CTA takes most of the tensor memory, and waits until it is free. If two clusters divided SMs among them, a CTA of each
-could wait for the tensor memory of the other cluster, and the rest of its cluster for this CTA, for ever."""
+CTA allocates most of an SM's tensor memory, and waits until that memory is free. If CTAs of two clusters shared SMs,
+each cluster could hold tensor memory that a CTA of the other cluster waits for: a deadlock."""
 
 
 def teams(tile_m: int) -> int:
     """Return the number of decoder groups for tiles of ``tile_m`` tokens.
 
-    Two groups hide latency better than one. They take stages in turn, and need an even number of them: a group that
-    skipped a phase of a stage's barrier would take the previous phase for its own. Only three stages of 256 tokens fit.
+    Two groups hide latency better than one. They take turns at the k tiles, so the number of stages must be even: then
+    each group always uses the same stages. With an odd number, a group could mistake an earlier phase of a stage's
+    barrier for the phase that it waits for. With 256 tokens only three stages fit, so one group decodes.
     """
     return 1 if tile_m > MMA_M else 2
 
