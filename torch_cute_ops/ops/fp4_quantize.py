@@ -30,7 +30,8 @@ def fp4_quantize(
             code = e2m1(v / scale)        # so that v ≈ code · scale
 
     Conversions round to nearest even and saturate. A block with NaN or infinity gets the NaN scale and zero codes; a
-    block whose scale is zero gets zero codes. CPU and GPU results are equal bit for bit.
+    block whose scale is zero gets zero codes. For global scales between 2^-100 and 2^100, CPU and GPU results are equal
+    bit for bit.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of ``block_size``. Rows may be strided. If they do

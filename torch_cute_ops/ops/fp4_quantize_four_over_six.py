@@ -28,7 +28,7 @@ def fp4_quantize_four_over_six(
 
     The result is in the format of :func:`fp4_quantize`, and every op that takes NVFP4 takes it. Conversions round to
     nearest even and saturate. A block with NaN or infinity gets the NaN scale and zero codes; a block whose scale is
-    zero gets zero codes. CPU and GPU results are equal bit for bit.
+    zero gets zero codes. For global scales between 2^-100 and 2^100, CPU and GPU results are equal bit for bit.
 
     Args:
         input: (..., H) bfloat16, float16 or float32; H is a multiple of 16. Rows may be strided. If they do not start
