@@ -499,8 +499,7 @@ class QuantExperts(nn.Module):
             stored = layer.weight_scale_inv if self.scheme == "fp8_block" else layer.weight_scale
             if self.scheme == "fp8_channel":
                 stored = stored.flatten()
-            # Tiles contain the rows of all experts.
-            scale = stored if stored.dim() > 2 else stored.unflatten(0, (self.experts, -1))
+            scale = stored.unflatten(0, (self.experts, -1))
             return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
         alpha = layer._alpha()
         if alpha is not None and alpha.numel() > 1:
