@@ -209,7 +209,7 @@ CONFIG = fp8_fp4_tcgen05.plan(
         ({"tile_m": 128}, "one of (16, 32, 64) with 1 CTAs for each MMA"),
         ({"tile_m": 8, "layout": None}, "one of (16, 32, 64, 128, 256) with 1 CTAs for each MMA"),
         ({"layout": SCALE_LAYOUTS["8x4"]}, "weight scales in the layout 8x4 are not supported"),
-        ({"stages": 5}, "stages is 5; 2 teams of decoders take stages in turn"),
+        ({"stages": 5}, "stages is 5; it has to be a multiple of 2, the number of decoder groups"),
         (
             {"rows": ExpertLayout(True), "split_k": 2},
             "one of (1,) with tile_m=32 and 1 CTAs for each MMA, with experts",

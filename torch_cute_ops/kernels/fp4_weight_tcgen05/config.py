@@ -6,11 +6,15 @@ from typing import Any, ClassVar, Final
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.blackwell.fp8_layouts import FP8TileConfig, splits
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import (
+    CODE_BYTES,
+    DecodedStage,
+    FP8TileConfig,
+    splits,
+)
 from torch_cute_ops.kernels.common.blackwell.layouts import (
     K_TILE_BYTES,
     MMA_M,
-    OperandStage,
     with_most_stages,
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -22,10 +26,6 @@ __all__ = ["K_TILE", "TILES_M", "Arguments", "Config", "plan", "split_ks", "team
 
 TILES_M: Final = (16, 32, 64, 128, 256)
 """Supported ``tile_m``."""
-TEAM_WARPS: Final = MMA_M // 32
-"""Number of warps of a decoder group. A thread decodes a weight row of a k tile."""
-CODE_BYTES: Final = K_TILE // 2
-"""Bytes of FP4 codes in a weight row of a k tile."""
 LINES: Final = 2 * K_TILE // K_TILE_BYTES
 """Number of 128-byte lines of activations that a token has in a k tile."""
 WEIGHT_COLUMNS: Final = K_TILE // 2
@@ -52,37 +52,8 @@ def split_ks(tile_m: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class WeightStage(OperandStage):
-    """Layout of a stage in shared memory: a k tile of the activations, and of the weight's FP4 codes.
-
-    Attributes:
-        mma_n: number of tokens per tile.
-        teams: number of decoder groups.
-    """
-
-    mma_n: int
-    teams: int
-    cta_group: ClassVar[int] = 1
-
-    @property
-    def has_scale_loaders(self) -> bool:
-        """True, because decoder warps take the role of scale loaders."""
-        return True
-
-    @property
-    def scale_loader_warps(self) -> int:  # type: ignore[override]
-        """Number of decoder warps."""
-        return self.teams * TEAM_WARPS
-
-    @property
-    def full_arrivals(self) -> int:
-        """Number of decoder warps that fill a stage."""
-        return TEAM_WARPS
-
-    @property
-    def empty_arrivals(self) -> int:
-        """Number of arrivals that make a stage empty: the decoder warps, which read the codes, and the MMAs' commit."""
-        return TEAM_WARPS + 1
+class WeightStage(DecodedStage):
+    """Layout of a stage in shared memory: a k tile of the activations, and of the weight's FP4 codes."""
 
     @property
     def line_bytes(self) -> int:
@@ -175,9 +146,7 @@ class Config(FP8TileConfig):
             return f"the layout {self.layout.name} is not for scales of weights"
         if self.epilogue.has_row_scale:
             return "16-bit activations have no row_scale"
-        if self.stages % self.teams:
-            return f"stages is {self.stages}; it has to be a multiple of {self.teams}, the number of decoder groups"
-        return super().reason_unfit()
+        return self.stage.reason_uneven(self.stages) or super().reason_unfit()
 
 
 def plan(*, arch: Arch, **given: Any) -> Config | None:

@@ -8,6 +8,7 @@ from cutlass import BFloat16, Int32, Int64, Uint32, const_expr, range_constexpr
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import CODE_BYTES
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_M
 from torch_cute_ops.kernels.common.blackwell.roles import MMA_WARP, WARP, OperandCopies
 from torch_cute_ops.kernels.common.core import ptx
@@ -16,13 +17,7 @@ from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words
 from torch_cute_ops.kernels.common.fp4.codes import acc_scale, decode_in_order, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
-from torch_cute_ops.kernels.fp4_weight_tcgen05.config import (
-    CODE_BYTES,
-    LINES,
-    WEIGHT_COLUMNS,
-    Arguments,
-    Config,
-)
+from torch_cute_ops.kernels.fp4_weight_tcgen05.config import LINES, WEIGHT_COLUMNS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 MMA_K = 16  # elements along K that an MMA multiplies

@@ -5,12 +5,18 @@ from typing import Any, ClassVar, Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.prepared_scales import SLAB_K
-from torch_cute_ops.kernels.common.blackwell.fp8_layouts import SPLIT_K, FP8TileConfig, splits
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import (
+    CODE_BYTES,
+    SPLIT_K,
+    TEAM_WARPS,
+    DecodedStage,
+    FP8TileConfig,
+    splits,
+)
 from torch_cute_ops.kernels.common.blackwell.layouts import (
     ALIGNMENT,
     K_TILE_BYTES,
     MMA_M,
-    OperandStage,
     with_most_stages,
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -22,13 +28,9 @@ __all__ = ["SPLIT_K", "TILES_M", "Arguments", "Config", "plan", "splits", "teams
 TILES_M: Final = {(True, 1): (16, 32, 64), (False, 1): (16, 32, 64, 128, 256)}
 """Supported ``tile_m``, keyed by (True if ``a`` has block scales, number of CTAs of an MMA). With block scales, a
 thread keeps ``tile_m`` sums in registers."""
-TEAM_WARPS: Final = MMA_M // 32
-"""Number of warps of a decoder group. A thread decodes a weight row of a k tile."""
 FACTOR_SLOTS: Final = 4
 """Number of slots in shared memory, each for the factors of one k tile. The number is a multiple of the number of
 decoder groups, so that the same group always writes a slot."""
-CODE_BYTES: Final = K_TILE // 2
-"""Bytes of FP4 codes in a weight row of a k tile."""
 
 
 def teams(has_blocks: bool, tile_m: int) -> int:
@@ -41,38 +43,9 @@ def teams(has_blocks: bool, tile_m: int) -> int:
 
 
 @dataclass(frozen=True)
-class FP8FP4Stage(OperandStage):
+class FP8FP4Stage(DecodedStage):
     """Layout of a stage in shared memory: a k tile of the weight in e4m3, of the activations, and of the weight's FP4
-    codes.
-
-    Attributes:
-        mma_n: number of tokens per tile.
-        teams: number of decoder groups.
-    """
-
-    mma_n: int
-    teams: int
-    cta_group: ClassVar[int] = 1
-
-    @property
-    def has_scale_loaders(self) -> bool:
-        """True, because decoder warps take the role of scale loaders."""
-        return True
-
-    @property
-    def scale_loader_warps(self) -> int:  # type: ignore[override]
-        """Number of decoder warps."""
-        return self.teams * TEAM_WARPS
-
-    @property
-    def full_arrivals(self) -> int:
-        """Number of decoder warps that fill a stage."""
-        return TEAM_WARPS
-
-    @property
-    def empty_arrivals(self) -> int:
-        """Number of arrivals that make a stage empty: the decoder warps, which read the codes, and the MMAs' commit."""
-        return TEAM_WARPS + 1
+    codes."""
 
     @property
     def code_bytes(self) -> int:
@@ -167,9 +140,7 @@ class Config(FP8TileConfig):
     def reason_unfit(self) -> str | None:
         if self.layout is not None and (reason := reason_no_scale_layout(self.layout)) is not None:
             return reason
-        if self.stages % self.teams:
-            return f"stages is {self.stages}; {self.teams} teams of decoders take stages in turn"
-        return super().reason_unfit()
+        return self.stage.reason_uneven(self.stages) or super().reason_unfit()
 
 
 def plan(*, arch: Arch, **given: Any) -> Config | None:

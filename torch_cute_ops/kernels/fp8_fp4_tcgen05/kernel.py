@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel, weight_source
+from torch_cute_ops.kernels.common.blackwell.fp8_layouts import CODE_BYTES
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_M
 from torch_cute_ops.kernels.common.blackwell.roles import WARP, OperandCopies
 from torch_cute_ops.kernels.common.core import ptx
@@ -21,7 +22,7 @@ from torch_cute_ops.kernels.common.fp8.fp4_tables import (
 from torch_cute_ops.kernels.common.fp8.gemm import arrive
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import PreparedWeight, piece_at
-from torch_cute_ops.kernels.fp8_fp4_tcgen05.config import CODE_BYTES, FACTOR_SLOTS, Config
+from torch_cute_ops.kernels.fp8_fp4_tcgen05.config import FACTOR_SLOTS, Config
 
 HALVES = 2  # halves of a k tile, each with 64 elements: 32 bytes of codes, or 64 bytes of e4m3
 PIECES = 4  # 16-byte pieces of e4m3 in a half

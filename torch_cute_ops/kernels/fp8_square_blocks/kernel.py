@@ -27,7 +27,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 BLOCK: Final = FP8_BLOCK128.block_size
 VECTOR: Final = 16  # number of bytes of a load
 WARPS: Final = THREADS // 32
-ROWS_AT_ONCE: Final = THREADS // SCALE_THREADS  # number of rows of which a CTA processes one unit per thread
+ROWS_AT_ONCE: Final = THREADS // SCALE_THREADS  # rows that a CTA processes at once, one unit per thread
 
 
 class FP8SquareBlocksKernel:

@@ -20,8 +20,8 @@ side, and sums over all of K in tensor memory. Roles:
 | peer_full | second CTA's stage | its MMA thread | first CTA's MMA thread | 1 | - | stages * (cta_group - 1) |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 * cta_group | accumulators |
 
-Pairs: if ``cta_group`` is 2, each CTA copies the scales of its own 128 rows of the weight, and of all tokens of the
-tile.
+In a pair of CTAs (``cta_group`` is 2), each CTA copies the scales of its own 128 weight rows, and the scales of all
+tokens of the tile.
 
 Bytes moved: The same bytes as in ``kernels.fp8_tcgen05``, and a byte per 32 elements. A tile of fewer than 128 tokens
 copies the scales of 128 tokens.

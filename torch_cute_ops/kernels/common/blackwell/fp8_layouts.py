@@ -1,16 +1,27 @@
 """Host side of GEMMs by ``tcgen05.mma`` with FP8 operands: base class of their configurations. No device code."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from torch_cute_ops.kernels.common.blackwell.layouts import BARRIER_BYTES, EPILOGUE_WARPS, MMA_M, Tcgen05Config
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    BARRIER_BYTES,
+    EPILOGUE_WARPS,
+    MMA_M,
+    OperandStage,
+    Tcgen05Config,
+)
 from torch_cute_ops.kernels.common.core.layouts import Epilogue, PartialSums
-from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, ExpertLayout
 
 SPLIT_K: Final = (1, 2, 4, 8)
 """Supported ``split_k``, the number of CTAs of a cluster that split a tile's K range."""
 FEW_COLUMNS: Final = 64
 """Largest number of columns of an accumulator for which tensor memory holds four accumulators instead of two. MMAs of
 few columns take less time than a commit takes to allow the next MMA."""
+TEAM_WARPS: Final = MMA_M // 32
+"""Number of warps of a decoder group. A thread decodes a weight row of a k tile."""
+CODE_BYTES: Final = K_TILE // 2
+"""Bytes of FP4 codes in a weight row of a k tile."""
 
 
 def splits(rows: ExpertLayout, has_blocks: bool, tile_m: int, cta_group: int) -> tuple[int, ...]:
@@ -21,6 +32,46 @@ def splits(rows: ExpertLayout, has_blocks: bool, tile_m: int, cta_group: int) ->
     """
     widest = FEW_COLUMNS if has_blocks else MMA_M
     return SPLIT_K if rows.is_plain and cta_group == 1 and tile_m <= widest else (1,)
+
+
+@dataclass(frozen=True)
+class DecodedStage(OperandStage):
+    """Base class of the layouts of a stage whose FP4 codes decoder warps read.
+
+    Attributes:
+        mma_n: number of tokens per tile.
+        teams: number of decoder groups, which take stages in turn.
+    """
+
+    mma_n: int
+    teams: int
+    cta_group: ClassVar[int] = 1
+
+    @property
+    def has_scale_loaders(self) -> bool:
+        """True, because decoder warps take the role of scale loaders."""
+        return True
+
+    @property
+    def scale_loader_warps(self) -> int:  # type: ignore[override]
+        """Number of decoder warps."""
+        return self.teams * TEAM_WARPS
+
+    @property
+    def full_arrivals(self) -> int:
+        """Number of decoder warps that fill a stage."""
+        return TEAM_WARPS
+
+    @property
+    def empty_arrivals(self) -> int:
+        """Number of arrivals that make a stage empty: the decoder warps, which read the codes, and the MMAs' commit."""
+        return TEAM_WARPS + 1
+
+    def reason_uneven(self, stages: int) -> str | None:
+        """Return the reason that the decoder groups cannot share this number of stages, or None."""
+        if stages % self.teams == 0:
+            return None
+        return f"stages is {stages}; it has to be a multiple of {self.teams}, the number of decoder groups"
 
 
 class FP8TileConfig(Tcgen05Config):

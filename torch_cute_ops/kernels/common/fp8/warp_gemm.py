@@ -359,8 +359,8 @@ class MatrixRows:
         return loaded
 
     def words(self, at: cute.Pointer, row, lane) -> list:
-        """Load this lane's words of a row: for each MMA the first word, then for each MMA the second word. Eight rows,
-        of which the first is a multiple of eight, belong to four lanes each."""
+        """Load this lane's words of a row: for each MMA the first word, then for each MMA the second word. The lanes
+        of a warp pass eight neighbouring rows, four lanes the same row. The first row is a multiple of eight."""
         row = row - lane // 4 + lane % 8
         words = [word for i in range(2) for word in self._load(at, row, lane // 8 + 4 * i)]
         return [words[self.piece(step, half)] for half in range(2) for step in range(STEPS)]
