@@ -225,7 +225,8 @@ def e4m3_quantize(
         return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale.clone()
     blocks = y.unflatten(-1, (-1, 128 if granularity == "block128" else y.shape[-1]))
     amax = blocks.abs().amax(-1)
-    scale = torch.where(torch.isfinite(amax), amax / E4M3_MAX, float("nan"))
+    # Divide by a tensor: on a GPU, torch computes a division by a Python number as a multiplication by the reciprocal.
+    scale = torch.where(torch.isfinite(amax), amax / torch.full_like(amax, E4M3_MAX), float("nan"))
     divisor = scale.unsqueeze(-1)
     scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 if the block is all zero or contains NaN
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)

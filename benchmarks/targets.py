@@ -153,6 +153,9 @@ FP8_TFLOPS = 1150.0
 """Smallest rate of large FP8 GEMMs in TFLOP/s."""
 FP8_OVER_PEER = 0.95
 """Smallest rate of an FP8 GEMM divided by a peer's rate."""
+MXFP8_OVER_BLOCK, MXFP8_OVER_BF16 = 0.9, 1.0
+"""Smallest rate of an MXFP8 GEMM divided by the rates of our GEMM with FP8 block scales and of torch's
+bfloat16 GEMM."""
 FP8_DECODE_OF_COPY = 0.80
 """Smallest bandwidth of a grouped FP8 GEMM with few rows per expert, divided by the bandwidth of a copy."""
 

@@ -122,7 +122,7 @@ AGREEMENT = """\
 Before anything was timed, each backend answered the same prompts ({steps} tokens). Answers are compared with the
 answers of `{reference}`, up to the first different token. `wrong` counts answers whose first different token is less
 likely by more than {gap:g} in the reference. The last columns are differences of the log probabilities of the
-likeliest tokens. Times of a backend with wrong answers are left out."""
+likeliest tokens. Times of a backend are left out if more than 1 % of its answers are wrong."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ SMALL = [
     ("mm_fp8", Case({"M": 5, "N": 136, "K": 256}, choices={"sums": "promoted"})),
     ("mm_fp8", Case({"M": 5, "N": 136, "K": 256}, choices={"sums": "fast"})),
     ("mm_fp8_block", Case({"M": 5, "N": 136, "K": 256})),
+    ("mm_fp8_block", Case({"M": 5, "N": 136, "K": 256}, choices={"scales": "block32"})),
     ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "contiguous"})),
     ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "masked"})),
     ("grouped_mm_fp8", Case({"M": 4, "N": 136, "K": 256, "E": 16}, choices={"layout": "routed"})),
@@ -18,7 +19,7 @@ SMALL = [
 WITH_FP4 = [
     ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "mxfp4", "scales": "blocks"})),
     ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "nvfp4", "scales": "blocks"})),
-    *(("grouped_mm_fp8_fp4", Case(case.sizes, choices={**case.choices, "weight": "nvfp4"})) for _, case in SMALL[3:]),
+    *(("grouped_mm_fp8_fp4", Case(case.sizes, choices={**case.choices, "weight": "nvfp4"})) for _, case in SMALL[4:]),
 ]
 WITH_TOKENS = [
     ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": weight, "scales": scales}))

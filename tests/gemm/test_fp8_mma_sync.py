@@ -85,20 +85,22 @@ def test_choices(make, arch) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mxfp8_on_every_gpu(arch) -> None:
-    """Check that the backend supports MXFP8 on every GPU, and that ``"auto"`` takes it except on data-center Blackwell.
-    Further backends are ``tcgen05`` and the reference."""
+    """Check that the backend supports MXFP8 on every GPU, and that ``"auto"`` takes it for few rows except on
+    data-center Blackwell, and for many rows where MMAs are block-scaled. Further backends are ``tcgen05``, ``cublas``
+    and the reference."""
     (target, *_) = usual_targets(ARCHS[arch])
-    problem = mx_problem()
-    assert [each.name for each in BACKENDS if each.handles(problem)] == ["tcgen05", "mma_sync", "reference"]
-    for m in (1, 16, 4096):
-        assert choose(problem, m, target).backend.name == ("tcgen05" if target.arch.has_tcgen05 else "mma_sync")
+    problem = mx_problem(28_672, 4096)
+    assert [each.name for each in BACKENDS if each.handles(problem)] == ["tcgen05", "mma_sync", "cublas", "reference"]
+    many = "mma_sync" if target.arch.has_block_scaled_mma else "cublas"
+    for m, name in ((1, "mma_sync"), (16, "mma_sync"), (256, many), (4096, many)):
+        assert choose(problem, m, target).backend.name == ("tcgen05" if target.arch.has_tcgen05 else name)
     backend = backend_for("mma_sync", problem)
     for tactic in backend.tactics(problem, 16, target):
         (kernel,) = backend.kernels(problem, tactic, target.arch)
         assert kernel.config.is_mx and kernel.config.reason_unsupported(target.arch) is None
         assert kernel.config.has_scaled_mmas == target.arch.has_block_scaled_mma
     assert backend.estimate(problem, 1, tactic, target) > problem.bytes_moved(1) / target.bandwidth
-    assert problem.bytes_moved(2) == (2 + 4096) * (7168 + 224) + 2 * 2 * 4096
+    assert problem.bytes_moved(2) == (2 + 28_672) * (4096 + 128) + 2 * 2 * 28_672
 
 
 @pytest.mark.parametrize("arch", ARCHS)

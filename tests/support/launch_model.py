@@ -17,11 +17,12 @@ from support.cases import forget
 from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.formats.fp4 import decode_ue8m0
 from torch_cute_ops.formats.fp8 import FP8_DYNAMIC_TENSOR
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, separate_prologue
+from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, mxfp8_cublas, separate_prologue
 from torch_cute_ops.gemm.backends import fp8_fp4_recode as recoded
 from torch_cute_ops.gemm.backends import fp8_fp4_token_recode as recoded_tokens
 from torch_cute_ops.gemm.backends import fp8_fp4_token_wgmma as tokens
@@ -43,6 +44,7 @@ from torch_cute_ops.kernels import (
     moe_route,
     moe_route_dense,
     moe_route_ids,
+    mxfp8_dequant,
     mxfp8_tcgen05,
     qkv_rope,
     row_quant,
@@ -87,7 +89,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, recoded, recoded_tokens, separate_prologue, tokens)
+COMPILING = (_call, decode, _fp4, _fp8, mxfp8_cublas, recoded, recoded_tokens, separate_prologue, tokens)
 """Modules that call ``compile_kernel``, which the model replaces."""
 
 
@@ -510,6 +512,13 @@ def compute_square_blocks(config: Any, *args: Any) -> None:
     write(scale, scales.view(scale.shape))
 
 
+def compute_decoded_mxfp8(config: Any, *args: Any) -> None:
+    codes, scale, out, _ = mxfp8_dequant.Arguments(*args)
+    assert codes.shape[1] == config.width
+    scales = decode_ue8m0(to_linear(scale, config.layout, len(codes), config.blocks))
+    write(out, codes.float() * scales.repeat_interleave(32, 1))
+
+
 def compute_qkv_rope(config: Any, *args: Any) -> None:
     call, spec = qkv_rope.Arguments(*args), config.spec
     given = call._asdict()
@@ -597,6 +606,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "MoeRouteDenseKernel": compute_route_dense,
     "MoePermuteKernel": compute_permute,
     "FP8SquareBlocksKernel": compute_square_blocks,
+    "MXFP8DequantKernel": compute_decoded_mxfp8,
     "RowQuantKernel": compute_rows,
     "QkvRopeKernel": compute_qkv_rope,
 }
@@ -642,7 +652,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # Add in the reference's order, because even float64 sums depend on the order if large terms cancel.
-    monkeypatch.setattr(cublas, "_accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
+    for module in (cublas, mxfp8_cublas):
+        monkeypatch.setattr(module, "accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
     # Forget all launchers before and after the test, because neither real launchers may be used with the model nor the
     # model's launchers without it.
     forget_all()

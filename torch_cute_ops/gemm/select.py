@@ -27,6 +27,7 @@ from torch_cute_ops.gemm.backends.fp8_scaled_mm import FP8ScaledMM
 from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8TokenTcgen05
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
+from torch_cute_ops.gemm.backends.mxfp8_cublas import MXFP8Cublas
 from torch_cute_ops.gemm.backends.mxfp8_tcgen05 import MXFP8Tcgen05
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
@@ -67,6 +68,7 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4MmaSync(),
     FP8FP4TokenMmaSync(),
     Cublas(),
+    MXFP8Cublas(),
     FP8ScaledMM(),
     Reference(),
 ]

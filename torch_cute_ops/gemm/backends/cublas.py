@@ -100,7 +100,7 @@ class Cublas(FP4Backend):
             else:
                 assert given.a_scale is not None
                 a = decode_a(given.a, given.a_scale)
-            _finish(_accumulate(a, weight), given, out)
+            finish(accumulate(a, weight), given, out)
 
         return launch
 
@@ -111,12 +111,12 @@ def _dtype(problem: GemmProblem) -> torch.dtype:
     return torch.bfloat16 if problem.a.is_fp4 else sixteen_bit_dtype(problem)
 
 
-def _accumulate(a: Tensor, weight: Tensor) -> Tensor:
+def accumulate(a: Tensor, weight: Tensor) -> Tensor:
     """Return ``a @ weight.T`` in fp32, because for a 16-bit result cuBLAS might round partial sums to 16 bits."""
     return torch.mm(a, weight.t(), out_dtype=torch.float32)
 
 
-def _finish(acc: Tensor, given: Operands, out: Tensor) -> None:
+def finish(acc: Tensor, given: Operands, out: Tensor) -> None:
     """Apply the epilogue to fp32 sums and store the result in ``out``. ``acc`` is overwritten."""
     if given.row_scale is not None:
         acc = acc.mul_(given.row_scale[:, None])
@@ -199,7 +199,7 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
         else:
             acc = out if in_place else torch.empty_like(out, dtype=torch.float32)
             multiply_codes(*operands, None, acc)
-            _finish(acc, given, out)
+            finish(acc, given, out)
 
     return launch
 

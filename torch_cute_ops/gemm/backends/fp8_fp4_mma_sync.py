@@ -31,7 +31,7 @@ class FP8FP4MmaSync(FP8MmaSync):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
         return tuple(map(FP8MmaTactic, fp8_fp4_mma.TILES))
 
-    def decoding_clocks(self, problem: GemmProblem) -> float:
+    def more_clocks(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> float:
         groups = fp8_fp4_mma.TILE_N // 8
         return groups / SCHEDULERS * DECODING_INSTRUCTIONS[fp4_format(problem).block_size]
 

@@ -27,6 +27,9 @@ FP8_RATE: Final = 2.0
 K_TILE_CLOCKS: Final = 340.0
 """SM clocks per k tile in addition to the MMAs: barriers, and the latency of loads and of dependent MMAs. A guess, not
 measured."""
+SCALING_CLOCKS: Final = 62.0
+"""SM clocks per k tile and row of ``a`` in which a CTA scales and adds the results of MXFP8 MMAs in fp32 (fitted to
+eight GEMMs with 64 to 4,096 rows on an H200)."""
 
 
 class FP8MmaTactic(NamedTuple):
@@ -67,7 +70,9 @@ class FP8MmaSync(FP8Backend):
         tiles, k_tiles = tile.tiles_of(problem, m), -(-problem.k // K_TILE)
         flops = 2 * tile.tile_m * tile.tile_n * K_TILE
         multiplied = cost.tensor_core_seconds(flops, target, sms=1) / FP8_RATE
-        busy = ctas_per_sm * (multiplied + self.decoding_clocks(problem) / CLOCK_HZ)
+        busy = min(ctas_per_sm, math.ceil(tiles / target.sms)) * (
+            multiplied + self.more_clocks(problem, tactic, target.arch) / CLOCK_HZ
+        )
         waves = math.ceil(tiles / tile.clusters(target.sms))
         computed = waves * k_tiles * (K_TILE_CLOCKS / CLOCK_HZ + busy)
         # M tiles that run at the same time share one read of the weight.
@@ -76,8 +81,9 @@ class FP8MmaSync(FP8Backend):
         read = reads * TILE_N * row_bytes / cost.bytes_per_second(target)
         return cost.LAUNCH_SECONDS + cost.overlapped(computed, read, order=8)
 
-    def decoding_clocks(self, problem: GemmProblem) -> float:
-        """Return the SM clocks in which a CTA decodes the weight of a k tile."""
+    def more_clocks(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> float:
+        """Return the SM clocks per k tile of a CTA in which the CTA does more than to multiply, for example decodes the
+        weight."""
         return 0.0
 
     def config(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> WarpGemmConfig | None:
@@ -116,11 +122,11 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead, except
-    with experts.) On compute capabilities 12.0 and 12.1, block-scaled MMAs apply the scales. On other GPUs, the kernel
-    scales the result of each MMA (32 elements of K) and adds it in fp32. The kernel reads scales as words of four
-    bytes. Each call first rearranges scales that are not stored in this order; linear scales of ``b`` are if K is a
-    multiple of 128."""
+    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead, and on
+    Hopper ``cublas`` with more than a few rows, both except with experts.) On compute capabilities 12.0 and 12.1,
+    block-scaled MMAs apply the scales. On other GPUs, the kernel scales the result of each MMA (32 elements of K) and
+    adds it in fp32. The kernel reads scales as words of four bytes. Each call first rearranges scales that are not
+    stored in this order; linear scales of ``b`` are if K is a multiple of 128."""
 
     is_mx = True
 
@@ -131,10 +137,12 @@ class MXFP8MmaSync(FP8MmaSync):
     def handles(self, problem: GemmProblem) -> bool:
         return has_mxfp8(problem)
 
+    def more_clocks(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> float:
+        return 0.0 if arch.has_block_scaled_mma else SCALING_CLOCKS * tactic.tile_m
+
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        # MXFP8 has one other kernel: ``tcgen05``, on data-center Blackwell, for GEMMs without experts. Block-scaled
-        # MMAs have the rate of FP8 MMAs.
+        # ``tcgen05`` is faster at any size, but takes no experts. Block-scaled MMAs have the rate of FP8 MMAs.
         has_other = target.arch.has_tcgen05 and problem.grouping.over == "none"
         return math.inf if has_other else self.seconds(problem, m, tactic, target)
 
