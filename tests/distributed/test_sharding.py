@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import assert_same
-from samples import Sample, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only
+from samples import Sample, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only, mm_fp8_block
 from samples._epilogue import exact_epilogue
 from samples._fp4_gemm import POWERS, random_matrix
 from samples._moe_fc1 import GatedSamples
@@ -151,7 +151,8 @@ def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
     no sample."""
     found: dict[str, tuple[dict[str, Any], Rule]] = {}
     samples = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
-    # Prefer samples whose sums are exact: sharding changes the order of additions.
+    # Prefer samples whose sums are exact: sharding changes the order of additions. Large calls cover MXFP8.
+    samples = [sample for sample in samples if not sample.name.startswith("mxfp8")]
     samples.sort(key=lambda sample: not sample.name.endswith("exact"))
     calls = [*large_calls(op), *(arguments(op, sample) for sample in samples)]
     for given in calls:
@@ -161,12 +162,17 @@ def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
             # Use float32 results for partial sums: otherwise each partial sum is rounded.
             is_rounded = "out_dtype" in given and Partial() in rule.outputs.values()
             call = given | {"out_dtype": torch.float32} if is_rounded else given
-            found.setdefault(f"{rule.over} {rule.inputs} {rule.outputs}", (call, rule))
+            forms = [(given[name].dtype, given[name].ndim) for name in SCALES.get(op.name, ())]
+            found.setdefault(f"{rule.over} {rule.inputs} {rule.outputs} {forms}", (call, rule))
     return [*found.values()]
 
 
+SCALES = dict.fromkeys(("mm_fp8_block", "grouped_mm_fp8"), ("a_scale", "b_scale"))
+"""Names of the tensors whose dtype and number of dimensions select the format and the layout, by op."""
 ROWS = 256
 """Number of rows that gives two shards of whole scale tiles."""
+MX_LAYOUTS = (("linear", "linear"), ("128x4", "linear"), ("linear", "8x4"), ("8x4", "128x4"))
+"""Layouts of the MXFP8 scales of ``a`` and of ``b``."""
 LARGE = {"fp4_dequantize", "mm_fp4", "mm_fp4_weight_only", "mm_fp8_fp4", "moe_fc2_fp4", "moe_fc2_fp4_weight_only"}
 LARGE |= {"silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"}
 LARGE |= {name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"}
@@ -183,6 +189,16 @@ def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
         for epilogue in (exact_epilogue(ROWS, CPU, 2), {}):
             yield arguments(op, inputs.contiguous("", *form, [3, 5], ROWS, 128, CPU, exact=True, **epilogue))
             yield arguments(op, inputs.masked("", *form, [3, 5], 6, ROWS, 128, CPU, exact=True, **epilogue))
+        if op.name == "grouped_mm_fp8":
+            for layouts in MX_LAYOUTS:
+                one = inputs.contiguous("", [3, 5], ROWS, 256, CPU, exact=True)
+                yield arguments(op, inputs.with_mx_scales(one, *layouts, exact=True))
+                one = inputs.masked("", [3, 5], 128, ROWS, 256, CPU, exact=True)
+                yield arguments(op, inputs.with_mx_scales(one, *layouts, exact=True))
+    elif op.name == "mm_fp8_block":
+        for layout, weight_layout in MX_LAYOUTS:
+            layouts = {"layout": layout, "weight_layout": weight_layout}
+            yield arguments(op, mm_fp8_block.mx_sample("", ROWS, ROWS, 256, CPU, exact=True, **layouts))
     elif op.name.startswith("moe_fc1"):
         gated = GatedSamples(has_a_scale=op.name == "moe_fc1_fp4")
         own = {"alpha": torch.rand(2, 2) / 64, "bias": torch.randn(2, 128)}

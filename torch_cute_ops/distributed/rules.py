@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch_cute_ops.formats import (
     FP8_BLOCK128,
     FP8_TENSOR,
+    MXFP8,
     NVFP4,
     SCALE_LAYOUTS,
     resolve_fp4_format,
@@ -109,7 +110,7 @@ REPLICATED: Final = Rule("", {}, {})
 
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     """Return all ways to shard a call. The first rule replicates all tensors."""
-    if spec.name in WITHOUT or _has_foreign_tiles(call) or _is_mxfp8(spec, call):
+    if spec.name in WITHOUT or _has_foreign_tiles(call):
         return [REPLICATED]
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
@@ -118,11 +119,6 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     else:
         found = _OTHERS.get(spec.name, _nothing)(call)
     return [REPLICATED, *found]
-
-
-def _is_mxfp8(spec: OpSpec, call: Call) -> bool:
-    """Return True for a GEMM of MXFP8 matrices, which is not sharded."""
-    return spec.name in ("mm_fp8_block", "grouped_mm_fp8") and call["b_scale"].dtype != torch.float32
 
 
 def _has_foreign_tiles(call: Call) -> bool:
@@ -260,8 +256,18 @@ def _blocks_together(layout: ScaleLayout) -> int:
     return 1 if layout.is_linear else TILE_BLOCKS
 
 
+def _is_mxfp8(path: Path, call: Call) -> bool:
+    """Return True for a GEMM of MXFP8 matrices."""
+    return path.b == "fp8" and call["b_scale"].dtype != torch.float32
+
+
 def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
-    """Return the scale layouts of FP4 activations and of an FP4 weight, and the number that must divide K."""
+    """Return the scale layouts of activations and of a weight in FP4 or MXFP8, or None for other formats, and the
+    number that must divide K."""
+    if _is_mxfp8(path, call):
+        a_layout, b_layout = (layout_of_operand(call[name]) for name in ("a_scale", "b_scale"))
+        together = max(map(_blocks_together, (a_layout, b_layout)))
+        return a_layout, b_layout, max(FP8_K_MULTIPLE, MXFP8.block_size * together)
     if path.b == "fp8" or _fp4_tokens(path, call).is_prepared:
         return None, None, BLOCK
     if call["scale_layout"] is None:
@@ -321,6 +327,11 @@ def _token_gemm(call: Call) -> Iterator[Rule]:
     yield Rule("k", {"a": Shard(1), "b": Shard(0)}, {"out": Partial()}, multiples, _bias_refusal(call))
 
 
+def _columns_together(path: Path, call: Call) -> int:
+    """Return the number that must divide the number of columns of a shard of the weight."""
+    return BLOCK if path.b == "fp8" and not _is_mxfp8(path, call) else FP8_N_MULTIPLE
+
+
 def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     if isinstance(path, TokenFP8Gemm):
         yield from _token_gemm(call)
@@ -339,7 +350,7 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
         columns["alpha"] = Shard(0)
     multiples = [] if b_layout is None else _tiles("N", n, b_layout)
     if path.a == "fp8":
-        multiples.append(Multiple("N", n, BLOCK if path.b == "fp8" else FP8_N_MULTIPLE))
+        multiples.append(Multiple("N", n, _columns_together(path, call)))
     yield Rule("columns", columns, {"out": Shard(1)}, multiples)
     if path.prologue_gate:
         return  # the gate and up halves of a row cannot be divided
@@ -352,13 +363,14 @@ def _gemm(path: Path, call: Call) -> Iterator[Rule]:
 
 def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     experts, held, n = call["b"].shape
-    _, b_layout, block = _layouts(path, call)
+    a_layout, b_layout, block = _layouts(path, call)
     has_tokens = path.b == "fp8" and call["b_scale"].ndim < 3
     tokens = _fp4_tokens(path, call)
     has_one_a_scale, has_columns = call["a_scale"].ndim == 1, call["b_scale"].ndim > 1
     k = held * (2 if path.b == "fp4" else 1)
     is_masked, is_tiled = call["offsets"] is None, b_layout is not None and not b_layout.is_linear
     last = 2 if is_masked else 1
+    a_scale = Shard(last if a_layout is None or a_layout.is_linear else 1)
     alpha = call["alpha"]
     refusal: str | None = None
     by_expert = alpha is not None and alpha.numel() > 1
@@ -373,6 +385,8 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
         assert b_layout is not None
         multiples += _tiles("E · N", experts * n, b_layout)
     if is_masked:
+        if a_layout is not None:
+            multiples += _tiles("E · max_rows", _rows_before(call["a"].shape, 0), a_layout)
         yield Rule("experts", inputs, {"out": Shard(0)}, multiples)
     else:
         refusal = (
@@ -387,9 +401,9 @@ def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     refusal = None
     if is_tiled:
         refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
-    multiples = [Multiple("N", n, BLOCK if path.b == "fp8" and not has_tokens else FP8_N_MULTIPLE)]
+    multiples = [Multiple("N", n, FP8_N_MULTIPLE if has_tokens else _columns_together(path, call))]
     yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
-    sums = _given(call, a=Shard(last), a_scale=Shard(last), b=Shard(1), b_scale=Shard(1 if is_tiled else 2))
+    sums = _given(call, a=Shard(last), a_scale=a_scale, b=Shard(1), b_scale=Shard(1 if is_tiled else 2))
     if has_tokens:
         sums, block = {"a": Shard(last), "b": Shard(1)}, FP8_K_MULTIPLE
     refusal = _bias_refusal(call)
