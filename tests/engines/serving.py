@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 import transformers
 import vllm
 from torch import nn
+from vllm.lora.request import LoRARequest
 
 import torch_cute_ops.nn
 from torch_cute_ops import checkpoint
@@ -85,15 +86,20 @@ def save(folder: Path, scheme: str, style: str, *, calibrated: bool = False, ign
 
 
 def serve(
-    folder: Path, quantization: str | None = OURS, check: Callable[[nn.Module], Any] | None = None, **options: Any
+    folder: Path,
+    quantization: str | None = OURS,
+    check: Callable[[nn.Module], Any] | None = None,
+    adapters: Sequence[LoRARequest | None] | None = None,
+    **options: Any,
 ) -> Served:
-    """Serve a checkpoint, and call ``check`` with vLLM's model."""
+    """Serve a checkpoint, and call ``check`` with vLLM's model. ``adapters`` contains each prompt's LoRA adapter."""
     llm = vllm.LLM(str(folder), quantization=quantization, **{**OPTIONS, "enforce_eager": True, **options})
     try:
         parameters = vllm.SamplingParams(
             temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True, detokenize=False
         )
-        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], parameters, use_tqdm=False)
+        prompts = [{"prompt_token_ids": each} for each in PROMPTS]
+        outputs = llm.generate(prompts, parameters, use_tqdm=False, lora_request=adapters)
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         methods = Counter(
             type(each.quant_method).__name__
