@@ -185,18 +185,20 @@ def test_compiled(tmp_path, monkeypatch, caplog):
     assert not [text for text in messages if "torch_cute_ops" in text]
 
 
-def test_batch_invariance(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("is_eager", "alone"), [(True, range(len(PROMPTS))), (False, range(1, 2))])
+def test_batch_invariance(is_eager, alone, tmp_path, monkeypatch):
     """Check that a prompt's log probabilities are the same, bit for bit, alone and in a batch. Only this package uses
     the batch-invariant mode: vLLM's own mode uses Triton kernels, which do not run on a CPU."""
     monkeypatch.setattr(_checkpoints, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
     folder, found = save(tmp_path / "model", "nvfp4", "modelopt"), []
-    batch = serve(folder, check=lambda model: found.extend(
+    batch = serve(folder, enforce_eager=is_eager, check=lambda model: found.extend(
         each.quant_method._form.backend for each in model.modules() if hasattr(each, "input_is_parallel")
     ))  # fmt: skip
     check_as_transformers(folder, batch)
     assert found == ["reference"] * 4
-    monkeypatch.setattr(serving, "PROMPTS", PROMPTS[1:2])
-    assert serve(folder).answers == batch.answers[1:2]
+    for i in alone:
+        monkeypatch.setattr(serving, "PROMPTS", PROMPTS[i : i + 1])
+        assert serve(folder, enforce_eager=is_eager).answers == batch.answers[i : i + 1]
 
 
 MOE: dict[str, Any] = {
