@@ -11,7 +11,7 @@ from typing import Any
 STUBS = ("support.vllm_stub", "support.sglang_stub")
 LAYERS = ("LinearBase", "ParallelLMHead")
 """Classes that the integration uses only in ``isinstance``."""
-BUILT = ("RoutedExperts", "FusedMoEConfig")
+BUILT = ("RoutedExperts", "FusedMoE", "FusedMoEConfig")
 """Classes that tests build with fewer arguments than the engine does."""
 CONFIGURED = ("__init__", "from_config")
 """Methods of configurations that the stubs simplify; the integration passes the checkpoint's settings on."""

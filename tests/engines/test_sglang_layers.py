@@ -15,6 +15,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers import linear, quantization
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend, TorchNativeLoRABatchInfo
+from sglang.srt.lora.layers import get_lora_layer
 from sglang.srt.model_loader.weight_utils import get_quant_config
 from sglang.srt.models.deepseek_common.deepseek_weight_loader import DeepseekV2WeightLoaderMixin
 from sglang.srt.runtime_context import get_parallel, get_schedule, publish
@@ -140,6 +142,45 @@ def test_two_ranks(config, scheme, chosen):
         half = x.chunk(2, 1)[rank].contiguous()
         sums = sums + methods["o_proj"].apply(layers["o_proj"], half).double().numpy()
     check(sums, x.double().numpy(), [parts["o_proj"][0][1]], BOUNDS[chosen])
+
+
+@pytest.mark.parametrize(("config", "scheme", "chosen"), CHECKPOINTS)
+@torch.no_grad()
+def test_adapters(config, scheme, chosen, monkeypatch):
+    """Check LoRA adapters on our layers in SGLang, for rows with two adapters and without an adapter."""
+    tensor = torch.tensor  # SGLang pins tensors, which needs a GPU
+    monkeypatch.setattr(torch, "tensor", lambda *args, pin_memory=False, **named: tensor(*args, **named))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    ranks, scalings, rows = torch.tensor([0, 4, 8]), torch.tensor([1.0, 2.0, 0.5]), torch.tensor([1, 2, 3])
+    numbers, ends = torch.arange(3), torch.tensor([0, 1, 3, 6])
+    backend: Any = TorchNativeLoRABackend(3, torch.device("cpu"))
+    backend.batch_info = TorchNativeLoRABatchInfo(
+        use_cuda_graph=False, bs=3, num_segments=3, seg_indptr=ends, seg_indptr_cpu=ends, weight_indices=numbers,
+        weight_indices_cpu=numbers, lora_ranks=ranks, lora_ranks_cpu=ranks, scalings=scalings, scalings_cpu=scalings,
+        seg_lens=rows, seg_lens_cpu=rows, max_len=3, has_active_lora=True,
+    )  # fmt: skip
+    made = quantization.get_quantization_config(METHODS["auto"]).from_config(dict(config))
+    for name, base in layers_of(made, 256, parallel_group="replicated").items():
+        parts, x = [stored_layer(scheme, count, 256) for count in SIZES[name]], torch.randn(6, 256).bfloat16()
+        load(base, name, parts)
+        layer: Any = get_lora_layer(base, backend)
+        weights = [weight for _, weight in parts]
+        size = np.linalg.norm(np.concatenate(weights)) / sum(SIZES[name]) ** 0.5  # of a row of the weight
+        down = torch.randn(3, 8 * len(parts), 256).bfloat16() / 16
+        up = (torch.randn(3, sum(SIZES[name]), 8) * size / 3).bfloat16()
+        layer.set_lora_info(down, up)
+        got, _ = layer(x)
+        got, given, factors = got.double().numpy(), x.double().numpy(), scalings.double().numpy()
+        for number, span in enumerate((slice(0, 1), slice(1, 3), slice(3, 6))):
+            rank, begin = int(ranks[number]), 0
+            for i, weight in enumerate(weights):
+                columns = slice(begin, begin + len(weight))
+                a = down[number, i * rank : (i + 1) * rank].double().numpy()
+                b = up[number, columns, :rank].double().numpy()
+                want = given[span] @ weight.T + factors[number] * (given[span] @ a.T @ b.T)
+                difference = np.linalg.norm(got[span, columns] - want)
+                assert difference < BOUNDS[chosen] * np.linalg.norm(want), (name, span, i)
+                begin = columns.stop
 
 
 def test_ignored_layers():

@@ -7,25 +7,29 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support import sglang_stub
+from support.engine_experts import BOUNDS, GPT_OSS, TOPK, E, Stored, check, routed
 from support.engine_layers import installed, stored_layer
 from test_vllm import DEEPSEEK, INT4, LAYERS, NVFP4, compressed, load
+from test_vllm_experts import CHECKPOINTS
 from torch import nn
 
 import torch_cute_ops
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.integrations._engines.prepare import Serving
+from torch_cute_ops.nn.experts import SwiGLU
 
 
 @pytest.fixture
 def sglang(monkeypatch):
     """Replace SGLang by stubs, and return the integration's modules by name."""
     monkeypatch.setattr(sglang_stub, "SERVER", [None])
-    with installed(sglang_stub, ("_config", "_checkpoints", "_linear", "_prepare"), monkeypatch) as modules:
+    with installed(sglang_stub, ("_config", "_checkpoints", "_experts", "_linear", "_prepare"), monkeypatch) as modules:
         yield modules
 
 
@@ -50,7 +54,7 @@ def test_register(sglang):
         sglang_stub.WEIGHT_LOADER_V2_SUPPORTED.clear()
 
 
-@pytest.mark.parametrize("config", [None, INT4, {**NVFP4, "quant_algo": "FP8_PB_WO"}, {"quant_method": "mxfp4"}])
+@pytest.mark.parametrize("config", [None, INT4, {**NVFP4, "quant_algo": "FP8_PB_WO"}])
 def test_other_checkpoints_are_left_to_sglang(config, sglang):
     cls = sglang._config.CONFIGS[0]
     assert cls.override_quantization_method(config, cls.name) is None
@@ -109,6 +113,110 @@ def test_values(config, scheme, parts, sglang, device):
     for span in (slice(0, parts[0]), slice(parts[0], None)):
         bound = 0.05 if scheme.format == "fp8_block" else 2**-7
         assert np.linalg.norm(got[:, span] - want[:, span]) < bound * np.linalg.norm(want[:, span])
+
+
+# Experts
+
+
+def experts_of(hidden: int, width: int, ranks: int = 1, rank: int = 0, **settings: Any) -> sglang_stub.FusedMoE:
+    """Return a layer of experts without weights."""
+    given = {
+        "num_experts": E, "num_local_experts": E, "hidden_size": hidden, "top_k": TOPK, "params_dtype": torch.bfloat16,
+        "intermediate_size_per_partition": width // ranks, "activation": "silu", "is_gated": True, "no_combine": False,
+        "apply_router_weight_on_input": False, "routed_scaling_factor": None, "gemm1_alpha": None, "gemm1_beta": None,
+        "gemm1_clamp_limit": None, "swiglu_limit": None, "gate_up_interleaved": True, **settings,
+    }  # fmt: skip
+    return sglang_stub.FusedMoE(SimpleNamespace(**given), ranks, rank)
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        each
+        for each in CHECKPOINTS
+        if not {"transform_config", "store_dtype"} & each[0].keys() and each[0].get("quant_algo") not in NOT_READ
+    ],
+)
+def test_method_of_experts(config, scheme, sglang):
+    sglang_stub.SERVER[0] = sglang_stub.server(2048, [], 1)
+    made = sglang._config.CONFIGS[1].from_config(config)
+    layer = experts_of(128, 128, gemm1_alpha=1.702 if scheme is GPT_OSS else None)
+    layer.with_bias = scheme is GPT_OSS
+    method = made.get_quant_method(layer, "a")
+    if scheme is None:
+        assert isinstance(method, sglang_stub.OwnMethod)
+    else:
+        assert isinstance(method, sglang._experts.CuteExpertsMethod)
+        assert (method.scheme, method.prefix, method.activations) == (scheme, "a", "fp4")
+        assert method.preparation is made.preparation
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "reason"),
+    [
+        ({"deterministic": True}, {}, "depend on the batch"),
+        ({"runner": "triton"}, {}, "--moe-runner-backend is triton"),
+        ({"attn_dp_size": 2}, {}, "different tokens"),
+        ({"enable_lora": True}, {}, "LoRA"),
+        ({}, {"activation": "relu2"}, "activation function is relu2"),
+        ({}, {"ranks": 2, "width": 48}, "share a block"),
+    ],
+)
+def test_experts_left_to_sglang(server, settings, reason, sglang, caplog):
+    sglang_stub.SERVER[0] = sglang_stub.server(2048, [], 1, **server)
+    made = sglang._config.CONFIGS[0].from_config(NVFP4)
+    layer = experts_of(128, **{"width": 64, **settings})
+    assert isinstance(made.get_quant_method(layer, "a"), sglang_stub.OwnMethod)
+    (said,) = caplog.messages
+    assert said.startswith("a: ") and reason in said
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [(NVFP4, 64), (NVFP4, 48), (compressed("mxfp4"), 96), (compressed("fp8_channel"), 40), (DEEPSEEK, 128)],
+)
+def test_values_of_experts(config, width, sglang, device):
+    """Check experts whose widths are padded with zeros, and experts that two ranks divide."""
+    sglang_stub.SERVER[0] = sglang_stub.server(2048, [], 1)
+    made, factor = sglang._config.CONFIGS[0].from_config(config), 2.5
+    stored, ranks = None, 2 if width == 64 else 1
+    layers = []
+    for rank in range(ranks):
+        layer = experts_of(128, width, ranks, rank, routed_scaling_factor=factor)
+        method = made.get_quant_method(layer, "a")
+        stored = stored or Stored(method.scheme, 128, width)
+        with torch.device(device):
+            method.create_weights(layer, E, 128, width // ranks, torch.bfloat16, weight_loader=layer.weight_loader)
+        stored.load(layer)
+        method.process_weights_after_loading(layer)
+        layers.append((method, layer))
+    assert stored is not None
+    for count in (3, 40):
+        is_few = layers[0][0].form.is_few(count)
+        x, ids, factors = routed(count, 128, device)
+        if not is_few:  # FP8 represents powers of two exactly
+            x = x.sign() * torch.exp2(torch.randint_like(x, -2, 4))
+        topk = SimpleNamespace(topk_weights=factors, topk_ids=ids)
+        with torch.no_grad():
+            given = SimpleNamespace(hidden_states=x, topk_output=topk)
+            parts = [method.apply(layer, given).hidden_states for method, layer in layers]
+        got = sum(part.double() for part in parts)
+        check(stored, x, ids, factors * factor, got, SwiGLU(), BOUNDS["16bit" if is_few else "fp8"])
+
+
+def test_memory_for_few_tokens_is_logged_once(sglang, caplog):
+    caplog.set_level("INFO")
+    sglang_stub.SERVER[0] = sglang_stub.server(2048, [], 1)
+    made = sglang._config.CONFIGS[0].from_config(NVFP4)
+    for _ in range(2):
+        layer = experts_of(128, 64)
+        method = made.get_quant_method(layer, "a")
+        method.create_weights(layer, E, 128, 64, torch.bfloat16, weight_loader=layer.weight_loader)
+        Stored(method.scheme, 128, 64).load(layer)
+        method.process_weights_after_loading(layer)
+    assert [each for each in caplog.messages if "MiB more" in each] == [
+        "each layer of 4 experts takes 0.0 MiB more for calls with few tokens, a second copy of its down layers"
+    ]
 
 
 def test_warnings_are_shown_once(sglang, caplog):

@@ -6,11 +6,11 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support import checkpoints, vllm_stub, weights
-from support.engine_layers import Recorded, installed, stored_layer
+from support import vllm_stub
+from support.engine_experts import BOUNDS, GPT_OSS, TOPK, E, Stored, check, routed
+from support.engine_layers import Recorded, installed
 from test_vllm import DEEPSEEK, MIXED, NVFP4, Reload, compressed
 
 from torch_cute_ops import registry
@@ -19,8 +19,6 @@ from torch_cute_ops.integrations._engines import experts, prepare
 from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU
 from torch_cute_ops.runtime.arch import ARCHS
 
-E, TOPK = 4, 2
-GPT_OSS = LayerScheme("mxfp4", "gpt-oss", "16bit")
 SILU, SWIGLUOAI = SimpleNamespace(value="silu"), SimpleNamespace(value="swigluoai")
 
 
@@ -116,88 +114,6 @@ def test_experts_left_to_vllm(fmt, settings, reason, vllm, monkeypatch):
 # Loading and values
 
 
-class Stored:
-    """Random experts: their tensors as a checkpoint stores them, and their weights in float64.
-
-    Args:
-        scheme: format.
-        hidden, width: H and I.
-        count: number of experts.
-    """
-
-    def __init__(self, scheme: LayerScheme, hidden: int, width: int, count: int = E) -> None:
-        self.scheme, self.count = scheme, count
-        self.gate_up_bias, self.down_bias = np.zeros((count, 2 * width)), np.zeros((count, hidden))
-        if scheme is GPT_OSS:
-            self.tensors = checkpoints.gpt_oss_experts(count, hidden, width, name="x", scales=(118, 122))
-            both, down = (
-                np.stack([weights.fp4(*pair) for pair in zip(
-                    self.tensors[f"x.{part}_blocks"].flatten(2), self.tensors[f"x.{part}_scales"], strict=True
-                )])
-                for part in ("gate_up_proj", "down_proj")
-            )  # fmt: skip
-            bias = self.tensors["x.gate_up_proj_bias"].double().numpy()
-            self.gate, self.up, self.down = both[:, 0::2], both[:, 1::2], down
-            self.gate_up_bias = np.concatenate((bias[:, 0::2], bias[:, 1::2]), 1)
-            self.down_bias = self.tensors["x.down_proj_bias"].double().numpy()
-            return
-        sizes = {"w1": (width, hidden), "w3": (width, hidden), "w2": (hidden, width)}
-        self.experts = [{shard: stored_layer(scheme, *size) for shard, size in sizes.items()} for _ in range(count)]
-        self.gate, self.up, self.down = (
-            np.stack([each[shard][1] for each in self.experts]) for shard in ("w1", "w3", "w2")
-        )
-
-    def load(self, layer: Any) -> None:
-        """Load the tensors in the same way as vLLM."""
-        if self.scheme is GPT_OSS:
-            self._load_gpt_oss(layer)
-            return
-        for expert, shards in enumerate(self.experts):
-            for shard, (tensors, _) in shards.items():
-                for name, tensor in tensors.items():
-                    stored = f"{'w2' if shard == 'w2' else 'w13'}_{name}"
-                    parameter = getattr(layer, stored)
-                    parameter.weight_loader(parameter, tensor, stored, shard, expert, return_success=True)
-
-    def _load_gpt_oss(self, layer: Any) -> None:
-        moe = layer.moe_config
-        block, ranks = 32, moe.tp_size
-        most = -(-moe.intermediate_size // block // ranks) * block
-        begin, end = moe.tp_rank * most, min((moe.tp_rank + 1) * most, moe.intermediate_size)
-        codes = {part: self.tensors[f"x.{part}_blocks"].flatten(2) for part in ("gate_up_proj", "down_proj")}
-        down_bias = self.tensors["x.down_proj_bias"] * (moe.tp_rank == 0)
-        parts = {
-            "w13_weight": codes["gate_up_proj"][:, 2 * begin : 2 * end],
-            "w13_weight_scale": self.tensors["x.gate_up_proj_scales"][:, 2 * begin : 2 * end],
-            "w13_bias": self.tensors["x.gate_up_proj_bias"][:, 2 * begin : 2 * end],
-            "w2_weight": codes["down_proj"][..., begin // 2 : end // 2],
-            "w2_weight_scale": self.tensors["x.down_proj_scales"][..., begin // block : end // block],
-            "w2_bias": down_bias,
-        }
-        for name, tensor in parts.items():
-            parameter = getattr(layer, name)
-            parameter.weight_loader(parameter, tensor, weight_name=name, shard_id=None, expert_id=None)
-
-    def hidden(self, expert: int, row: np.ndarray, swiglu: SwiGLU) -> np.ndarray:
-        """Compute an expert's activations between its two layers, (I,)."""
-        gate_bias, up_bias = np.split(self.gate_up_bias[expert], 2)
-        gate, up = self.gate[expert] @ row + gate_bias, self.up[expert] @ row + up_bias
-        if swiglu.gate == "gelu_tanh":
-            return gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
-        if swiglu.limit is not None:
-            gate, up = np.minimum(gate, swiglu.limit), np.clip(up, -swiglu.limit, swiglu.limit)
-        return gate * (1 + np.tanh(swiglu.alpha * gate / 2)) / 2 * (up + swiglu.beta)
-
-    def __call__(self, x: np.ndarray, ids: np.ndarray, factors: np.ndarray, swiglu: SwiGLU) -> np.ndarray:
-        """Compute the weighted sum of each token's experts in float64."""
-        y = np.zeros((len(x), self.down.shape[1]))
-        for token, (row, chosen, given) in enumerate(zip(x, ids, factors, strict=True)):
-            for expert, factor in zip(chosen, given, strict=True):
-                h = self.hidden(expert, row, swiglu)
-                y[token] += factor * (self.down[expert] @ h + self.down_bias[expert])
-        return y
-
-
 def loaded(vllm: Any, stored: Stored, layer: Any, activations: str = "auto", device: str = "cpu") -> Any:
     """Build a layer's method and load the stored experts as vLLM does; return the method."""
     scheme = stored.scheme
@@ -216,29 +132,10 @@ def loaded(vllm: Any, stored: Stored, layer: Any, activations: str = "auto", dev
             global_num_experts=moe.num_experts,
         )  # fmt: skip
     method.reload = Reload(layer)
-    stored.load(layer)
+    stored.load(layer, return_success=True)
     method.process_weights_after_loading(layer)
     assert [*method.preparation.forms][-1] == method.form
     return method
-
-
-def routed(tokens: int, hidden: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return random tokens, experts and weights."""
-    ids = torch.rand(tokens, E, device=device).argsort(1)[:, :TOPK].to(torch.int32)
-    return torch.randn(tokens, hidden, device=device).bfloat16(), ids, torch.rand(tokens, TOPK, device=device) + 0.1
-
-
-def check(
-    stored: Stored, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, got: Any, swiglu: SwiGLU, bound: float
-) -> None:
-    """Check that the overall relative error is below ``bound``, and the relative error of each token below twice
-    ``bound``."""
-    given = (each.cpu().numpy() for each in (x.double(), ids, factors.double()))
-    want = stored(*given, swiglu)
-    apart = got.double().cpu().numpy()[:, : want.shape[1]] - want
-    assert np.linalg.norm(apart) < bound * np.linalg.norm(want)
-    errors = np.linalg.norm(apart, axis=1) / np.linalg.norm(want, axis=1)
-    assert errors.max() < 2 * bound, errors
 
 
 def applied(method: Any, layer: Any, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -254,8 +151,6 @@ def applied(method: Any, layer: Any, x: torch.Tensor, ids: torch.Tensor, factors
 
 FEW, MANY = 3, 40
 """Numbers of tokens of two calls: the first computes only routed pairs, the second permutes the tokens."""
-BOUNDS = {"16bit": 0.01, "fp8": 0.12, "fp4": 0.5}
-"""Largest relative error, by the format of activations."""
 FORMS = [
     ("nvfp4", "modelopt", "16bit", 128, 64), ("nvfp4", "compressed-tensors", "16bit", 128, 64),
     ("mxfp4", "compressed-tensors", "16bit", 128, 64), ("nvfp4", "modelopt", "fp4", 80, 48),

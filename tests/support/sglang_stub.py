@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +47,10 @@ def get_exec():
     return _settings("get_exec")
 
 
+def get_lora():
+    return _settings("get_lora")
+
+
 def get_model():
     return _settings("get_model")
 
@@ -61,6 +65,14 @@ def get_schedule():
 
 def get_spec():
     return _settings("get_spec")
+
+
+def get_moe_runner_backend():
+    return _settings("get_moe_runner_backend")
+
+
+def get_moe_a2a_backend():
+    return _settings("get_moe_a2a_backend")
 
 
 def model_config_of(server_args: Any):
@@ -82,6 +94,56 @@ class LinearMethodBase:
     ): ...
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class FusedMoEMethodBase:
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ): ...
+
+    def create_moe_runner(self, layer: nn.Module, moe_runner_config): ...
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None: ...
+
+    def apply(self, layer: nn.Module, dispatch_output): ...
+
+
+class StandardCombineInput(NamedTuple):
+    hidden_states: torch.Tensor
+
+
+class FusedMoE(vllm_stub.RoutedExperts):
+    """The experts of a layer on one rank.
+
+    Args:
+        config: ``MoeRunnerConfig``.
+        tp_size, tp_rank: ranks that divide each expert, and this rank.
+    """
+
+    with_bias = is_shared_fused_moe = False
+
+    def __init__(self, config: Any, tp_size: int = 1, tp_rank: int = 0) -> None:
+        super().__init__(SimpleNamespace(tp_size=tp_size, tp_rank=tp_rank))  # type: ignore[arg-type]
+        self.moe_runner_config, self.top_k = config, config.top_k
+        self.moe_tp_size, self.moe_tp_rank = tp_size, tp_rank
+        config.layer = self
+
+    def weight_loader(  # type: ignore[override]
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int | None,
+    ) -> None:
+        assert expert_id is not None
+        super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id)
 
 
 class UnquantizedLinearMethod(LinearMethodBase):
@@ -129,9 +191,15 @@ class CompressedTensorsConfig(_Checkpoint):
 
 
 class Fp8Config(_Checkpoint):
+    is_fp4_experts = False
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self.weight_block_size = config.get("weight_block_size")
+
+
+class Mxfp4Config(_Checkpoint):
+    pass
 
 
 class ModelOptFp8Config(_Checkpoint):
@@ -168,9 +236,13 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "sglang.srt.arg_groups.model_override_base": {"model_config_of": model_config_of},
     "sglang.srt.runtime_context": {
-        each.__name__: each for each in (get_server_args, get_exec, get_model, get_parallel, get_schedule, get_spec)
+        each.__name__: each
+        for each in (get_server_args, get_exec, get_lora, get_model, get_parallel, get_schedule, get_spec)
     },
     f"{_LAYERS}.linear": {"LinearBase": LinearBase, "WEIGHT_LOADER_V2_SUPPORTED": WEIGHT_LOADER_V2_SUPPORTED},
+    f"{_LAYERS}.moe": {each.__name__: each for each in (get_moe_a2a_backend, get_moe_runner_backend)},
+    f"{_LAYERS}.moe.fused_moe_triton": {"FusedMoE": FusedMoE},
+    f"{_LAYERS}.moe.token_dispatcher.standard": {"StandardCombineInput": StandardCombineInput},
     f"{_LAYERS}.parameter": {
         each.__name__: each
         for each in (
@@ -179,12 +251,15 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     f"{_LAYERS}.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
     _QUANTIZATION: {"QUANTIZATION_METHODS": QUANTIZATION_METHODS},
-    f"{_QUANTIZATION}.base_config": {"LinearMethodBase": LinearMethodBase, "QuantizationConfig": QuantizationConfig},
+    f"{_QUANTIZATION}.base_config": {
+        each.__name__: each for each in (FusedMoEMethodBase, LinearMethodBase, QuantizationConfig)
+    },
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": {"CompressedTensorsConfig": CompressedTensorsConfig},
     f"{_QUANTIZATION}.fp8": {"Fp8Config": Fp8Config},
     f"{_QUANTIZATION}.modelopt_quant": {
         each.__name__: each for each in (ModelOptFp4Config, ModelOptFp8Config, ModelOptMixedPrecisionConfig)
     },
+    f"{_QUANTIZATION}.mxfp4": {"Mxfp4Config": Mxfp4Config},
     f"{_QUANTIZATION}.unquant": {"UnquantizedLinearMethod": UnquantizedLinearMethod},
     f"{_QUANTIZATION}.utils": {"is_layer_skipped": is_layer_skipped},
 }  # fmt: skip
@@ -206,15 +281,25 @@ def forget() -> None:
 
 def server(chunk: int, captured: list[int], ranks: int, **own: Any) -> Any:
     """Return the element of ``SERVER`` for a server with these settings."""
+    runner = own.pop("runner", "auto")
     graph = SimpleNamespace(decode=SimpleNamespace(bs=captured), prefill=SimpleNamespace(bs=None))
     settings: dict[str, dict[str, Any]] = {
         "get_server_args": {"chunked_prefill_size": None, "model_config": SimpleNamespace(context_len=1024)},
         "get_exec": {
             "graph": SimpleNamespace(cuda_graph_config=graph),
             "deterministic": SimpleNamespace(enable_deterministic_inference=own.pop("deterministic", False)),
+            "moe": SimpleNamespace(
+                enable_eplb=False, ep_num_redundant_experts=0, init_expert_location="trivial",
+                enable_paged_experts=False, kt_weight_path=None,
+            ),
         },
+        "get_lora": {"enable_lora": None, "lora_paths": None},
+        "get_moe_runner_backend": {"value": runner, "is_auto": lambda: runner == "auto"},
+        "get_moe_a2a_backend": {"value": "none", "is_none": lambda: True},
         "get_model": {"context_length": None},
-        "get_parallel": {"tp_size": ranks, "nnodes": 1, "pp_size": 1},
+        "get_parallel": {
+            "tp_size": ranks, "nnodes": 1, "pp_size": 1, "attn_dp_size": 1, "moe_dp_size": 1, "dwdp_size": 1,
+        },
         "get_schedule": {
             "chunked_prefill_size": chunk, "max_prefill_tokens": 4096, "max_running_requests": None,
             "enable_mixed_chunk": False, "enable_dynamic_chunking": False,

@@ -1,9 +1,9 @@
-"""Quantisation methods for SGLang that run a checkpoint's linear layers on this package's kernels.
+"""Quantisation methods for SGLang that run a checkpoint's linear layers and experts on this package's kernels.
 
 ``python -m sglang.launch_server --model-path MODEL --quantization torch_cute_ops`` selects them. SGLang finds
 :func:`register` by the entry point ``torch_cute_ops`` in the group ``sglang.srt.plugins``, and reads checkpoints of
-ModelOpt, compressed-tensors and DeepSeek in the same way as without the plugin: only linear layers and output heads in
-a format of this package get another method. Experts keep SGLang's methods.
+ModelOpt, compressed-tensors, DeepSeek and gpt-oss in the same way as without the plugin: only linear layers, output
+heads and routed experts in a format of this package get another method.
 """
 
 from torch_cute_ops.integrations._engines.checkpoints import METHODS
