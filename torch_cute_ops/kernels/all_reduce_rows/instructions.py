@@ -48,9 +48,7 @@ def load_far_if(address, condition, *, loc=None, ip=None) -> list:
         "{.reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
         "@p ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$4];}"
     )
-    result = llvm.StructType.get_literal([T.i32()] * 4)
-    values = _asm(result, operands, text, "=&r,=&r,=&r,=&r,l,r", loc, ip)
-    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+    return _four_words(operands, text, "l,r", loc, ip)
 
 
 @dsl_user_op
@@ -63,9 +61,7 @@ def load_again_if(words: list, address, condition, *, loc=None, ip=None) -> list
         f"{_ANY_ABSENT} setp.ne.and.u32 p, $9, 0, p; "
         "@p ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$8];}"
     )
-    result = llvm.StructType.get_literal([T.i32()] * 4)
-    values = _asm(result, operands, text, "=&r,=&r,=&r,=&r,r,r,r,r,l,r", loc, ip)
-    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+    return _four_words(operands, text, "r,r,r,r,l,r", loc, ip)
 
 
 @dsl_user_op
@@ -96,8 +92,12 @@ def await_far_if(words: list, address, condition, deadline, failed, report, *, l
         f"{_ANY_ABSENT} @!p bra DONE; "
         "mov.b32 one, 1; st.relaxed.gpu.global.u32 [$11], one; st.relaxed.sys.global.u32 [$12], one; DONE:}"
     )
+    return _four_words(operands, text, "r,r,r,r,l,r,l,l,l", loc, ip)
+
+
+def _four_words(operands: list, text: str, inputs: str, loc, ip) -> list:
     result = llvm.StructType.get_literal([T.i32()] * 4)
-    values = _asm(result, operands, text, "=&r,=&r,=&r,=&r,r,r,r,r,l,r,l,l,l", loc, ip)
+    values = _asm(result, operands, text, f"=&r,=&r,=&r,=&r,{inputs}", loc, ip)
     return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
 

@@ -2,7 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.blackwell.layouts import (
@@ -131,20 +131,10 @@ class Config(BlockScaledConfig):
         return self.epilogue.reason_unsupported()
 
 
-def plan(
-    *,
-    fmt: FP4Format,
-    layout: ScaleLayout,
-    epilogue: Epilogue,
-    tile_m: int,
-    cta_group: int = 1,
-    split_k: int = 1,
-    arch: Arch,
-    pdl: bool,
-) -> Config | None:
-    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
-    fits."""
-    return with_most_stages(
-        lambda stages: Config(fmt, layout, epilogue, tile_m, cta_group, split_k, stages, pdl),
-        arch,
-    )
+def plan(*, cta_group: int = 1, split_k: int = 1, arch: Arch, **given: Any) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
+
+    ``given`` holds the other fields of ``Config``.
+    """
+    given |= {"cta_group": cta_group, "split_k": split_k}
+    return with_most_stages(lambda stages: Config(**given, stages=stages), arch)

@@ -2,7 +2,7 @@
 
 from collections import namedtuple
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -145,22 +145,9 @@ class Config(BlockScaledConfig):
         return None
 
 
-def plan(
-    *,
-    fmt: FP4Format,
-    layout: ScaleLayout,
-    out_dtype: torch.dtype,
-    expert_k: int,
-    tile_n: int,
-    classes: int,
-    routed: bool,
-    arch: Arch,
-    pdl: bool,
-    bias_dtype: torch.dtype | None = None,
-) -> Config | None:
-    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
-    fits."""
-    return with_most_stages(
-        lambda stages: Config(fmt, layout, out_dtype, expert_k, tile_n, classes, routed, stages, pdl, bias_dtype),
-        arch,
-    )
+def plan(*, arch: Arch, **given: Any) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
+
+    ``given`` holds the other fields of ``Config``.
+    """
+    return with_most_stages(lambda stages: Config(**given, stages=stages), arch)

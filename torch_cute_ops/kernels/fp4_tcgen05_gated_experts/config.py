@@ -1,7 +1,7 @@
 """Configuration of the FP4 GEMM over experts with a gate, by tcgen05. No device code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
@@ -90,15 +90,9 @@ class Config(BlockScaledConfig):
         return self.epilogue.reason_unsupported()
 
 
-def plan(
-    *,
-    fmt: FP4Format,
-    layout: ScaleLayout,
-    epilogue: GatedEpilogue,
-    tile_n: int,
-    arch: Arch,
-    pdl: bool,
-) -> Config | None:
-    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
-    fits."""
-    return with_most_stages(lambda stages: Config(fmt, layout, epilogue, tile_n, stages, pdl), arch)
+def plan(*, arch: Arch, **given: Any) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
+
+    ``given`` holds the other fields of ``Config``.
+    """
+    return with_most_stages(lambda stages: Config(**given, stages=stages), arch)

@@ -274,6 +274,10 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         count = ptx.load_if(work.counts.iterator + token_block, token_block < work.num_token_blocks, 1)[0]
         return Int32(count) * work.n_tiles
 
+    def _first_token_block(self, number, work) -> tuple:
+        """Return (``token_block``, ``begin``, ``end``) for work tile ``number``, the first of this CTA."""
+        return self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+
     @cute.jit
     def _advance(self, number, token_block, begin, end, work) -> tuple:
         """Return (``token_block``, ``begin``, ``end``) for work tile ``number``, given the values for an earlier work
@@ -305,7 +309,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         # The parity starts at 1, so that the first waits for empty stages return immediately.
         stage, parity = Int32(0), Int32(1)
         number = work.first
-        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        token_block, begin, end = self._first_token_block(number, work)
         while token_block < work.num_token_blocks:
             tile = self._work_tile(number, token_block, begin, work)
             for k_tile in cutlass.range(work.k_tiles, unroll=1):
@@ -342,7 +346,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
         number = work.first
-        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        token_block, begin, end = self._first_token_block(number, work)
         while token_block < work.num_token_blocks:
             tile = self._work_tile(number, token_block, begin, work)
             a_rows = work.a_scale, tile.m_tile * MMA_M + lane, work.m
@@ -369,7 +373,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         place = self._first_mma_state()
         accumulator, empty_parity = Int32(0), Int32(1)
         number = work.first
-        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        token_block, begin, end = self._first_token_block(number, work)
         while token_block < work.num_token_blocks:
             rows = self._first_rows(self._work_tile(number, token_block, begin, work), work)
             smem.acc_pipeline.wait_empty(accumulator, empty_parity)
@@ -391,7 +395,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         size = c.epilogue.block
         accumulator, parity = Int32(0), Int32(0)
         number = work.first
-        token_block, begin, end = self._advance(number, Int32(0), Int32(0), self._tiles_of(Int32(0), work), work)
+        token_block, begin, end = self._first_token_block(number, work)
         while token_block < work.num_token_blocks:
             tile = self._work_tile(number, token_block, begin, work)
             token, expert = tile.m_tile * MMA_M + tid, tile.expert

@@ -22,12 +22,14 @@ from torch_cute_ops.kernels.common.fp8.fp4_tables import (
     power_of_two,
     table_of,
 )
-from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.warp_gemm import (
     PIECE,
     InterleavedRows,
     LaneRows,
+    Promotion,
     TokenPromotion,
     WarpGemm,
     Work,
@@ -39,7 +41,7 @@ PIECES = CODE_BYTES // PIECE  # pieces of 16 bytes of codes in a weight row of a
 SPAN = SLAB_K // K_TILE  # k tiles whose elements are interleaved with each other, and whose indices form a slab
 
 
-class FP8FP4MmaKernel:
+class FP8FP4MmaKernel(FP8Kernel):
     """GEMM kernel by mma.sync, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -58,14 +60,6 @@ class FP8FP4MmaKernel:
             scales = BlockScales(config, source)
             promotion, epilogue = UnitPromotion(config), GemmEpilogue(config)
         self.gemm = WarpGemm(config, source, rows, DecodedWeight(config, scales), promotion, epilogue)
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 class DecodedWeight:
@@ -209,17 +203,9 @@ class PreparedScales:
         return [word >> first + Uint32(8 * (run + i)) for word in words for run in runs for i in range(size)]
 
 
-class UnitPromotion:
+class UnitPromotion(Promotion):
     """Promotion with block scales of ``a``, and units of weight rows that depend on the k tile. ``BlockScales`` stores
     both in a slot."""
-
-    by_step = False
-
-    def __init__(self, config: Config):
-        self.config = config
-
-    def factors(self, k_tile, tile: Tile, work: Work) -> list:
-        return []
 
     def of_rows(self, factors: list, slot: cute.Pointer, i: int, work: Work) -> list:
         """Load the scales of two rows of ``a``."""
@@ -233,9 +219,6 @@ class UnitPromotion:
 
     def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int) -> Float32:
         return ptx.fma_rn(ptx.mul_rn(of_rows[row], of_columns[column]), total, acc)
-
-    def finish(self, acc, tile: Tile, work: Work) -> None:
-        """Return at once, because all scales have been applied."""
 
 
 def _words(base: cute.Pointer, offset, count: int) -> cute.Tensor:

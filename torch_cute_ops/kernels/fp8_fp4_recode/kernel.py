@@ -30,7 +30,7 @@ from torch_cute_ops.kernels.common.fp8.gemm import (
     store_token_scales,
     token_scales,
 )
-from torch_cute_ops.kernels.common.fp8.layouts import Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
 from torch_cute_ops.kernels.common.fp8.tiles import Tile, by_expert
 from torch_cute_ops.kernels.common.fp8.units import ACC, HAS_OWN, PARTIAL, Units
 from torch_cute_ops.kernels.common.fp8.weights import fp8_argument
@@ -38,7 +38,7 @@ from torch_cute_ops.kernels.fp8_fp4_recode.config import NOTE_ROWS, RANGE, RASTE
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
-class FP8FP4RecodeKernel:
+class FP8FP4RecodeKernel(FP8Kernel):
     """GEMM kernel for a recoded weight, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -50,14 +50,6 @@ class FP8FP4RecodeKernel:
         loop = RecodedLoop(config, stages, units, results)
         consumers = Consumers(config, stages, SmemMma(config), loop, results)
         self.gemm = FP8Gemm(config, schedule, NoteScales(config, stages, units), consumers)
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 def notes_of(expert, column, work: Work) -> Int64:

@@ -23,7 +23,8 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
 from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of_index
 from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Smem, Stages, WorkSchedule, arrive, wait_if
 from torch_cute_ops.kernels.common.fp8.k_groups import K_GROUP_THREADS, KGroupSums
-from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN
 from torch_cute_ops.kernels.common.fp8.row_stores import store_column_pairs
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import PreparedWeight, piece_at
@@ -37,7 +38,7 @@ TOKEN_SCALES: Final = 3
 """Ids of named barriers: one barrier for all consumers, and the first of two barriers for one warpgroup each."""
 
 
-class FP8FP4TokenWgmmaKernel:
+class FP8FP4TokenWgmmaKernel(FP8Kernel):
     """GEMM kernel for per-token scales and an FP4 weight, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -49,14 +50,6 @@ class FP8FP4TokenWgmmaKernel:
         loop = DecodingLoop(config, stages, weight)
         consumers = DecodingConsumers(config, RegisterMma(config), loop, results)
         self.gemm = FP8Gemm(config, schedule, IndexLoader(config, stages), consumers)
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 def _weight(config: Config) -> PreparedWeight:

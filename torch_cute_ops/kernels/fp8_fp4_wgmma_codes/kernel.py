@@ -30,7 +30,8 @@ from torch_cute_ops.kernels.common.fp8.gemm import (
     tell_decoded,
     wait_if,
 )
-from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, LINE_SPAN, Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, LINE_SPAN
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, load_stage_scales, piece_at
 from torch_cute_ops.kernels.fp8_fp4_wgmma_codes.codes import (
@@ -43,7 +44,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma_codes.codes import (
 from torch_cute_ops.kernels.fp8_fp4_wgmma_codes.config import BLOCKS, Config
 
 
-class FP8FP4WgmmaCodesKernel:
+class FP8FP4WgmmaCodesKernel(FP8Kernel):
     """GEMM kernel that multiplies undecoded MXFP4 codes, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -55,14 +56,6 @@ class FP8FP4WgmmaCodesKernel:
         loop = CodeLoop(config, stages, scales)
         consumers = Consumers(config, stages, CodeMma(config, weight), loop, results)
         self.gemm = FP8Gemm(config, schedule, scales, consumers, CodeDecoder(config, weight, scales))
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 class CodeScales:

@@ -21,7 +21,8 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
 from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, table_of_bytes, table_of_own_unit
 from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, tell_decoded
 from torch_cute_ops.kernels.common.fp8.k_groups import K_GROUP_THREADS, KGroupSums
-from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN, Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import GROUPS, K_TILE, LINE_SPAN
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
 from torch_cute_ops.kernels.common.fp8.units import IS_LAST, Units, UnitScales, record_words
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
@@ -38,7 +39,7 @@ ROWS: Final = 2
 """Number of weight rows of a lane."""
 
 
-class FP8FP4WgmmaRSKernel:
+class FP8FP4WgmmaRSKernel(FP8Kernel):
     """GEMM kernel for a weight that is decoded to registers, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -51,14 +52,6 @@ class FP8FP4WgmmaRSKernel:
         consumers = KGroupConsumers(config, stages, RegisterMma(config), loop, results)
         scales = UnitScales(config, stages, weight, units)
         self.gemm = FP8Gemm(config, schedule, scales, consumers, QuarterDecoder(config))
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 class QuarterDecoder:

@@ -10,13 +10,14 @@ from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 from torch_cute_ops.kernels.common.fp8.consumers import Consumers, GemmEpilogue, MainLoop, Results, SmemMma
 from torch_cute_ops.kernels.common.fp8.fp4_tables import look_up, tables_of_own_unit, tables_of_shared_unit
 from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, tell_decoded
-from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE
 from torch_cute_ops.kernels.common.fp8.units import Units, UnitScales, record_words
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
 from torch_cute_ops.kernels.fp8_fp4_wgmma_ss.config import Config
 
 
-class FP8FP4WgmmaSSKernel:
+class FP8FP4WgmmaSSKernel(FP8Kernel):
     """GEMM kernel for a weight that is decoded to shared memory, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -29,14 +30,6 @@ class FP8FP4WgmmaSSKernel:
         consumers = Consumers(config, stages, SmemMma(config, is_decoded=True), loop, results)
         scales, decoder = UnitScales(config, stages, weight, units), SmemDecoder(config, stages, units)
         self.gemm = FP8Gemm(config, schedule, scales, consumers, decoder)
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 class SmemDecoder:

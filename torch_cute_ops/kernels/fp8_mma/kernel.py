@@ -7,20 +7,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Float32, Int64, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0
 from torch_cute_ops.kernels.common.fp8.consumers import GemmEpilogue
-from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments
-from torch_cute_ops.kernels.common.fp8.tiles import Tile
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE
 from torch_cute_ops.kernels.common.fp8.warp_gemm import (
     PIECE,
     PIECES,
     BlockRows,
     LaneRows,
     MatrixRows,
+    Promotion,
     TokenPromotion,
     WarpGemm,
     Work,
@@ -29,7 +30,7 @@ from torch_cute_ops.kernels.common.fp8.weights import FP8Weight
 from torch_cute_ops.kernels.fp8_mma.config import TILE_N, Config
 
 
-class FP8MmaKernel:
+class FP8MmaKernel(FP8Kernel):
     """GEMM kernel by mma.sync, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -45,14 +46,6 @@ class FP8MmaKernel:
             rows, promotion = LaneRows(), BlockPromotion(config) if config.has_blocks else TokenPromotion(config)
         source = FP8Weight(TILE_N, config.rows.is_plain, config.has_blocks)
         self.gemm = WarpGemm(config, source, rows, weight(config, rows), promotion, GemmEpilogue(config))
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 class CopiedWeight:
@@ -117,13 +110,8 @@ class ScaledWeight(CopiedWeight):
                 store_words([words[i]], _word(slot, place))
 
 
-class BlockPromotion:
+class BlockPromotion(Promotion):
     """Promotion with block scales of both operands, whose products are factors of a k tile's results."""
-
-    by_step = False
-
-    def __init__(self, config: Config):
-        self.config = config
 
     @cute.jit
     def factors(self, k_tile, tile, work) -> list:
@@ -139,17 +127,11 @@ class BlockPromotion:
     def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
         return factors[2 * i : 2 * i + 2]
 
-    def of_columns(self, factors: list, slot, group: int, column, lane) -> list:
-        return []
-
     def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int) -> Float32:
         return ptx.fma_rn(of_rows[row], total, acc)
 
-    def finish(self, acc, tile: Tile, work: Work) -> None:
-        """Return at once, because all scales have been applied."""
 
-
-class MXPromotion:
+class MXPromotion(Promotion):
     """Promotion of MXFP8 operands: the result of each MMA, of 32 elements, is multiplied by the product of both
     operands' scales.
 
@@ -157,9 +139,6 @@ class MXPromotion:
     """
 
     by_step = True
-
-    def __init__(self, config: Config):
-        self.config = config
 
     @cute.jit
     def factors(self, k_tile, tile, work) -> list:
@@ -190,11 +169,8 @@ class MXPromotion:
             for j in range(4)
         ]
 
-    def finish(self, acc, tile: Tile, work: Work) -> None:
-        """Return at once, because all scales have been applied."""
 
-
-class ScaledMmas:
+class ScaledMmas(Promotion):
     """Block-scaled MMAs of MXFP8 operands, which apply both scales and add to the accumulators: nothing is promoted.
 
     A word of a slot holds the four ue8m0 bytes of a row or column in a k tile (``ScaledWeight``). For 32 columns, or 32
@@ -204,12 +180,6 @@ class ScaledMmas:
     """
 
     by_step = True
-
-    def __init__(self, config: Config):
-        self.config = config
-
-    def factors(self, k_tile, tile: Tile, work: Work) -> list:
-        return []
 
     def of_rows(self, factors: list, slot: cute.Pointer, i: int, work: Work) -> tuple:
         """Load the word of a lane's row. Return it and the index of the lanes that hold the ``i``-th 16 rows."""
@@ -224,9 +194,6 @@ class ScaledMmas:
 
     def multiply(self, a: list, b: list, values: list, of_rows: tuple, of_columns: tuple, step: int) -> list:
         return ptx.mma_16x8x32_scaled(a, b, values, of_rows, of_columns, step)
-
-    def finish(self, acc, tile: Tile, work: Work) -> None:
-        """Return at once, because all scales have been applied."""
 
 
 def _word(slot: cute.Pointer, place) -> cute.Tensor:

@@ -52,10 +52,10 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
 
     def __init__(self, config: Config):
         super().__init__(config, weight_source(config, K_TILE_BYTES, ALIGN))
-        self.code_copies = CodeCopies()
+        self.weight_copies = CodeCopies()
 
     def _weight_map(self, b: cute.Tensor) -> tuple:
-        return self.code_copies.map(b, MMA_M)
+        return self.weight_copies.map(b, MMA_M)
 
     def _init_barriers(self, smem) -> None:
         super()._init_barriers(smem)
@@ -65,32 +65,6 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
         fence_async()
 
     # Copies
-
-    @cute.jit
-    def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp, which copies activations and codes to the stages."""
-        tid, _, _ = cute.arch.thread_idx()
-        rows = self.stage.mma_n
-        b_boxes = self.code_copies.boxes(b_map, MMA_M)
-        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
-        # The parity starts at 1, so that the first waits for empty stages return immediately.
-        stage, parity = Int32(0), Int32(1)
-        for number in range(work.first, work.num_tiles, work.pitch):
-            tile = self._find(number, tid % WARP, work, smem)
-            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
-            # matrix to this row.
-            of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
-            a_boxes = self.copies.boxes(of_tile, rows)
-            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                smem.pipeline.wait_empty(stage, parity)
-                base, full = self._stage_at(stage, smem), smem.pipeline.full + stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage.code_bytes)
-                place = tile.column // MMA_M, k_tile, tile.expert
-                self.code_copies.copy_box(b_map, b_boxes, MMA_M, base, place, full, b_policy)
-                to = base + MMA_M * K_TILE_BYTES
-                self.copies.copy_box(of_tile, a_boxes, rows, to, (Int32(0), k_tile), full, None)
-                stage, parity = smem.pipeline.next(stage, parity)
 
     @cute.jit
     def _load_scales(self, loader, work, smem):

@@ -6,7 +6,6 @@ from typing import Final
 
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128, SHORT_BLOCK
 from torch_cute_ops.kernels.common.core import ptx
@@ -19,6 +18,7 @@ from torch_cute_ops.kernels.common.fp8.encode import (
     dynamic_scale,
     multiply_e4m3,
     scale_divisor,
+    warp_amaxes,
 )
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.fp8_square_blocks.config import THREADS, Arguments, Config
@@ -82,7 +82,9 @@ class FP8SquareBlocksKernel:
                 words += ptx.load_if(at, exists, VECTOR // 4, VECTOR * j)
             loaded.append((row, exists, words))
         units = [(row, exists, unpack(words, self.dtype)) for row, exists, words in loaded]
-        amax = self._block_amax(reduce(ptx.max_abs_nan, [v for *_, unit in units for v in unit], Float32(0.0)), tid)
+        own_amax = reduce(ptx.max_abs_nan, [v for *_, unit in units for v in unit], Float32(0.0))
+        of_warps = warp_amaxes(own_amax, tid, WARPS)
+        amax = reduce(ptx.max_abs_nan, [of_warps[i] for i in range(WARPS)])
         if const_expr(c.scale_format == "ue8m0"):
             byte, inverse = ue8m0_scale(amax, E4M3_MAX)
             own = float_of_ue8m0(byte)
@@ -97,17 +99,3 @@ class FP8SquareBlocksKernel:
             ptx.store_if(y.iterator + cute.assume(to, divby=FP8_UNIT), encoded[i], exists)
         if tid == 0:
             scale[block_row, block_column] = own
-
-    def _block_amax(self, amax: Float32, tid) -> Float32:
-        """Return the largest of the threads' ``amax``, or NaN if one is NaN."""
-        amax = cute.arch.warp_reduction(amax, ptx.max_abs_nan, threads_in_group=32)
-        slots = cute.recast_ptr(SmemAllocator().allocate(4 * WARPS, 16), dtype=Float32)
-        partial = cute.make_tensor(slots, cute.make_layout(WARPS))
-        self._store_first(partial, tid // 32, amax, tid % 32 == 0)
-        cute.arch.sync_threads()
-        return reduce(ptx.max_abs_nan, [partial[i] for i in range(WARPS)])
-
-    @cute.jit
-    def _store_first(self, partial, warp, amax, is_first):
-        if is_first:
-            partial[warp] = amax

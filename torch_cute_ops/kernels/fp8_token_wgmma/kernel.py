@@ -3,17 +3,14 @@
 The package's docstring describes the roles of the warps and the data path.
 """
 
-import cutlass.cute as cute
-from cutlass import Int32
-
 from torch_cute_ops.kernels.common.fp8.consumers import Consumers, GemmEpilogue, Results, SmemMma, TokenLoop
 from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule
-from torch_cute_ops.kernels.common.fp8.layouts import Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
 from torch_cute_ops.kernels.common.fp8.weights import FP8Weight
 from torch_cute_ops.kernels.fp8_token_wgmma.config import Config
 
 
-class FP8TokenWgmmaKernel:
+class FP8TokenWgmmaKernel(FP8Kernel):
     """GEMM kernel for per-token scales, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -24,11 +21,3 @@ class FP8TokenWgmmaKernel:
         loop = TokenLoop(config, stages, results)
         consumers = Consumers(config, stages, SmemMma(config), loop, results)
         self.gemm = FP8Gemm(config, schedule, None, consumers)
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)

@@ -1,18 +1,18 @@
 """Device code of the FP8 wgmma GEMM. The package's docstring describes roles, data path and pipelines."""
 
 import cutlass.cute as cute
-from cutlass import Int32
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.fp8.consumers import Consumers, GemmEpilogue, MainLoop, Results, SmemMma, promote
 from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, store_token_scales, token_scales
-from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments
+from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP8Weight
 from torch_cute_ops.kernels.fp8_wgmma.config import Config
 
 
-class FP8WgmmaKernel:
+class FP8WgmmaKernel(FP8Kernel):
     """GEMM kernel for FP8 operands with block scales, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
@@ -23,14 +23,6 @@ class FP8WgmmaKernel:
         loop = MainLoop(config, stages, BlockScaled(config, stages), results)
         consumers = Consumers(config, stages, SmemMma(config), loop, results)
         self.gemm = FP8Gemm(config, schedule, BlockScales(config, stages), consumers)
-
-    def arguments(self) -> Arguments:
-        return self.gemm.arguments()
-
-    @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        self.gemm.launch(given, stream)
 
 
 class BlockScales:

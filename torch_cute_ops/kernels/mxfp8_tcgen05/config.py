@@ -1,7 +1,7 @@
 """Configuration of the MXFP8 tcgen05 GEMM. No device code."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from torch_cute_ops.formats import SCALE_LAYOUTS
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
@@ -88,9 +88,10 @@ class Config(FP8TileConfig):
         return max(32, 1 << (used - 1).bit_length())
 
 
-def plan(
-    *, epilogue: Epilogue, tile_m: int, cta_group: int = 1, split_k: int = 1, arch: Arch, pdl: bool
-) -> Config | None:
-    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
-    fits."""
-    return with_most_stages(lambda stages: Config(epilogue, tile_m, cta_group, split_k, stages, pdl), arch)
+def plan(*, cta_group: int = 1, split_k: int = 1, arch: Arch, **given: Any) -> Config | None:
+    """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none fits.
+
+    ``given`` holds the other fields of ``Config``.
+    """
+    given |= {"cta_group": cta_group, "split_k": split_k}
+    return with_most_stages(lambda stages: Config(**given, stages=stages), arch)

@@ -1,14 +1,13 @@
 """Device code of the MXFP8 tcgen05 GEMM. The package's docstring describes the roles and the data path."""
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Int32, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP8
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.block_scaled import as_bytes
-from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, MMAS_PER_K_TILE, FP8GemmKernel, bytes_of
+from torch_cute_ops.kernels.common.blackwell.block_scaled import as_bytes, copy_tile_row
+from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, MMAS_PER_K_TILE, FP8GemmKernel
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_M
 from torch_cute_ops.kernels.common.blackwell.roles import WARP
 from torch_cute_ops.kernels.common.core import ptx
@@ -41,44 +40,20 @@ class MXFP8Tcgen05Kernel(FP8GemmKernel):
         scale = scale_argument(MXFP8, TILED, Dim("rows"), Dim("blocks"), name="a_")
         return super().arguments()._replace(a_scale=scale)
 
-    def _weight_map(self, b: cute.Tensor) -> tuple:
-        return self.copies.map(bytes_of(b), MMA_M)
-
     # Copies
 
     @cute.jit
-    def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp, which fills the stages with both operands and their scales."""
-        tid, _, _ = cute.arch.thread_idx()
-        stage_layout = self.stage
-        rows = stage_layout.cta_mma_n
-        half = work.rank if const_expr(stage_layout.cta_group == 2) else Int32(0)
-        a_scale = as_bytes(work.a_scale, TILED)
-        b_boxes = self.copies.boxes(b_map, MMA_M)
-        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
-        # The parity starts at 1, so that the first waits for empty stages return immediately.
-        stage, parity = Int32(0), Int32(1)
-        for number in range(work.first, work.num_tiles, work.pitch):
-            tile = self._find(number, tid % WARP, work, smem)
-            of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
-            a_boxes = self.copies.boxes(of_tile, rows)
-            # The second CTA of a pair may have no rows of the weight.
-            has_weight = Int32(tile.column < work.n) if const_expr(stage_layout.cta_group == 2) else Int32(1)
-            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                smem.pipeline.wait_empty(stage, parity)
-                base, full = self._stage_at(stage, smem), smem.pipeline.full + stage
-                to = base + stage_layout.code_bytes
-                with cute.arch.elect_one():
-                    size = stage_layout.code_bytes + SCALE_TILE_BYTES * (1 + has_weight)
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, size)
-                    _copy_scales(a_scale, tile.row // MMA_M, k_tile, to, full, None)
-                    if has_weight == 1:
-                        _copy_scales(work.b_scale, tile.column // MMA_M, k_tile, to + SCALE_TILE_BYTES, full, b_policy)
-                place = tile.column // MMA_M, k_tile, tile.expert
-                self.copies.copy_box(b_map, b_boxes, MMA_M, base, place, full, b_policy)
-                to = base + MMA_M * K_TILE_BYTES
-                self.copies.copy_box(of_tile, a_boxes, rows, to, (half, k_tile), full, None)
-                stage, parity = smem.pipeline.next(stage, parity)
+    def _expect(self, tile, k_tile, base, full, b_policy, work):
+        """Make a stage's barrier expect the bytes of a k tile, and start the copies of both operands' scales."""
+        # The second CTA of a pair may have no rows of the weight.
+        has_weight = Int32(tile.column < work.n) if const_expr(self.stage.cta_group == 2) else Int32(1)
+        to = base + self.stage.code_bytes
+        size = SCALE_TILE_BYTES
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage.code_bytes + size * (1 + has_weight))
+            copy_tile_row(as_bytes(work.a_scale, TILED), tile.row // MMA_M, k_tile, size, to, full, None)
+            if has_weight == 1:
+                copy_tile_row(work.b_scale, tile.column // MMA_M, k_tile, size, to + size, full, b_policy)
 
     # MMAs
 
@@ -117,10 +92,3 @@ class MXFP8Tcgen05Kernel(FP8GemmKernel):
 
     def _scaled(self, words: list, scales: None, first) -> list:
         return [ptx.float_of(word) for word in words]
-
-
-def _copy_scales(scales: cute.Tensor, row_tile, k_tile, to: cute.Pointer, barrier, policy) -> None:
-    """Start the copy of a k tile's scales, for 128 rows. One thread calls this function."""
-    offset = (Int64(row_tile) * (scales.shape[1] // TILE_BLOCKS) + k_tile) * SCALE_TILE_BYTES
-    source = scales.iterator + cute.assume(offset, divby=SCALE_TILE_BYTES)
-    ptx.copy_bulk(to, source, SCALE_TILE_BYTES, barrier, policy=policy)

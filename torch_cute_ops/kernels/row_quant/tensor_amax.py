@@ -12,12 +12,11 @@ from typing import Any, Final
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.launch import pdl_start
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, unpack
-from torch_cute_ops.kernels.common.fp8.encode import dynamic_scale
+from torch_cute_ops.kernels.common.fp8.encode import dynamic_scale, warp_amaxes
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
 from torch_cute_ops.kernels.row_quant.config import AMAX_THREADS, AMAX_UNITS, WARP
 
@@ -45,12 +44,7 @@ class TensorAmax:
         for group in range(cta, Int32((units + (UNITS_AT_ONCE - 1)) // UNITS_AT_ONCE), ctas):
             first = Int64(group) * UNITS_AT_ONCE + tid
             largest = self._largest(largest, self._load_units(input, first, units))
-        largest = cute.arch.warp_reduction(largest, ptx.max_abs_nan, threads_in_group=WARP)
-        slots = cute.recast_ptr(SmemAllocator().allocate(4 * WARPS, 16), dtype=Float32)
-        of_warps = cute.make_tensor(slots, cute.make_layout(WARPS))
-        if tid % WARP == 0:
-            of_warps[tid // WARP] = largest
-        cute.arch.sync_threads()
+        of_warps = warp_amaxes(largest, tid, WARPS)
         if tid == 0:
             partials[cta] = reduce(ptx.max_abs_nan, [of_warps[i] for i in range(WARPS)])
 

@@ -64,17 +64,10 @@ class BlockScaledMma(OperandCopies):
         ``row_tile`` is the index of the first row of tiles. ``exist`` is the number of rows of tiles from this row to
         the end of the matrix, and no further rows are copied.
         """
-        pitch = scales.shape[1] // TILE_BLOCKS
         for i in range_constexpr(count):
             if i < exist:
-                source = (Int64(row_tile + i) * pitch + first) * SCALE_TILE_BYTES
-                ptx.copy_bulk(
-                    to + i * self.stage.scale_tiles * SCALE_TILE_BYTES,
-                    scales.iterator + cute.assume(source, divby=SCALE_TILE_BYTES),
-                    size,
-                    barrier,
-                    policy=policy,
-                )
+                of_row = to + i * self.stage.scale_tiles * SCALE_TILE_BYTES
+                copy_tile_row(scales, row_tile + i, first, size, of_row, barrier, policy)
 
     @cute.jit
     def store_linear_scales(self, m_side: tuple, n_sides: tuple, first, blocks, lane, base, empty, empty_parity, full):
@@ -286,6 +279,13 @@ class BlockScaledKernel(Tcgen05Kernel):
         return MmaState(
             *smem.pipeline.next(at.stage, at.parity), *next_stage(at.scale_stage, at.scale_parity, SCALE_STAGES)
         )
+
+
+def copy_tile_row(scales: cute.Tensor, row_tile, first, size, to: cute.Pointer, barrier, policy) -> None:
+    """Start the copy of ``size`` bytes of a row of scale tiles, starting at tile ``first``. One thread calls this
+    function."""
+    offset = (Int64(row_tile) * (scales.shape[1] // TILE_BLOCKS) + first) * SCALE_TILE_BYTES
+    ptx.copy_bulk(to, scales.iterator + cute.assume(offset, divby=SCALE_TILE_BYTES), size, barrier, policy=policy)
 
 
 def as_bytes(scales: cute.Tensor, layout: ScaleLayout) -> cute.Tensor:

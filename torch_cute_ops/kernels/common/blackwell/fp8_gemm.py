@@ -1,8 +1,9 @@
 """Base class of GEMMs by ``tcgen05.mma``: FP8 or 16-bit activations, and a weight on the M side.
 
-``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the MMA thread and of the
-epilogue warps. A subclass defines how a weight tile reaches its stage (``_produce`` and ``_load_scales``). MMAs are of
-``kind::f8f6f4``, with a weight in e4m3, unless a subclass overrides ``_multiply``.
+``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the producer warp, of the MMA
+thread and of the epilogue warps. A subclass defines how scales reach a stage (``_expect`` or ``_load_scales``). If
+warps decode the weight, the subclass also overrides ``_produce``. MMAs are of ``kind::f8f6f4``, with a weight in e4m3,
+unless a subclass overrides ``_multiply``.
 """
 
 from dataclasses import dataclass, fields
@@ -109,7 +110,7 @@ class FP8GemmKernel(Tcgen05Kernel):
     def __init__(self, config: FP8TileConfig, weight):
         super().__init__(config)
         self.weight = weight
-        self.copies = OperandCopies()
+        self.copies = self.weight_copies = OperandCopies()
         self.epilogue = EpilogueOps(config.epilogue)
         self.out_dtype = self.epilogue.out_dtype
         self.tiles = ExpertTiles(config.rows, config.tile_m, config.tile_n, weight, by_token=not config.has_blocks)
@@ -138,7 +139,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     def _weight_map(self, b: cute.Tensor) -> tuple:
         """Return the TMA descriptor of the weight, (N, K, E)."""
-        raise NotImplementedError
+        return self.copies.map(bytes_of(b), MMA_M)
 
     @cute.kernel
     def kernel(self, a_map, b_map, scales, rows, terms, out, space):
@@ -280,6 +281,40 @@ class FP8GemmKernel(Tcgen05Kernel):
                 a = tcgen05.operand_descriptor(at + step * MMA_K_BYTES)
                 b = tcgen05.operand_descriptor(at + MMA_M * K_TILE_BYTES + step * MMA_K_BYTES)
                 tcgen05.multiply_fp8(acc, a, b, instruction, adds if step == 0 else True, c.cta_group)
+
+    # Copies
+
+    @cute.jit
+    def _produce(self, a_map, b_map, work, smem):
+        """Run the producer warp, which fills the stages."""
+        tid, _, _ = cute.arch.thread_idx()
+        rows = self.stage.cta_mma_n
+        half = work.rank if const_expr(self.stage.cta_group == 2) else Int32(0)
+        b_boxes = self.weight_copies.boxes(b_map, MMA_M)
+        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
+        # The parity starts at 1, so that the first waits for empty stages return immediately.
+        stage, parity = Int32(0), Int32(1)
+        for number in range(work.first, work.num_tiles, work.pitch):
+            tile = self._find(number, tid % WARP, work, smem)
+            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
+            # matrix to this row.
+            of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
+            a_boxes = self.copies.boxes(of_tile, rows)
+            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
+                smem.pipeline.wait_empty(stage, parity)
+                base, full = self._stage_at(stage, smem), smem.pipeline.full + stage
+                self._expect(tile, k_tile, base, full, b_policy, work)
+                place = tile.column // MMA_M, k_tile, tile.expert
+                self.weight_copies.copy_box(b_map, b_boxes, MMA_M, base, place, full, b_policy)
+                to = base + MMA_M * K_TILE_BYTES
+                self.copies.copy_box(of_tile, a_boxes, rows, to, (half, k_tile), full, None)
+                stage, parity = smem.pipeline.next(stage, parity)
+
+    def _expect(self, tile, k_tile, base, full, b_policy, work) -> None:
+        """Make a stage's barrier expect the bytes of a k tile, and start the copies of its scales, if TMA copies
+        them."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage.code_bytes)
 
     # Results
 

@@ -120,15 +120,8 @@ def multiply(
 ) -> None:
     """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true. Each scale multiplies ``block`` elements of a
     row."""
-    operands = [ptx._u32(acc, loc, ip)]
-    operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
-    operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
-    text = (
-        "{.reg .pred p; setp.ne.u32 p, $6, 0; "
-        f"tcgen05.mma.cta_group::{cta_group}.kind::mxf4nvf4.block_scale.block{block} "
-        "[$0], $1, $2, $3, [$4], [$5], p;}"
-    )
-    _run(operands, text, "r,l,l,r,r,r,r", loc, ip)
+    name = f"cta_group::{cta_group}.kind::mxf4nvf4.block_scale.block{block}"
+    _multiply_scaled(name, acc, a, b, instruction, a_scales, b_scales, adds, loc, ip)
 
 
 @dsl_user_op
@@ -160,14 +153,15 @@ def multiply_16_bit(acc, a, b, instruction: int, adds, *, loc=None, ip=None) -> 
 def multiply_mx(acc, a, b, instruction: int, a_scales, b_scales, adds, cta_group: int, *, loc=None, ip=None) -> None:
     """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, for FP4 or FP8 ``a`` and FP8 ``b``. Each scale
     multiplies 32 elements of a row."""
+    name = f"cta_group::{cta_group}.kind::mxf8f6f4.block_scale.scale_vec::1X"
+    _multiply_scaled(name, acc, a, b, instruction, a_scales, b_scales, adds, loc, ip)
+
+
+def _multiply_scaled(name: str, acc, a, b, instruction: int, a_scales, b_scales, adds, loc, ip) -> None:
     operands = [ptx._u32(acc, loc, ip)]
     operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
     operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
-    text = (
-        "{.reg .pred p; setp.ne.u32 p, $6, 0; "
-        f"tcgen05.mma.cta_group::{cta_group}.kind::mxf8f6f4.block_scale.scale_vec::1X "
-        "[$0], $1, $2, $3, [$4], [$5], p;}"
-    )
+    text = f"{{.reg .pred p; setp.ne.u32 p, $6, 0; tcgen05.mma.{name} [$0], $1, $2, $3, [$4], [$5], p;}}"
     _run(operands, text, "r,l,l,r,r,r,r", loc, ip)
 
 

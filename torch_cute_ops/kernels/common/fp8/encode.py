@@ -9,7 +9,9 @@ underflows. If scales are powers of two, values are multiplied by the inverse sc
 
 from typing import NamedTuple
 
-from cutlass import Boolean, Float32, Uint32
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Uint32
+from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
@@ -34,6 +36,19 @@ class Divisor(NamedTuple):
     scale: Float32
     inverse: Float32
     live: Boolean | None
+
+
+@cute.jit
+def warp_amaxes(amax: Float32, tid, warps: Constexpr[int]) -> cute.Tensor:
+    """Return the largest ``amax`` of each warp's threads, or NaN if one is NaN, in shared memory. All threads of the
+    CTA must call this function, which synchronises them."""
+    amax = cute.arch.warp_reduction(amax, ptx.max_abs_nan, threads_in_group=32)
+    slots = cute.recast_ptr(SmemAllocator().allocate(4 * warps, 16), dtype=Float32)
+    of_warps = cute.make_tensor(slots, cute.make_layout(warps))
+    if tid % 32 == 0:
+        of_warps[tid // 32] = amax
+    cute.arch.sync_threads()
+    return of_warps
 
 
 def dynamic_scale(amax: Float32) -> Float32:

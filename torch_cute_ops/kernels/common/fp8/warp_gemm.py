@@ -382,8 +382,8 @@ class InterleavedRows(MatrixRows):
         return step + half * STEPS
 
 
-class TokenPromotion:
-    """Promotion with per-token scales of ``a``, which are applied after the sum over K."""
+class Promotion:
+    """Base class of promotions: no factors, and nothing to do after the last k tile."""
 
     by_step = False
 
@@ -393,11 +393,18 @@ class TokenPromotion:
     def factors(self, k_tile, tile: Tile, work: Work) -> list:
         return []
 
-    def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
+    def of_rows(self, factors: list, slot, i: int, work: Work) -> Any:
         return []
 
-    def of_columns(self, factors: list, slot, group: int, column, lane) -> list:
+    def of_columns(self, factors: list, slot, group: int, column, lane) -> Any:
         return []
+
+    def finish(self, acc: cute.Tensor, tile: Tile, work: Work) -> None:
+        """Return at once, because all scales have been applied."""
+
+
+class TokenPromotion(Promotion):
+    """Promotion with per-token scales of ``a``, which are applied after the sum over K."""
 
     def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int) -> Float32:
         return ptx.add_rn(acc, total)
