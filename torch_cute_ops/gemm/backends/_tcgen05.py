@@ -1,9 +1,9 @@
-"""Cost model that the FP4 and FP8 backends for data-center Blackwell share.
+"""Tactic and cost model that the FP4 and FP8 backends for data-center Blackwell share.
 
 The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
 """
 
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
@@ -12,6 +12,20 @@ from torch_cute_ops.runtime.arch import CLOCK_HZ
 
 STORE_BYTES_PER_CLOCK: Final = 32
 """Rate at which a CTA stores results while no MMA runs."""
+
+
+class Tcgen05Tactic(NamedTuple):
+    """Tactic of the GEMMs of two FP4 operands, or of FP8 activations.
+
+    Attributes:
+        tile_m: number of rows of ``a`` in a tile.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each computes 128 rows of the weight.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
+    """
+
+    tile_m: int
+    cta_group: int
+    split_k: int
 
 
 class Tcgen05Model:

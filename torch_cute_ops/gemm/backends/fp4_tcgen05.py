@@ -1,12 +1,11 @@
 """GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell, by ``kernels/fp4_tcgen05``."""
 
-from typing import NamedTuple
-
 import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
+from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Tactic
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
@@ -15,20 +14,6 @@ from torch_cute_ops.kernels.common.blackwell.layouts import MMA_M
 from torch_cute_ops.kernels.common.fp4.layouts import K_TILE
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
-
-
-class Tcgen05Tactic(NamedTuple):
-    """Tactic of ``FP4Tcgen05``.
-
-    Attributes:
-        tile_m: number of rows of ``a`` in a tile.
-        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each computes 128 rows of the weight.
-        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
-    """
-
-    tile_m: int
-    cta_group: int
-    split_k: int
 
 
 class FP4Tcgen05(Tcgen05Backend):

@@ -15,8 +15,9 @@ from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import has_blocks_and_fp4, has_tokens_and_fp4
+from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Tactic
 from torch_cute_ops.gemm.backends.fp8_fp4_token_wgmma import arranging, preparing_seconds
-from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8Tcgen05Tactic
+from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import K_TILE
 from torch_cute_ops.gemm.problem import GemmProblem
@@ -57,7 +58,7 @@ class FP8FP4Tcgen05(FP8Tcgen05):
         instructions = DECODING_INSTRUCTIONS[fp4_format(problem).block_size]
         return instructions / DECODER_RATE / fp8_fp4_tcgen05.teams(self.has_blocks, tile_m)
 
-    def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, problem: GemmProblem, tactic: Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         given: dict[str, Any] = {
             "rows": problem.grouping.rows,
             "epilogue": self.epilogue(problem),
@@ -71,13 +72,13 @@ class FP8FP4Tcgen05(FP8Tcgen05):
             return (KernelSpec(fp8_mxfp4_tcgen05.KERNEL, fp8_mxfp4_tcgen05.plan(**given)),)
         return (KernelSpec(fp8_fp4_tcgen05.KERNEL, fp8_fp4_tcgen05.plan(fmt=fp4_format(problem), **given)),)
 
-    def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: Tcgen05Tactic, target: Target) -> Launch:
         launch = super().launcher(problem, tactic, target)
         if not is_undecoded(problem):
             return launch
         return lambda given, out: launch(given._replace(b=aligned_codes(given.b)), out)
 
-    def checks_operands(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tcgen05Tactic) -> bool:
         return not is_undecoded(problem)
 
 
@@ -90,17 +91,17 @@ class FP8FP4TokenTcgen05(FP8FP4Tcgen05):
     def handles(self, problem: GemmProblem) -> bool:
         return has_tokens_and_fp4(problem)
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tcgen05Tactic, target: Target) -> float:
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tcgen05Tactic, target: Target) -> float:
         seconds = super().estimate(problem, m, tactic, target)
         if problem.a.is_interleaved:
             seconds += cost.memory_seconds(2 * m * problem.k, 1, target)
         return seconds + preparing_seconds(problem, target)
 
-    def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: Tcgen05Tactic, target: Target) -> Launch:
         launch = super().launcher(problem, tactic, target)
         return arranging(launch, problem, lambda a: deinterleave_k(a, problem.k))
 
-    def checks_operands(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tcgen05Tactic) -> bool:
         return super().checks_operands(problem, tactic) and problem.b.is_prepared and not problem.a.is_interleaved
 
 

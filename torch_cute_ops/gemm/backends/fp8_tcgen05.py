@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend, FP8TokenBackend
-from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Model
+from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Model, Tcgen05Tactic
 from torch_cute_ops.gemm.backends.fp8_scaled_mm import RATES
 from torch_cute_ops.gemm.decode import reason_no_tcgen05
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, has_random_rows, rows_of_expert
@@ -25,31 +25,17 @@ PROMOTION_CLOCKS: Final = 2.5
 for the fma, and a share of the loads of scales (a guess)."""
 
 
-class FP8Tcgen05Tactic(NamedTuple):
-    """Tactic of ``FP8Tcgen05``.
-
-    Attributes:
-        tile_m: number of rows of ``a`` in a tile.
-        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each computes 128 rows of the weight.
-        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
-    """
-
-    tile_m: int
-    cta_group: int
-    split_k: int
-
-
 class FP8Tcgen05(Tcgen05Model, FP8Backend):
     """Backend for FP8 activations and an FP8 weight with block scales."""
 
     name = "tcgen05"
-    tactic_type = FP8Tcgen05Tactic
+    tactic_type = Tcgen05Tactic
     has_blocks = True
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return reason_no_tcgen05(target)
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8Tcgen05Tactic, ...]:
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05Tactic, ...]:
         k_tiles, layout = -(-problem.k // K_TILE), problem.grouping.rows
         tiles_m = self.tiles_m(problem)
         sizes = tiles_m[self.has_blocks, 1]
@@ -60,14 +46,14 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
             # Some experts own more rows than the average.
             widest = cost.smallest_tile(sizes, 2 * widest)
         return tuple(
-            FP8Tcgen05Tactic(tile_m, cta_group, split_k)
+            Tcgen05Tactic(tile_m, cta_group, split_k)
             for (has_blocks, cta_group), tiles in tiles_m.items()
             for tile_m in tiles
             for split_k in fp8_tcgen05.splits(layout, has_blocks, tile_m, cta_group)
             if has_blocks == self.has_blocks and least <= tile_m <= widest and split_k <= k_tiles
         )
 
-    def estimate(self, problem: GemmProblem, m: int, tactic: FP8Tcgen05Tactic, target: Target) -> float:
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tcgen05Tactic, target: Target) -> float:
         tile_m, cta_group, split_k = tactic
         tile = self.tile(tactic)
         flops = 2 * MMA_M * max(tile_m, self.least_mma_n) * K_TILE
@@ -118,7 +104,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         """Return the rate of FP8 MMAs, divided by the rate of 16-bit MMAs."""
         return FP8_RATE
 
-    def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, problem: GemmProblem, tactic: Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         config = fp8_tcgen05.plan(
             rows=problem.grouping.rows,
             epilogue=self.epilogue(problem),
@@ -129,7 +115,7 @@ class FP8Tcgen05(Tcgen05Model, FP8Backend):
         )
         return (KernelSpec(fp8_tcgen05.KERNEL, config),)
 
-    def tile(self, tactic: FP8Tcgen05Tactic) -> Tile:
+    def tile(self, tactic: Tcgen05Tactic) -> Tile:
         tile_m, cta_group, split_k = tactic
         return Tile(tile_m, MMA_M * cta_group, split_k, cluster_m=cta_group)
 

@@ -4,6 +4,7 @@ import itertools
 
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Tactic, FP8TokenBackend, plan_of_tile
+from torch_cute_ops.gemm.backends.fp8_wgmma import FEW_WAIT, ONE_GROUP, READ_AGAIN, SHARE_CLOCKS, WAIT
 from torch_cute_ops.gemm.decode import reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import K_TILE, Tile, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem
@@ -19,18 +20,6 @@ K_TILE_CLOCKS = 205.0
 COLUMN_CLOCKS = 4.3
 """SM clocks per k tile for tiles of 128 rows: fixed clocks, and clocks per column, of which tensor cores take 4 (fitted
 to calls with 256 and 4,096 rows on an H200)."""
-ONE_GROUP = 0.69
-"""Factor on ``K_TILE_CLOCKS`` and ``COLUMN_CLOCKS`` if a single warpgroup computes all rows of a tile. The value is the
-same as for block scales."""
-FEW_WAIT = 0.5
-WAIT = 0.345
-"""Fraction of a k tile's transfer time during which the MMAs wait: for tiles of up to 64 rows, and for larger tiles.
-The values are the same as for block scales."""
-READ_AGAIN = 0.2
-"""Fraction of the weight that is read a second time if several small m tiles run at the same time in a layer. The value
-is the same as for block scales."""
-SHARE_CLOCKS = 1500.0
-"""SM clocks to add the partial sums of a tile, for each CTA of the cluster after the first (measured on an H100)."""
 
 
 class FP8TokenWgmma(FP8TokenBackend):

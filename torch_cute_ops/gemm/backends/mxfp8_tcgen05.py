@@ -7,7 +7,8 @@ import torch
 from torch_cute_ops.formats.scale_layout import from_linear, layout_of_operand
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import has_mxfp8
-from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8Tcgen05Tactic
+from torch_cute_ops.gemm.backends._tcgen05 import Tcgen05Tactic
+from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05
 from torch_cute_ops.gemm.fp8_tiles import K_TILE
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
@@ -33,12 +34,12 @@ class MXFP8Tcgen05(FP8Tcgen05):
     def weight_row_bytes(self, problem: GemmProblem) -> int:
         return problem.b.row_bytes(K_TILE)
 
-    def kernels(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+    def kernels(self, problem: GemmProblem, tactic: Tcgen05Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         epilogue = self.epilogue(problem)
         config = mxfp8_tcgen05.plan(epilogue=epilogue, **tactic._asdict(), arch=arch, pdl=settings.PDL)
         return (KernelSpec(mxfp8_tcgen05.KERNEL, config),)
 
-    def launcher(self, problem: GemmProblem, tactic: FP8Tcgen05Tactic, target: Target) -> Launch:
+    def launcher(self, problem: GemmProblem, tactic: Tcgen05Tactic, target: Target) -> Launch:
         launch = super().launcher(problem, tactic, target)
 
         def with_tiles(given: Operands, out: torch.Tensor) -> None:
