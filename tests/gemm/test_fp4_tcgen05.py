@@ -6,8 +6,7 @@ import pytest
 import torch
 from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, poisoned
-from support.gemm_problems import BF16, FP32, HOPPER, backend_for, fp4_problem
-from support.gemm_problems import CPU as NO_GPU
+from support.gemm_problems import BF16, FP32, HOPPER, backend_for, check_needs_tcgen05, fp4_problem
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
@@ -41,11 +40,7 @@ def test_supported_problems(reason, problem):
 
 
 def test_supported_gpus():
-    problem = fp4_problem()
-    for arch in ARCHS.values():
-        reason = BACKEND.reason_unsupported(problem, usual_targets(arch)[0])
-        assert reason == (None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}")
-    assert "needs a CUDA device" in BACKEND.reason_unsupported(problem, NO_GPU)
+    check_needs_tcgen05(BACKEND, fp4_problem())
     assert not BACKEND.handles(fp4_problem(k=12 * 64, experts=12)) and not BACKEND.handles(fp4_problem(a_dtype=BF16))
 
 

@@ -9,8 +9,15 @@ import torch
 from samples import Sample, grouped_mm_fp8_fp4, mm_fp8_fp4
 from samples._fp8_fp4_tokens import with_tokens
 from support.emulated import CPU, poisoned
-from support.gemm_problems import CPU as NO_GPU
-from support.gemm_problems import FP32, HOPPER, ROW_LAYOUTS, backend_for, fp8_fp4_problem, fp8_problem
+from support.gemm_problems import (
+    FP32,
+    HOPPER,
+    ROW_LAYOUTS,
+    backend_for,
+    check_needs_tcgen05,
+    fp8_fp4_problem,
+    fp8_problem,
+)
 from support.tactics import check_every_tactic
 
 from ptx_emulator.adapter import run_kernel
@@ -56,12 +63,7 @@ def test_supported_gpus(make) -> None:
     for rows in ROW_LAYOUTS:
         problem = make(rows=rows, experts=1 if rows.is_plain else 4)
         assert of(make).handles(problem)
-        for arch in ARCHS.values():
-            reason = of(make).reason_unsupported(problem, usual_targets(arch)[0])
-            assert reason == (
-                None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}"
-            )
-        assert "needs a CUDA device" in of(make).reason_unsupported(problem, NO_GPU)
+        check_needs_tcgen05(of(make), problem)
 
 
 @BOTH

@@ -6,8 +6,15 @@ import pytest
 import torch
 from samples import grouped_mm_fp8, mm_fp8, mm_fp8_block
 from support.emulated import CPU, poisoned
-from support.gemm_problems import CPU as NO_GPU
-from support.gemm_problems import FP32, HOPPER, ROW_LAYOUTS, backend_for, fp8_problem, token_problem
+from support.gemm_problems import (
+    FP32,
+    HOPPER,
+    ROW_LAYOUTS,
+    backend_for,
+    check_needs_tcgen05,
+    fp8_problem,
+    token_problem,
+)
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats.experts import used_rows
@@ -36,12 +43,7 @@ def test_supported_gpus(make):
     for rows in ROW_LAYOUTS:
         problem = make(rows=rows, experts=1 if rows.is_plain else 4)
         assert of(make).handles(problem)
-        for arch in ARCHS.values():
-            reason = of(make).reason_unsupported(problem, usual_targets(arch)[0])
-            assert reason == (
-                None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}"
-            )
-        assert "needs a CUDA device" in of(make).reason_unsupported(problem, NO_GPU)
+        check_needs_tcgen05(of(make), problem)
 
 
 @BOTH

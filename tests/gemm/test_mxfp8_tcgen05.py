@@ -1,13 +1,13 @@
 """The backend ``tcgen05`` of MXFP8 GEMMs: supported GPUs, tactics, estimates, and its calls of the kernel."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from samples import mm_fp8_block
 from support.emulated import CPU, poisoned
-from support.gemm_problems import CPU as NO_GPU
-from support.gemm_problems import FP32, HOPPER, backend_for, mx_problem
+from support.gemm_problems import FP32, HOPPER, backend_for, check_needs_tcgen05, mx_problem
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import SCALE_LAYOUTS
@@ -25,13 +25,9 @@ BACKEND = backend_for("tcgen05", mx_problem())
 
 def test_supported_gpus() -> None:
     problem = mx_problem()
-    for arch in ARCHS.values():
-        (target, *_) = usual_targets(arch)
-        expected = None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}"
-        assert BACKEND.reason_unsupported(problem, target) == expected
-        for m in (1, 16, 300, 4096):
-            assert (select.choose(problem, m, target).backend is BACKEND) == arch.has_tcgen05
-    assert "needs a CUDA device" in BACKEND.reason_unsupported(problem, NO_GPU)
+    check_needs_tcgen05(BACKEND, problem)
+    for arch, m in itertools.product(ARCHS.values(), (1, 16, 300, 4096)):
+        assert (select.choose(problem, m, usual_targets(arch)[0]).backend is BACKEND) == arch.has_tcgen05
 
 
 @pytest.mark.parametrize("k", [64, 512, 16_384])

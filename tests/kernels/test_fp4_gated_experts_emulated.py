@@ -552,21 +552,14 @@ def test_faults_are_found_where_codes_are_multiplied(name: str, request: pytest.
     """Check that the emulator finds omitted or altered copies, waits, arrivals, fences, loads and MMAs in kernels that
     multiply FP4 codes."""
     one = FAULTY[name]
-    ptx = compile_ptx(one.case.kernel_for(one.k), ARCHS[DESKTOP]).ptx
     given = operands(one)
     want = together(expected(one, given))
 
     def run(seed: int | None, edit: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return together(results(one._replace(seed=seed), given, edit)), want
 
-    check_faults(
-        run,
-        ptx,
-        UNFOUND[name],
-        all_tried=request.config.getoption("more_emulated"),
-        kinds=ROUTED_CODES,
-        least=25,
-    )
+    kernel = one.case.kernel_for(one.k)
+    check_faults(run, kernel, DESKTOP, UNFOUND[name], request, kinds=ROUTED_CODES, least=25)
 
 
 def together(outputs: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:

@@ -34,7 +34,7 @@ from support.kernel_grid import BF16, FP16, FP32, MmaCase, WgmmaCase
 from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 
 from ptx_emulator import EmulationError
-from ptx_emulator.adapter import compile_ptx, run_kernel
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.scale_layout import weight_layout
@@ -173,16 +173,11 @@ def test_faults_are_found_where_codes_are_multiplied(request: pytest.FixtureRequ
     K is divided between two CTAs, and each pipeline gets more k tiles than stages.
     """
     (one,) = native(NVFP4, "128x4", 16, 2, epilogue=(FP32, "one"), sizes=(16, 128, 2112), seed=0).values
-    all_tried = request.config.getoption("more_emulated")
-    ptx = compile_ptx(one.case.kernel, ARCHS[CONSUMER]).ptx
-    check_faults(
-        lambda seed, edit: multiply(one._replace(seed=seed), edit, exact=True),
-        ptx,
-        UNFOUND,
-        all_tried=all_tried,
-        kinds=BLOCK_SCALED_MMA,
-        least=13,
-    )
+
+    def run(seed: int | None, edit: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return multiply(one._replace(seed=seed), edit, exact=True)
+
+    check_faults(run, one.case.kernel, CONSUMER, UNFOUND, request, kinds=BLOCK_SCALED_MMA, least=13)
 
 
 @pytest.mark.parametrize("one", MMAS[:3])

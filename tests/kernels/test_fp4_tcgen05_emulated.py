@@ -5,20 +5,19 @@ We had no GPU with these instructions, so these tests are the only evidence that
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from samples._fp4_gemm import POWERS, random_matrix
-from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
+from support.emulated import CPU, INPUTS, WEIGHT, poisoned, run_strictly
 from support.epilogues import finished, operands, row_scales
-from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
-from support.kernel_fit import check_emulated
+from support.host_grids import check_ctas, check_nothing_is_launched_on_overlap
+from support.kernel_fit import check_emulated, check_same_ptx
 from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
-from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
+from support.ptx_faults import CONVERGED, LOOPS, NO_K_TILES, NOTHING_READ, Edit, Unfound, check_faults
 
-from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -42,7 +41,7 @@ def gemm(
     *case: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], num_ctas: int = 1, stages: int = 3
 ) -> Gemm:
     """Return a launch. ``case`` is format, layout, tile_m, CTAs per MMA, split_k; ``sizes`` is M, N, K."""
-    return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, num_ctas)
+    return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages=stages), sizes, num_ctas)
 
 
 # Launches with partial tiles along M, N and K, with at least three tiles per CTA (except with split-K), and with more k
@@ -107,9 +106,7 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     row_scale = row_scales(case.epilogue, m)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, row_scale, out, one.num_ctas)
-    given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
-    how = {"seed": seed, "max_steps": 200_000, "strict": True, "scoped": True, "edit": edit}
-    run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
+    run_strictly(case, given, None if seed is None else (*WEIGHT, *INPUTS), seed=seed, edit=edit)
     sums = fp4_gemm(a, a_scale, b, b_scale, None, None, FP32, fmt, layout, layout)
     return out, finished(sums, case.epilogue, alpha, bias, row_scale=row_scale)
 
@@ -157,9 +154,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 )
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
     """Check the number of CTAs: at most one per SM, in whole pairs; with split-K, a cluster per tile."""
-    case = COVERING[covering].case
-    call = gemm_call(case.kernel, n=400, m=300, a_tile_rows=3, b_tile_rows=4, num_ctas=sms)
-    assert grids(case.kernel, ARCHS[case.arch], *call) == [(ctas, 1, 1)]
+    check_ctas(COVERING[covering].case, ctas, n=400, m=300, a_tile_rows=3, b_tile_rows=4, num_ctas=sms)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +169,7 @@ def test_ctas(covering: int, sms: int, ctas: int) -> None:
 def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
     """Check that a kernel has the same PTX on two GPUs, so that the emulator's results for one GPU apply to the other
     GPU."""
-    own, its = (
-        compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
-    )
-    assert own == its
+    check_same_ptx(case, other)
 
 
 # Faults. In each case a CTA gets more k tiles than stages and, except with split-K, three tiles.
@@ -189,11 +181,6 @@ FAULTY = {
     "split": gemm(NVFP4, "128x4", 8, 1, 2, epilogue=(FP32,), sizes=(8, 136, 3648)),
 }
 
-NO_K_TILES = Unfound(1, "LLVM emits a loop over k tiles for a k of 0, which never runs")
-NOTHING_READ = Unfound(
-    1, "epilogue warps read neither alpha nor bias, and other warps have waited for their accumulators' operands"
-)
-LOOPS = {"wait left out": NO_K_TILES, "wait for the other phase": NO_K_TILES, "commit left out": NO_K_TILES}
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "one": {**LOOPS, "barrier of the warp left out": CONVERGED},
     "linear": {
@@ -218,6 +205,5 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """Check that the emulator finds omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
     one = FAULTY[name]
-    ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
-    all_tried = request.config.getoption("more_emulated")
-    check_faults(lambda seed, edit: multiply(one, seed, edit), ptx, UNFOUND[name], all_tried=all_tried)
+    run = functools.partial(multiply, one)
+    check_faults(run, one.case.kernel, one.case.arch, UNFOUND[name], request)

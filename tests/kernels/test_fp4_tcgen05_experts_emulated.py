@@ -5,6 +5,7 @@ We had no GPU with these instructions, so these tests are the only evidence that
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from support.emulated import CPU, INPUTS, WEIGHT, changed, poisoned, written_lat
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05ExpertsCase
-from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
+from support.ptx_faults import CONVERGED, LOADED_AT_ONCE, Edit, Unfound, check_faults
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx, run_kernel
@@ -253,9 +254,8 @@ FAULTY = {
     "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, num_ctas=2, bias=FP32),
     "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 3)),
 }
-AT_ONCE = Unfound(1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False)
 UNFOUND: dict[str, dict[str, Unfound]] = {
-    "dense": {"wait for loads left out": AT_ONCE, "barrier of the warp left out": CONVERGED},
+    "dense": {"wait for loads left out": LOADED_AT_ONCE, "barrier of the warp left out": CONVERGED},
     "routed": {"barrier of the warp left out": CONVERGED},
     "linear": {
         "wait for the other phase": Unfound(1, "a warp that only counts may be a phase late"),
@@ -267,6 +267,5 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """Check that the emulator finds omitted or altered waits, arrivals, commits, fences, descriptors and copies."""
     one = FAULTY[name]
-    ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
-    all_tried = request.config.getoption("more_emulated")
-    check_faults(lambda seed, edit: multiply(one, seed, edit), ptx, UNFOUND[name], all_tried=all_tried)
+    run = functools.partial(multiply, one)
+    check_faults(run, one.case.kernel, one.case.arch, UNFOUND[name], request)

@@ -15,7 +15,7 @@ from support.gated_gemm import HALF, Gated, check, expected, launched, operands,
 from support.host_grids import call_apart, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05GatedCase
-from support.ptx_faults import CONVERGED, TCGEN05, Edit, Unfound, check_faults
+from support.ptx_faults import CONVERGED, LOADED_AT_ONCE, TCGEN05, Edit, Unfound, check_faults
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import compile_ptx
@@ -216,9 +216,7 @@ KINDS = {
 WITHOUT_K = Unfound(1, "code for K = 0, which does not exist")
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "tiled": {
-        "wait for loads left out": Unfound(
-            1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False
-        ),
+        "wait for loads left out": LOADED_AT_ONCE,
         "barrier of the warp left out": CONVERGED,
         "barrier of the CTA left out": Unfound(1, "matters with more than 32 experts, as in the case of the lists"),
         "zero stored": Unfound(7, "pairs of m tiles that do not exist, but do in the case of the lists"),
@@ -238,7 +236,6 @@ def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     one = FAULTY[name]
     given = operands(one)
     want = expected(one, given)
-    ptx = compile_ptx(one.case.kernel_for(one.k), ARCHS[one.case.arch]).ptx
 
     def run(seed: int | None, edit: Edit) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = results(one._replace(seed=seed), given, edit)
@@ -247,6 +244,5 @@ def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
             got, wanted = [*got, scales], [*wanted, want[1]]
         return tuple(torch.cat([part.view(torch.uint8).flatten() for part in parts]) for parts in (got, wanted))
 
-    all_tried = request.config.getoption("more_emulated")
     kinds = {kind: TCGEN05[kind] for kind in KINDS.get(name, TCGEN05)}
-    check_faults(run, ptx, UNFOUND[name], all_tried=all_tried, kinds=kinds, least=min(36, len(kinds)))
+    check_faults(run, one.case.kernel, one.case.arch, UNFOUND[name], request, kinds=kinds, least=min(36, len(kinds)))

@@ -6,6 +6,7 @@ No GPU with these instructions was available: these tests are the only evidence 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,14 +14,13 @@ import pytest
 import torch
 from support.emulated import poisoned, written_late
 from support.epilogues import finished, operands
+from support.fp8_runs import OPERANDS
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
-from support.kernel_fit import check_emulated
+from support.kernel_fit import check_emulated, check_machine_code, check_same_ptx
 from support.kernel_grid import BF16, FP16, FP32, WeightTcgen05Case
-from support.ptx_faults import CONVERGED, WEIGHT_TCGEN05, Edit, Unfound, check_faults
-from test_fp4_tcgen05_emulated import LOOPS, NOTHING_READ
-from test_fp8_tcgen05_emulated import ONE_TILE, OPERANDS
+from support.ptx_faults import CONVERGED, LOOPS, NOTHING_READ, ONE_TILE, WEIGHT_TCGEN05, Edit, Unfound, check_faults
 
-from ptx_emulator.adapter import compile_ptx, run_kernel
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.kernels import fp4_weight_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -135,7 +135,7 @@ def case(
     split_k: int = 1,
     stages: int = 2,
 ) -> WeightTcgen05Case:
-    return WeightTcgen05Case(dtype, fmt, layout, tile_m, split_k, Epilogue(*epilogue), stages)
+    return WeightTcgen05Case(dtype, fmt, layout, tile_m, split_k, Epilogue(*epilogue), stages=stages)
 
 
 # Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
@@ -221,19 +221,14 @@ def test_compiles_without_spills(run: Run) -> None:
 @pytest.mark.parametrize("covering", [0, 8])
 def test_other_gpus_have_the_same_ptx(covering: int) -> None:
     """Check that the emulator's results apply to sm_103a too."""
-    one = COVERING[covering].case
-    own, its = (
-        compile_ptx(replace(one, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (one.arch, "sm_103a")
-    )
-    assert own == its
+    check_same_ptx(COVERING[covering].case, "sm_103a")
 
 
 @pytest.mark.parametrize(("covering", "arch"), [(0, "sm_100a"), (3, "sm_103a"), (8, "sm_100a"), (9, "sm_103a")])
 def test_machine_code(covering: int, arch: str) -> None:
     """Check that the machine code multiplies on the tensor cores of tcgen05 (eight MMAs for a k tile), and not by
     warp-level MMAs."""
-    one = replace(COVERING[covering].case, arch=arch)
-    assert compile_ptx(one.kernel, ARCHS[arch]).instructions == {"UTCHMMA": 8}
+    check_machine_code(COVERING[covering].case, arch, {"UTCHMMA": 8})
 
 
 @pytest.mark.parametrize("covering", [5, 9])
@@ -299,7 +294,5 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors, copies, stores."""
     run = FAULTY[name]
-    ptx = compile_ptx(run.case.kernel, ARCHS[run.case.arch]).ptx
-    all_tried = request.config.getoption("more_emulated")
-    tried = {"all_tried": all_tried, "kinds": WEIGHT_TCGEN05, "least": 30}
-    check_faults(lambda seed, edit: execute(run, seed, edit, late=True), ptx, UNFOUND[name], **tried)
+    faulty = functools.partial(execute, run, late=True)
+    check_faults(faulty, run.case.kernel, run.case.arch, UNFOUND[name], request, kinds=WEIGHT_TCGEN05, least=30)

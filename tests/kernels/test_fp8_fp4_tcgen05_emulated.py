@@ -5,26 +5,36 @@ No GPU with these instructions was available: these tests are the only evidence 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from support.emulated import written_late
-from support.epilogues import finished, operands
-from support.expert_rows import ExpertRows
-from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
-from support.kernel_fit import check_emulated
+from support.epilogues import operands
+from support.fp8_runs import E4M3, activation_scales, expected, launch_rows, tiled, void_padding
+from support.fp8_runs import ExpertRun as Run
+from support.host_grids import check_ctas, check_nothing_is_launched_on_overlap
+from support.kernel_fit import check_emulated, check_machine_code, check_same_ptx
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4MmaCase, FP8FP4Tcgen05Case
-from support.ptx_faults import CONVERGED, FP8_TCGEN05, MX_TCGEN05, Edit, Unfound, check_faults
-from test_fp4_tcgen05_emulated import LOOPS, NOTHING_READ
-from test_fp8_tcgen05_emulated import BLOCK, E4M3, ONE_TILE, OPERANDS, POISON, powers
+from support.ptx_faults import (
+    ACC_USED_ONCE,
+    CONVERGED,
+    FP8_TCGEN05,
+    LOOPS,
+    MISSING,
+    NOTHING_READ,
+    ONE_TILE,
+    READ_LATE,
+    TABLE_ENDS,
+    Edit,
+    Unfound,
+    check_faults,
+)
 
-from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.interleave import interleave_k
 from torch_cute_ops.formats.prepared_scales import prepared_of_linear
-from torch_cute_ops.kernels import fp8_fp4_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.runtime.arch import ARCHS
@@ -37,46 +47,6 @@ SPARE = 8
 """Number of weight rows that follow the weight of each expert."""
 
 
-class Run(NamedTuple):
-    """A launch of the kernel.
-
-    Attributes:
-        case: kernel.
-        counts: rows of each expert.
-        n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
-        room: rows of an expert's part of the buffer in the masked layout.
-        has_one_scale: True if all rows share one per-token scale, whose stride is 0.
-        scales: scale bytes of the weight to choose from, or None for scales with which sums are exact. With other
-            scales, a row of activations holds a single element other than 0, so that no sum is rounded.
-    """
-
-    case: FP8FP4Tcgen05Case | FP8FP4MmaCase
-    counts: tuple[int, ...]
-    n: int
-    k: int
-    max_ctas: int = 1
-    room: int = 0
-    has_one_scale: bool = False
-    scales: tuple[int, ...] | None = None
-
-    @property
-    def id(self) -> str:
-        values = "" if self.scales is None else "-values"
-        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}{values}"
-
-    @property
-    def rows(self) -> ExpertRows:
-        return ExpertRows(self.case.layout, self.counts, self.room)
-
-
-def tiled(linear: torch.Tensor, fmt: FP4Format) -> torch.Tensor:
-    """Arrange scale bytes (rows, blocks) as 128x4 tiles. NaN fills the tiles."""
-    rows, blocks = linear.shape
-    padded = torch.full((-(-rows // 128) * 128, -(-blocks // 4) * 4), NAN_SCALE[fmt.name], dtype=torch.uint8)
-    padded[:rows, :blocks] = linear
-    return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
-
-
 def execute(
     run: Run, seed: int | None = 0, edit: Edit | None = None, late: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,76 +56,43 @@ def execute(
     and scales after the last block of a row. If ``late``, the previous kernel writes the operands at the last moment.
     """
     torch.manual_seed(run.n + run.k)
-    case, fmt, layout, experts = run.case, run.case.fmt, run.case.layout, len(run.counts)
-    is_plain, is_masked, has_blocks = layout == "plain", layout == "masked", case.scales is not None
-    rows, owner, blocks = run.rows.total, run.rows.owner, -(-run.k // BLOCK)
+    case, fmt, has_blocks, experts = run.case, run.case.fmt, run.case.scales is not None, len(run.counts)
+    rows = run.rows.total
     a = torch.randint(-4, 5, (rows, run.k)).float()
     if run.scales is not None:
         one = torch.randint(run.k, (rows, 1))
         a = torch.zeros(rows, run.k).scatter(1, one, 2.0)
-    # In tiles, the rows of all experts follow each other, so no rows are spare.
-    spare = 0 if case.scales == "128x4" else SPARE
     codes = torch.randint(256, (experts, run.n + SPARE, run.k // 2)).to(torch.uint8)
     choices = torch.tensor(EXACT[fmt.name] if run.scales is None else run.scales, dtype=torch.uint8)
     scale = choices[torch.randint(len(choices), (experts, run.n, run.k // fmt.block_size))]
     of_all = scale.flatten(0, 1).view(fmt.scale_dtype)
     weight, units = fp8_weight(codes[:, : run.n], of_all, fmt, LINEAR, by_row=not has_blocks)
-    a_scale = powers(blocks, rows).t() if has_blocks else powers(1 if run.has_one_scale else rows, 1).expand(rows, 1)
-    alpha, bias = operands(case.epilogue, run.n, None if is_plain else experts)
-    want = torch.full((rows, run.n), POISON, dtype=case.epilogue.out_dtype)
-    for expert in range(experts):
-        own, of_expert = owner == expert, None if is_plain else expert
-        sums = scaled_product(a[own], weight[expert].double(), a_scale[own], units[expert])
-        want[own] = finished(sums.float(), case.epilogue, alpha, bias, of_expert)
-    a[owner < 0] = torch.nan
-    if not run.has_one_scale:
-        a_scale[owner < 0] = torch.nan
+    a_scale = activation_scales(run, has_blocks)
+    terms = operands(case.epilogue, run.n, run.experts)
+    want = expected(run, a, weight, a_scale, units, *terms)
+    void_padding(run, a, a_scale)
     b = codes[:, : run.n].mT
     if not has_blocks:
         b_scale = prepared_of_linear(of_all, run.n, fmt, experts)
     elif case.scales == "128x4":
-        b_scale = tiled(scale.flatten(0, 1), fmt).view(fmt.scale_dtype)
+        # In tiles, the rows of all experts follow each other, so no rows are spare.
+        b_scale = tiled(scale.flatten(0, 1), NAN_SCALE[fmt.name]).view(fmt.scale_dtype)
     else:
-        padded = torch.full((experts, run.n + spare, scale.shape[2]), NAN_SCALE[fmt.name], dtype=torch.uint8)
+        padded = torch.full((experts, run.n + SPARE, scale.shape[2]), NAN_SCALE[fmt.name], dtype=torch.uint8)
         padded[:, : run.n] = scale
         b_scale = padded[:, : run.n].view(fmt.scale_dtype)
-    lead = run.rows.lead
-    if is_masked and has_blocks:
-        a_scale = a_scale.t().view(blocks, *lead).movedim(0, -1)
-    out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
     a_codes = a.to(E4M3)
     if isinstance(case, FP8FP4MmaCase) and case.is_interleaved:
         a_codes = interleave_k(a_codes).flatten(-2)
-    given = fp8_fp4_tcgen05.Arguments(
-        a=a_codes.view(*lead, a_codes.shape[-1]),
-        b=b[0] if is_plain else b,
-        a_scale=a_scale,
-        b_scale=b_scale[0] if is_plain and case.scales != "128x4" else b_scale,
-        **run.rows.tensors,
-        alpha=alpha,
-        bias=bias,
-        out=out,
-        prefetch=None,
-        max_ctas=run.max_ctas,
-    )
-    given, before = written_late(given, OPERANDS) if late else (given, None)
-    how = {"seed": seed, "max_steps": 200_000, "strict": True, "scoped": True, "edit": edit}
-    run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
-    return out.view(rows, run.n), want
-
-
-def scaled_product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
-    """Return the sums of a GEMM in float64, which are exact. ``units`` is (N, blocks), or (N, 1) with per-token
-    scales."""
-    of_a = a_scale.double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]] if a_scale.shape[1] > 1 else a_scale.double()
-    of_b = units.double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]] if units.shape[1] > 1 else units.double()
-    return (a.double() * of_a) @ (b * of_b).t()
+    if run.experts is None:
+        b, b_scale = b[0], b_scale if case.scales == "128x4" else b_scale[0]
+    return launch_rows(run, a_codes, b, a_scale, b_scale, *terms, late=late, seed=seed, edit=edit), want
 
 
 def case(
     layout: str, scales: str | None, fmt: FP4Format, tile_m: int, *epilogue: Any, split_k: int = 1, stages: int = 2
 ) -> FP8FP4Tcgen05Case:
-    return FP8FP4Tcgen05Case(layout, scales, fmt, tile_m, split_k, Epilogue(*epilogue), stages)
+    return FP8FP4Tcgen05Case(layout, scales, fmt, tile_m, split_k, Epilogue(*epilogue), stages=stages)
 
 
 def mx(layout: str, scales: str | None, tile_m: int, *epilogue: Any, **given: int) -> FP8FP4Tcgen05Case:
@@ -218,8 +155,7 @@ def test_gemm(run: Run) -> None:
     written."""
     for seed in (None, 1):
         got, want = execute(run, seed, late=seed is not None)
-        assert torch.equal(got.nan_to_num(POISON), want.nan_to_num(POISON))
-        assert torch.equal(got.isnan(), want.isnan())
+        torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
@@ -231,11 +167,7 @@ def test_compiles_without_spills(run: Run) -> None:
 @pytest.mark.parametrize("covering", [10, 26])
 def test_other_gpus_have_the_same_ptx(covering: int) -> None:
     """Check that the emulator's results apply to sm_103a too."""
-    one = COVERING[covering].case
-    own, its = (
-        compile_ptx(replace(one, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (one.arch, "sm_103a")
-    )
-    assert own == its
+    check_same_ptx(COVERING[covering].case, "sm_103a")
 
 
 @pytest.mark.parametrize(
@@ -253,8 +185,7 @@ def test_other_gpus_have_the_same_ptx(covering: int) -> None:
 def test_machine_code(covering: int, arch: str) -> None:
     """Check that the machine code multiplies FP8 on the tensor cores of tcgen05 (four MMAs for a k tile), and not by
     warp-level MMAs of 16 bits."""
-    one = replace(COVERING[covering].case, arch=arch)
-    assert compile_ptx(one.kernel, ARCHS[arch]).instructions == {"UTCQMMA": 4}
+    check_machine_code(COVERING[covering].case, arch, {"UTCQMMA": 4})
 
 
 @pytest.mark.parametrize("covering", [6, 8, 11, 24])
@@ -275,9 +206,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 )
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
     """Check the number of CTAs: at most one for each SM; with split-K, a cluster for each tile."""
-    one = COVERING[covering].case
-    call = gemm_call(one.kernel, n=400, rows=300, k=256, max_ctas=sms)
-    assert grids(one.kernel, ARCHS[one.arch], *call) == [(ctas, 1, 1)]
+    check_ctas(COVERING[covering].case, ctas, n=400, rows=300, k=256, max_ctas=sms)
 
 
 # Faults. Each case computes more k tiles than it uses stages, and, except with split-K, three tiles for each CTA.
@@ -291,7 +220,6 @@ FAULTY = {
     "mx-block": Run(mx("counted", "linear", 16, BF16, "expert"), (15, 0, 17), 72, 768),
     "mx-split": Run(mx("plain", "128x4", 16, FP32, "one", split_k=2), (15,), 136, 4352),
 }
-MISSING = Unfound(1, "a token outside of the test's shape")
 NO_EXPERT = Unfound(1, "tiles of experts 128 and above, which do not exist")
 ONES = Unfound(4, "all scales of the activations are 1, also those of tokens outside of the test's shape")
 NEXT_WAITS = Unfound(7, "another wait for loads follows, and the emulator writes registers at once", dead=False)
@@ -303,7 +231,7 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
         "not multiplied by a scale": MISSING._replace(count=2),
     },
     "block": {
-        "barrier of the CTA left out": Unfound(1, "the barriers that end the table of experts follow"),
+        "barrier of the CTA left out": TABLE_ENDS,
         "barrier of the warp left out": CONVERGED,
         "scales loaded from elsewhere": NO_EXPERT,
     },
@@ -318,7 +246,7 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
         "arrival left out": ONE_TILE,
         "other count of arrivals": ONE_TILE,
         "fence before left out": ONE_TILE,
-        "fence after left out": Unfound(1, "an accumulator is multiplied only once"),
+        "fence after left out": ACC_USED_ONCE,
         "sums stored elsewhere": MISSING,
         "not multiplied by a scale": MISSING,
     },
@@ -331,16 +259,14 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
         "not multiplied by a scale": MISSING._replace(count=2),
     },
     "mx-block": {
-        "barrier of the CTA left out": Unfound(1, "the barriers that end the table of experts follow"),
+        "barrier of the CTA left out": TABLE_ENDS,
         "barrier of the warp left out": CONVERGED,
         "activations' scales a column on": ONES,
         "scales stored elsewhere": ONES._replace(count=16),
     },
     "mx-split": {
         "barrier of the warp left out": CONVERGED,
-        "kernel before not waited for": Unfound(
-            1, "alpha is read after the cluster's barrier, which follows other waits"
-        ),
+        "kernel before not waited for": READ_LATE,
         "activations' scales a column on": ONES,
         "scales stored elsewhere": ONES._replace(count=16),
         "sums stored elsewhere": MISSING,
@@ -353,8 +279,5 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors, copies, scales."""
     run = FAULTY[name]
-    ptx = compile_ptx(run.case.kernel, ARCHS[run.case.arch]).ptx
-    all_tried = request.config.getoption("more_emulated")
-    kinds = MX_TCGEN05 if "mx" in name else FP8_TCGEN05
-    tried = {"all_tried": all_tried, "kinds": kinds, "least": 30}
-    check_faults(lambda seed, edit: execute(run, seed, edit, late=True), ptx, UNFOUND[name], **tried)
+    faulty = functools.partial(execute, run, late=True)
+    check_faults(faulty, run.case.kernel, run.case.arch, UNFOUND[name], request, kinds=FP8_TCGEN05, least=30)

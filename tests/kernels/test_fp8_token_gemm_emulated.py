@@ -1,7 +1,7 @@
 """Kernels of FP8 GEMMs with per-token scales, executed in the PTX emulator and compared with exact sums."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,13 @@ from support.emulated import (
     check_prefetched,
     check_read_ahead,
     check_static_weight,
+    poisoned,
     to_prefetch,
     written_late,
 )
-from support.epilogues import finished, operands
-from support.expert_rows import ExpertRows
+from support.epilogues import operands
+from support.fp8_runs import E4M3, expected
+from support.fp8_runs import ExpertRun as Run
 from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, FP8TokenGemmCase
@@ -29,40 +31,6 @@ from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp8_token_wgmma import Arguments
 from torch_cute_ops.runtime.arch import ARCHS
 
-E4M3 = torch.float8_e4m3fn
-POISON = 777.0
-"""Value that no kernel writes, so that unwritten elements are detected."""
-
-
-class Run(NamedTuple):
-    """A launch of the kernel.
-
-    Attributes:
-        case: kernel.
-        counts: number of rows of each expert.
-        n, k, max_ctas: N and K of the GEMM, and the largest number of CTAs.
-        seed: seed of the order of the emulator's warps.
-        room: number of rows reserved for each expert in the masked layout.
-        has_one_scale: True if all rows share one scale, which is expanded with a stride of 0.
-    """
-
-    case: FP8TokenGemmCase
-    counts: tuple[int, ...]
-    n: int
-    k: int
-    max_ctas: int
-    seed: int | None = 0
-    room: int = 0
-    has_one_scale: bool = False
-
-    @property
-    def id(self) -> str:
-        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
-
-    @property
-    def rows(self) -> ExpertRows:
-        return ExpertRows(self.case.layout, self.counts, self.room)
-
 
 def execute(
     run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
@@ -73,30 +41,24 @@ def execute(
     NaN.
     """
     torch.manual_seed(run.n + run.k)
-    case, layout, experts = run.case, run.case.layout, len(run.counts)
-    rows, owner = run.rows.total, run.rows.owner
+    case, rows, experts = run.case, run.rows.total, len(run.counts)
     a = torch.randint(-4, 5, (rows, run.k)).float()
-    a[owner < 0] = torch.nan
+    a[run.rows.owner < 0] = torch.nan
     weight = torch.randint(-3, 4, (experts, run.n, run.k)).float()
-    scale = torch.exp2(torch.randint(-3, 4, (1 if run.has_one_scale else rows,)).float())
-    alpha, bias = operands(case.epilogue, run.n, None if layout == "plain" else experts)
-    want = torch.full((rows, run.n), POISON, dtype=case.epilogue.out_dtype)
-    for expert in range(experts):
-        own = owner == expert
-        sums = a[own].double() @ weight[expert].double().t() * scale.expand(rows)[own, None].double()
-        of_expert = None if layout == "plain" else expert
-        want[own] = finished(sums.float(), case.epilogue, alpha, bias, of_expert)
+    scale = torch.exp2(torch.randint(-3, 4, (1 if run.has_one_scale else rows, 1)).float()).expand(rows, 1)
+    alpha, bias = operands(case.epilogue, run.n, run.experts)
+    want = expected(run, a, weight, scale, torch.ones(experts, run.n, 1), alpha, bias)
     kernel = case.kernel
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(ARCHS[case.arch]) is None
     lead = run.rows.lead
-    out = torch.full((*lead, run.n), POISON, dtype=case.epilogue.out_dtype)
+    out = poisoned(*lead, run.n, dtype=case.epilogue.out_dtype)
     prefetched = to_prefetch(case)
     given = Arguments(
         a=a.to(E4M3).view(*lead, run.k),
-        b=weight[0].to(E4M3).t() if layout == "plain" else weight.to(E4M3).mT,
-        a_scale=scale.expand(rows)[:, None],
+        b=weight[0].to(E4M3).t() if run.experts is None else weight.to(E4M3).mT,
+        a_scale=scale,
         b_scale=None,
         **run.rows.tensors,
         alpha=alpha,

@@ -5,56 +5,37 @@ No GPU with these instructions was available: these tests are the only evidence 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import pytest
 import torch
-from support.emulated import written_late
 from support.epilogues import finished, operands
-from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
-from support.kernel_fit import check_emulated
+from support.fp8_runs import E4M3, launch, tiled
+from support.fp8_runs import MatrixRun as Run
+from support.host_grids import check_ctas, check_nothing_is_launched_on_overlap
+from support.kernel_fit import check_emulated, check_machine_code, check_same_ptx
 from support.kernel_grid import BF16, FP16, FP32, MXFP8Tcgen05Case
-from support.ptx_faults import CONVERGED, MX_TCGEN05, Edit, Unfound, check_faults
-from test_fp4_tcgen05_emulated import LOOPS, NOTHING_READ
-from test_fp8_tcgen05_emulated import E4M3, ONE_TILE, OPERANDS, POISON
+from support.ptx_faults import (
+    CONVERGED,
+    FOURTH_TILE,
+    FP8_TCGEN05,
+    LOOPS,
+    NOTHING_READ,
+    ONE_TILE,
+    READ_LATE,
+    Edit,
+    Unfound,
+    check_faults,
+)
 
-from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats.fp4 import UE8M0_NAN
-from torch_cute_ops.kernels import mxfp8_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 BLOCK = 32
 SPARE = 1
 """Number of weight rows that follow the weight. They hold NaN."""
-
-
-class Run(NamedTuple):
-    """A launch of the kernel.
-
-    Attributes:
-        case: kernel.
-        m, n, k, max_ctas: sizes of the GEMM, and CTAs of the launch.
-    """
-
-    case: MXFP8Tcgen05Case
-    m: int
-    n: int
-    k: int
-    max_ctas: int = 1
-
-    @property
-    def id(self) -> str:
-        return f"{self.case.id}-{self.m}x{self.n}x{self.k}-{self.max_ctas}"
-
-
-def tiled(linear: torch.Tensor) -> torch.Tensor:
-    """Arrange scale bytes (rows, blocks) as 128x4 tiles. NaN fills the tiles."""
-    rows, blocks = linear.shape
-    padded = torch.full((-(-rows // 128) * 128, -(-blocks // 4) * 4), UE8M0_NAN, dtype=torch.uint8)
-    padded[:rows, :blocks] = linear
-    return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
 
 
 def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -64,29 +45,21 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.double() * powers.repeat_interleave(BLOCK, 1)
 
 
-def launch(run: Run, a: torch.Tensor, weight: torch.Tensor, *rest: Any, late: bool = False, **how: Any) -> torch.Tensor:
-    """Run the kernel for e4m3 matrices. ``rest`` contains linear scales of both, alpha and bias."""
-    a_scale, b_scale, alpha, bias = rest
+def launch_scaled(
+    run: Run,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    *terms: Any,
+    **how: Any,
+) -> torch.Tensor:
+    """Run the kernel for e4m3 matrices and their linear scales. The other arguments are those of ``launch``."""
     padded = torch.full((run.n + SPARE, run.k), torch.nan).to(E4M3)
     padded[: run.n] = weight
-    out = torch.full((run.m, run.n), POISON, dtype=run.case.epilogue.out_dtype)
-    given = mxfp8_tcgen05.Arguments(
-        a=a,
-        b=padded[: run.n].t(),
-        a_scale=tiled(a_scale),
-        b_scale=tiled(b_scale),
-        offsets=None,
-        counts=None,
-        alpha=alpha,
-        bias=bias,
-        out=out,
-        prefetch=None,
-        max_ctas=run.max_ctas,
+    return launch(
+        run, a, padded[: run.n].t(), *(tiled(scale, UE8M0_NAN) for scale in (a_scale, b_scale)), *terms, **how
     )
-    given, before = written_late(given, OPERANDS) if late else (given, None)
-    how = {"max_steps": 200_000, "strict": True, "scoped": True, **how}
-    run_kernel(run.case.kernel, ARCHS[run.case.arch], *given, written_before=before, **how)
-    return out
 
 
 def execute(
@@ -108,11 +81,11 @@ def execute(
     alpha, bias = operands(run.case.epilogue, run.n, None)
     sums = decoded(a, a_scale) @ decoded(weight, b_scale).t()
     want = finished(sums.float(), run.case.epilogue, alpha, bias)
-    return launch(run, a, weight, a_scale, b_scale, alpha, bias, late=late, seed=seed, edit=edit), want
+    return launch_scaled(run, a, weight, a_scale, b_scale, alpha, bias, late=late, seed=seed, edit=edit), want
 
 
 def case(tile_m: int, *epilogue: Any, cta_group: int = 1, split_k: int = 1, stages: int = 3) -> MXFP8Tcgen05Case:
-    return MXFP8Tcgen05Case(tile_m, cta_group, split_k, Epilogue(*epilogue), stages)
+    return MXFP8Tcgen05Case(tile_m, cta_group, split_k, Epilogue(*epilogue), stages=stages)
 
 
 # Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
@@ -160,7 +133,7 @@ def test_each_block_takes_its_own_scales() -> None:
     for row in range(run.k):
         exponent = a_scale[row, row // BLOCK].int() + b_scale[:, row // BLOCK].int() - 254
         want[row] = weight.float()[:, row] * 2.0**exponent
-    assert torch.equal(launch(run, a, weight, a_scale, b_scale, None, None), want)
+    assert torch.equal(launch_scaled(run, a, weight, a_scale, b_scale, None, None), want)
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
@@ -172,19 +145,14 @@ def test_compiles_without_spills(run: Run) -> None:
 @pytest.mark.parametrize("covering", [0, 9])
 def test_other_gpus_have_the_same_ptx(covering: int) -> None:
     """Check that the emulator's results apply to sm_103a too."""
-    one = COVERING[covering].case
-    own, its = (
-        compile_ptx(replace(one, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (one.arch, "sm_103a")
-    )
-    assert own == its
+    check_same_ptx(COVERING[covering].case, "sm_103a")
 
 
 @pytest.mark.parametrize(("covering", "arch"), [(0, "sm_100a"), (3, "sm_103a"), (7, "sm_100a"), (9, "sm_103a")])
 def test_machine_code(covering: int, arch: str) -> None:
     """Check that the machine code multiplies FP8 on the tensor cores of tcgen05 (four MMAs for a k tile), and not by
     warp-level MMAs of 16 bits."""
-    one = replace(COVERING[covering].case, arch=arch)
-    assert compile_ptx(one.kernel, ARCHS[arch]).instructions == {"UTCQMMA": 4}
+    check_machine_code(COVERING[covering].case, arch, {"UTCQMMA": 4})
 
 
 @pytest.mark.parametrize("covering", [3, 7])
@@ -206,9 +174,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 )
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
     """Check the number of CTAs: at most one for each SM, in whole pairs; with split-K, a cluster for each tile."""
-    one = COVERING[covering].case
-    call = gemm_call(one.kernel, n=400, rows=300, k=256, max_ctas=sms)
-    assert grids(one.kernel, ARCHS[one.arch], *call) == [(ctas, 1, 1)]
+    check_ctas(COVERING[covering].case, ctas, n=400, rows=300, k=256, max_ctas=sms)
 
 
 # Faults. Each case takes more k tiles than stages, and, except with split-K, three tiles for each CTA.
@@ -224,13 +190,11 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
         **LOOPS,
         "barrier of the warp left out": CONVERGED,
         "kernel before not waited for": NOTHING_READ,
-        "other count of arrivals": Unfound(1, "the fourth tile would wait for this accumulator"),
+        "other count of arrivals": FOURTH_TILE,
     },
     "split": {
         "barrier of the warp left out": CONVERGED._replace(count=3),
-        "kernel before not waited for": Unfound(
-            1, "alpha is read after the cluster's barrier, which follows other waits"
-        ),
+        "kernel before not waited for": READ_LATE,
         "wait left out": ONE_TILE,
         "arrival left out": ONE_TILE,
         "other count of arrivals": ONE_TILE,
@@ -243,7 +207,5 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors, copies, scales."""
     run = FAULTY[name]
-    ptx = compile_ptx(run.case.kernel, ARCHS[run.case.arch]).ptx
-    all_tried = request.config.getoption("more_emulated")
-    tried = {"all_tried": all_tried, "kinds": MX_TCGEN05, "least": 30}
-    check_faults(lambda seed, edit: execute(run, seed, edit, late=True), ptx, UNFOUND[name], **tried)
+    faulty = functools.partial(execute, run, late=True)
+    check_faults(faulty, run.case.kernel, run.case.arch, UNFOUND[name], request, kinds=FP8_TCGEN05, least=30)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ptx_emulator import Machine
+from ptx_emulator.adapter import run_kernel
 from support.kernel_grid import BF16, FP16, FP32
+from torch_cute_ops.runtime.arch import ARCHS
 
 CPU = torch.device("cpu")
 POISON = 0xEE
@@ -45,6 +47,19 @@ def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch
         stale[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         stale[name].untyped_storage().fill_(POISON)
     return given._replace(**stale), {given._fields.index(name): tensor for name, tensor in written.items()}
+
+
+def run_strictly(case: Any, given: Any, late: Sequence[str] | None, **how: Any) -> None:
+    """Run a case's kernel with the emulator's strictest checks.
+
+    Args:
+        late: names of the arguments that a simulated previous kernel writes at the last moment, or None for no previous
+            kernel.
+        how: further arguments of ``run_kernel``.
+    """
+    given, before = (given, None) if late is None else written_late(given, late)
+    how = {"max_steps": 200_000, "strict": True, "scoped": True, **how}
+    run_kernel(case.kernel, ARCHS[case.arch], *given, written_before=before, **how)
 
 
 def check_static_weight(execute: Callable[..., Any], run: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, MXFP8, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import ALL_ROWS, GemmProblem, Grouping, Operand
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -98,6 +99,14 @@ def backend_for(name, problem):
     """Return the backend that has this name and handles the problem."""
     (found,) = (backend for backend in BACKENDS if backend.name == name and backend.handles(problem))
     return found
+
+
+def check_needs_tcgen05(backend, problem):
+    """Check that a backend supports a problem on all GPUs with tcgen05, and that it gives the reason on others."""
+    for arch in ARCHS.values():
+        reason = backend.reason_unsupported(problem, usual_targets(arch)[0])
+        assert reason == (None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}")
+    assert "needs a CUDA device" in backend.reason_unsupported(problem, CPU)
 
 
 def problems():

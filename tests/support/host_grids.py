@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ptx_emulator.adapter import compile_ptx
 from ptx_emulator.host import host_launches
-from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.arch import ARCHS, Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
@@ -102,6 +102,11 @@ NUMBERS = {"num_ctas": 3, "has_partial_sums": 1, "max_ctas": 8}
 def gemm_call(kernel: Any, **changes: int) -> Any:
     """Return arguments for a GEMM kernel in which no tensors overlap. ``changes`` replaces extents and numbers."""
     return call_apart(kernel, DIMS | changes, NUMBERS | changes)
+
+
+def check_ctas(case: Any, ctas: int, **changes: int) -> None:
+    """Check the number of CTAs that a case's kernel launches. ``changes`` are those of ``gemm_call``."""
+    assert grids(case.kernel, ARCHS[case.arch], *gemm_call(case.kernel, **changes)) == [(ctas, 1, 1)]
 
 
 def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,6 +101,20 @@ def check_emulated(case: KernelCase, kernel: Any) -> None:
     """Check the resources and the tensor-core instructions of a kernel that an emulator test has compiled."""
     compiled = compile_ptx(kernel, ARCHS[case.arch])
     check_fit(case, kernel, compiled.resources, compiled.instructions)
+
+
+def check_machine_code(case: Any, arch: str, instructions: dict[str, int]) -> None:
+    """Check how often the machine code of a case's kernel for ``arch`` contains each tensor-core instruction."""
+    assert compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).instructions == instructions
+
+
+def check_same_ptx(case: Any, other: str) -> None:
+    """Check that a case's kernel has the same PTX for another architecture, so that the emulator's results apply to it
+    too."""
+    own, its = (
+        compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
+    )
+    assert own == its
 
 
 def check_warp_mmas(kernel: Any, arch: str, k: int, copies: tuple[int, ...] = (1,)) -> None:

@@ -6,11 +6,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx
+from torch_cute_ops.runtime.arch import ARCHS
 
 Edit = Callable[[str], str]
 
@@ -42,7 +45,11 @@ def _more(group: int, by: int) -> str:
 ARRIVE = r"(?:@p )?mbarrier\.arrive\.(?!expect_tx)[^;]*;"
 EXPECT = r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]*\], %r\d+;"
 WAIT = r"(\{\.reg \.pred p; )(AGAIN: mbarrier\.try_wait\S+ p, \[%r\d+\], )(%r\d+);"
-MMA = r"(tcgen05\.mma\S+ )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), \[(%r\d+)\], \[(%r\d+)\], p;"
+DESCRIBED_MMA = r"(tcgen05\.mma\S+ )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+)((?:, \[%r\d+\], \[%r\d+\])?), p;"
+"""MMA with or without scales, whose weight is in shared memory."""
+MMA = DESCRIBED_MMA.replace(r"(%rd\d+)", r"(%rd\d+|\[%r\d+\])", 1)
+"""MMA whose weight is in shared memory or in tensor memory."""
+BLOCK_MMA = r"(tcgen05\.mma\S+ )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), \[(%r\d+)\], \[(%r\d+)\], p;"
 TENSOR = (
     r"(cp\.async\.bulk\.tensor\.[23]d\.shared\S+ )\[(%r\d+)(\+\d+)?\], "
     r"\[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\],([^;]*);"
@@ -75,24 +82,24 @@ TCGEN05: dict[str, tuple[str, str]] = {
     "mbarrier not initialised": (INIT, ""),
     "commit left out": (r"tcgen05\.commit[^;]*;", ""),
     "MMA left out": (MMA, ""),
-    "operands exchanged": (MMA, r"\1[\2], \4, \3, \5, [\6], [\7], p;"),
-    "scales exchanged": (MMA, r"\1[\2], \3, \4, \5, [\7], [\6], p;"),
-    "weight's scales a column on": (MMA, r"\1[\2], \3, \4, \5, [\6+1], [\7], p;"),
-    "activations' scales a column on": (MMA, r"\1[\2], \3, \4, \5, [\6], [\7+1], p;"),
-    "sums a column on": (MMA, r"\1[\2+1], \3, \4, \5, [\6], [\7], p;"),
-    "adds where it should not, or not": (MMA, r"{.reg .pred o; not.pred o, p; \1[\2], \3, \4, \5, [\6], [\7], o;}"),
-    "weight 32 bytes on": (MMA, rf"{{{Q64}\3, 2; \1[\2], q, \4, \5, [\6], [\7], p;}}"),
-    "activations 32 bytes on": (MMA, rf"{{{Q64}\4, 2; \1[\2], \3, q, \5, [\6], [\7], p;}}"),
-    "other stride of the weight": (MMA, rf"{{{Q64}\3, {1 << 32}; \1[\2], q, \4, \5, [\6], [\7], p;}}"),
-    "other stride of the activations": (MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], \3, q, \5, [\6], [\7], p;}}"),
-    "other swizzle of the weight": (MMA, rf"{{{Q64}\3, {1 << 62}; \1[\2], q, \4, \5, [\6], [\7], p;}}"),
-    "other swizzle of the activations": (MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], \3, q, \5, [\6], [\7], p;}}"),
-    "fewer columns of sums": (MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], \3, \4, q, [\6], [\7], p;}}"),
+    "operands exchanged": (DESCRIBED_MMA, r"\1[\2], \4, \3, \5\6, p;"),
+    "scales exchanged": (BLOCK_MMA, r"\1[\2], \3, \4, \5, [\7], [\6], p;"),
+    "weight's scales a column on": (BLOCK_MMA, r"\1[\2], \3, \4, \5, [\6+1], [\7], p;"),
+    "activations' scales a column on": (BLOCK_MMA, r"\1[\2], \3, \4, \5, [\6], [\7+1], p;"),
+    "sums a column on": (MMA, r"\1[\2+1], \3, \4, \5\6, p;"),
+    "adds where it should not, or not": (MMA, r"{.reg .pred o; not.pred o, p; \1[\2], \3, \4, \5\6, o;}"),
+    "weight 32 bytes on": (DESCRIBED_MMA, rf"{{{Q64}\3, 2; \1[\2], q, \4, \5\6, p;}}"),
+    "activations 32 bytes on": (MMA, rf"{{{Q64}\4, 2; \1[\2], \3, q, \5\6, p;}}"),
+    "other stride of the weight": (DESCRIBED_MMA, rf"{{{Q64}\3, {1 << 32}; \1[\2], q, \4, \5\6, p;}}"),
+    "other stride of the activations": (MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], \3, q, \5\6, p;}}"),
+    "other swizzle of the weight": (DESCRIBED_MMA, rf"{{{Q64}\3, {1 << 62}; \1[\2], q, \4, \5\6, p;}}"),
+    "other swizzle of the activations": (MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], \3, q, \5\6, p;}}"),
+    "fewer columns of sums": (MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], \3, \4, q\6, p;}}"),
     "other format of scales": (
-        MMA,
+        BLOCK_MMA,
         rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 23}; \1[\2], \3, \4, q, [\6], [\7], p;}}",
     ),
-    "weight negated": (MMA, rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 13}; \1[\2], \3, \4, q, [\6], [\7], p;}}"),
+    "weight negated": (MMA, rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 13}; \1[\2], \3, \4, q\6, p;}}"),
     "copy of scales left out": (CP, ""),
     "scales copied a column on": (CP, r"\1[\2+1], \3;"),
     "scales copied from 16 bytes on": (CP, rf"{{{Q64}\3, 1; \1[\2], q;}}"),
@@ -128,21 +135,9 @@ TCGEN05: dict[str, tuple[str, str]] = {
 }
 FP8_MMA = r"(tcgen05\.mma\S+kind::f8f6f4 )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), p;"
 FP8_TCGEN05: dict[str, tuple[str, str]] = {
-    **{what: fault for what, fault in TCGEN05.items() if fault[0] not in (MMA, CP)},
-    "MMA left out": (FP8_MMA, ""),
-    "operands exchanged": (FP8_MMA, r"\1[\2], \4, \3, \5, p;"),
-    "sums a column on": (FP8_MMA, r"\1[\2+1], \3, \4, \5, p;"),
-    "adds where it should not, or not": (FP8_MMA, r"{.reg .pred o; not.pred o, p; \1[\2], \3, \4, \5, o;}"),
-    "weight 32 bytes on": (FP8_MMA, rf"{{{Q64}\3, 2; \1[\2], q, \4, \5, p;}}"),
-    "activations 32 bytes on": (FP8_MMA, rf"{{{Q64}\4, 2; \1[\2], \3, q, \5, p;}}"),
-    "other stride of the weight": (FP8_MMA, rf"{{{Q64}\3, {1 << 32}; \1[\2], q, \4, \5, p;}}"),
-    "other stride of the activations": (FP8_MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], \3, q, \5, p;}}"),
-    "other swizzle of the weight": (FP8_MMA, rf"{{{Q64}\3, {1 << 62}; \1[\2], q, \4, \5, p;}}"),
-    "other swizzle of the activations": (FP8_MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], \3, q, \5, p;}}"),
-    "fewer columns of sums": (FP8_MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], \3, \4, q, p;}}"),
+    **TCGEN05,
     "weight in another format": (FP8_MMA, rf"{{{_more(5, 1 << 7)} \1[\2], \3, \4, q, p;}}"),
     "activations in another format": (FP8_MMA, rf"{{{_more(5, 1 << 10)} \1[\2], \3, \4, q, p;}}"),
-    "weight negated": (FP8_MMA, rf"{{{_more(5, 1 << 13)} \1[\2], \3, \4, q, p;}}"),
     "scale stored elsewhere": (
         r"(st\.shared\.[bf]32 \t)\[(%r\d+)(\+\d+)?\]([^;]*;)",
         rf"{{{_more(2, 4)} \1[q\3]\4}}",
@@ -154,24 +149,17 @@ FP8_TCGEN05: dict[str, tuple[str, str]] = {
     "product not added": (r"fma\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \4;"),
     "not multiplied by a scale": (r"mul\.rn\.f32 (%f\d+|%r\d+), ([^,;]*), ([^,;]*);", r"mov.b32 \1, \2;"),
 }
+"""Faults of GEMMs with FP8 activations, whose MMAs may apply block scales."""
 F16_MMA = r"(tcgen05\.mma\S+kind::f16 )\[(%r\d+)\], \[(%r\d+)\], (%rd\d+), (%r\d+), p;"
 ST = r"(tcgen05\.st\S+ )\[(%r\d+)\], "
 WEIGHT_TCGEN05: dict[str, tuple[str, str]] = {
-    **{what: fault for what, fault in TCGEN05.items() if fault[0] not in (MMA, CP)},
-    "MMA left out": (F16_MMA, ""),
-    "sums a column on": (F16_MMA, r"\1[\2+1], [\3], \4, \5, p;"),
-    "adds where it should not, or not": (F16_MMA, r"{.reg .pred o; not.pred o, p; \1[\2], [\3], \4, \5, o;}"),
+    **TCGEN05,
     "weight a column on": (F16_MMA, r"\1[\2], [\3+1], \4, \5, p;"),
     "weight of the next MMA": (F16_MMA, r"\1[\2], [\3+8], \4, \5, p;"),
-    "activations 32 bytes on": (F16_MMA, rf"{{{Q64}\4, 2; \1[\2], [\3], q, \5, p;}}"),
-    "other stride of the activations": (F16_MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], [\3], q, \5, p;}}"),
-    "other swizzle of the activations": (F16_MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], [\3], q, \5, p;}}"),
-    "fewer columns of sums": (F16_MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], [\3], \4, q, p;}}"),
     "operands in the other format": (
         F16_MMA,
         rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 7 | 1 << 10}; \1[\2], [\3], \4, q, p;}}",
     ),
-    "weight negated": (F16_MMA, rf"{{{_more(5, 1 << 13)} \1[\2], [\3], \4, q, p;}}"),
     "decoded weight not stored": (r"tcgen05\.st[^;]*;", ""),
     "decoded weight stored a column on": (ST, r"\1[\2+1], "),
     "decoded weight stored to another warp's lanes": (
@@ -191,10 +179,6 @@ WEIGHT_TCGEN05: dict[str, tuple[str, str]] = {
     "not multiplied by a scale": (r"mul\.rn\.b?f16x2 \t?(%r\d+), (%r\d+), ([^;]*);", r"mov.b32 \1, \2;"),
 }
 """Faults of GEMMs whose MMAs read a decoded weight from tensor memory."""
-MX_TCGEN05: dict[str, tuple[str, str]] = {
-    **{what: fault for what, fault in FP8_TCGEN05.items() if fault[0] != FP8_MMA},
-    **{what: fault for what, fault in TCGEN05.items() if fault[0] in (MMA, CP)},
-}
 COPY = r"(cp\.async\.c[ag]\S+ )\[(%r\d+)\], \[(%rd\d+)\],([^;]*);"
 SCALED_MMA = (
     r"(mma\.sync\S+block_scale\S+ \{[^}]*\}, \{[^}]*\}, )(\{[^}]*\}), (\{[^}]*\}), "
@@ -281,6 +265,18 @@ class Unfound(NamedTuple):
 
 
 CONVERGED = Unfound(2, "the emulator's warps converge, and tcgen05.wait::ld is for the whole warp", dead=False)
+NO_K_TILES = Unfound(1, "LLVM emits a loop over k tiles for a k of 0, which never runs")
+LOOPS = {"wait left out": NO_K_TILES, "wait for the other phase": NO_K_TILES, "commit left out": NO_K_TILES}
+NOTHING_READ = Unfound(
+    1, "epilogue warps read neither alpha nor bias, and other warps have waited for their accumulators' operands"
+)
+READ_LATE = Unfound(1, "alpha is read after the cluster's barrier, which follows other waits")
+ONE_TILE = Unfound(1, "with split-K a CTA computes one tile, so nothing waits for an empty accumulator")
+ACC_USED_ONCE = Unfound(1, "an accumulator is multiplied only once")
+FOURTH_TILE = Unfound(1, "the fourth tile would wait for this accumulator")
+TABLE_ENDS = Unfound(1, "the barriers that end the table of experts follow")
+MISSING = Unfound(1, "a token outside of the test's shape")
+LOADED_AT_ONCE = Unfound(1, "emulated loads complete at once, and the wait for the next loads covers them", dead=False)
 EVERY = 16
 """By default, only every 16th fault is tried."""
 
@@ -303,23 +299,26 @@ def found(run: Run, fault: Fault) -> bool:
 
 def check_faults(
     run: Run,
-    ptx: str,
+    kernel: Any,
+    arch: str,
     known: Mapping[str, Unfound],
-    *,
-    all_tried: bool,
+    request: pytest.FixtureRequest,
     kinds: Mapping[str, tuple[str, str]] = TCGEN05,
     least: int = 36,
 ) -> None:
-    """Inject faults, and check that each is detected except the known ones.
+    """Inject faults into a kernel's PTX, and check that each is detected except the known ones. By default, try a part
+    of the faults; with ``--more-emulated``, try all.
 
     Args:
         run: function that runs the kernel.
-        ptx: PTX of the kernel.
+        kernel: kernel, compiled for the architecture named ``arch``.
         known: faults that stay undetected, keyed by kind.
-        all_tried: True to try all faults, False to try a part of them.
+        request: test's fixture, for the command line.
         kinds: kinds of faults.
         least: minimum number of kinds of faults that must be possible in the kernel.
     """
+    all_tried = request.config.getoption("more_emulated")
+    ptx = compile_ptx(kernel, ARCHS[arch]).ptx
     assert torch.equal(*run(0, None))
     every = [*faults_of(ptx, kinds)]
     assert len({fault.what for fault in every}) >= least

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,7 @@ from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+from torch_cute_ops.runtime.compiler import KernelSpec
 
 TCGEN05_ARCHS = ("sm_100a", "sm_103a")
 
@@ -37,8 +38,40 @@ TCGEN05_TILES = tuple(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tcgen05KernelCase(KernelCase):
+    """Base class of the cases.
+
+    Attributes:
+        stages: number of pipeline stages, or None for the largest number that fits.
+        arch: name of the architecture.
+        package: package of the kernel.
+    """
+
+    stages: int | None = None
+    arch: str = "sm_100a"
+    package: ClassVar[Any]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Fields of the configuration, by name. By default, they are the fields of the case."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("stages", "arch")}
+
+    @property
+    def kernel(self) -> Any:
+        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
+        config = self.package.plan(**self.given, arch=GPU_ARCHS[self.arch], pdl=True)
+        assert config is not None
+        return KernelSpec(self.package.KERNEL, replace(config, stages=self.stages or config.stages)).make()
+
+
+def tile_id(case: Any) -> str:
+    """Return an id part for a tile that CTAs share: the CTAs split K, or two CTAs share each MMA."""
+    return f"{case.tile_m}by{case.split_k}" if case.cta_group == 1 else f"{case.tile_m}of2"
+
+
 @dataclass(frozen=True)
-class Tcgen05Case(KernelCase):
+class Tcgen05Case(Tcgen05KernelCase):
     """GEMM of two FP4 operands by tcgen05. ``cta_group`` is the number of CTAs that share an MMA."""
 
     format: FP4Format
@@ -47,33 +80,28 @@ class Tcgen05Case(KernelCase):
     cta_group: int
     split_k: int
     epilogue: Epilogue
-    stages: int | None = None
-    arch: str = "sm_100a"
+    package: ClassVar = fp4_tcgen05
 
     @property
     def id(self) -> str:
-        tile = f"{self.tile_m}by{self.split_k}" if self.cta_group == 1 else f"{self.tile_m}of2"
-        return "-".join(("tcgen05", self.format.name, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+        return "-".join(
+            ("tcgen05", self.format.name, self.layout, tile_id(self), epilogue_id(self.epilogue), self.arch)
+        )
 
     @property
     def role(self) -> Any:
         return type(self), self.tile_m, self.cta_group, self.split_k
 
     @property
-    def kernel(self) -> Any:
-        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
-        config = fp4_tcgen05.plan(
-            fmt=self.format,
-            layout=SCALE_LAYOUTS[self.layout],
-            epilogue=self.epilogue,
-            tile_m=self.tile_m,
-            cta_group=self.cta_group,
-            split_k=self.split_k,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-        )
-        assert config is not None
-        return fp4_tcgen05.FP4Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
+    def given(self) -> dict[str, Any]:
+        return {
+            "fmt": self.format,
+            "layout": SCALE_LAYOUTS[self.layout],
+            "epilogue": self.epilogue,
+            "tile_m": self.tile_m,
+            "cta_group": self.cta_group,
+            "split_k": self.split_k,
+        }
 
 
 def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
@@ -92,7 +120,7 @@ def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
 
 
 @dataclass(frozen=True)
-class Tcgen05ExpertsCase(KernelCase):
+class Tcgen05ExpertsCase(Tcgen05KernelCase):
     """GEMM of two FP4 operands by tcgen05 over experts, each with ``expert_k`` elements of K. If ``routed``, experts
     without tokens are skipped."""
 
@@ -103,8 +131,7 @@ class Tcgen05ExpertsCase(KernelCase):
     routed: bool
     out_dtype: torch.dtype
     expert_k: int
-    stages: int | None = None
-    arch: str = "sm_100a"
+    package: ClassVar = fp4_tcgen05_experts
     bias_dtype: torch.dtype | None = None
 
     @property
@@ -119,22 +146,17 @@ class Tcgen05ExpertsCase(KernelCase):
         return type(self), self.tile_n, self.classes > 1, self.routed
 
     @property
-    def kernel(self) -> Any:
-        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
-        config = fp4_tcgen05_experts.plan(
-            fmt=self.format,
-            layout=SCALE_LAYOUTS[self.layout],
-            out_dtype=self.out_dtype,
-            expert_k=self.expert_k,
-            tile_n=self.tile_n,
-            classes=self.classes,
-            routed=self.routed,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-            bias_dtype=self.bias_dtype,
-        )
-        assert config is not None
-        return fp4_tcgen05_experts.FP4Tcgen05ExpertsKernel(replace(config, stages=self.stages or config.stages))
+    def given(self) -> dict[str, Any]:
+        return {
+            "fmt": self.format,
+            "layout": SCALE_LAYOUTS[self.layout],
+            "out_dtype": self.out_dtype,
+            "expert_k": self.expert_k,
+            "tile_n": self.tile_n,
+            "classes": self.classes,
+            "routed": self.routed,
+            "bias_dtype": self.bias_dtype,
+        }
 
 
 def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
@@ -161,7 +183,7 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
 
 
 @dataclass(frozen=True)
-class Tcgen05GatedCase(KernelCase):
+class Tcgen05GatedCase(Tcgen05KernelCase):
     """First GEMM of experts, with its gate, of two FP4 operands by tcgen05. ``epilogue`` contains arguments of
     ``GatedEpilogue``."""
 
@@ -169,8 +191,7 @@ class Tcgen05GatedCase(KernelCase):
     layout: str
     tile_n: int
     epilogue: tuple[Any, ...]
-    stages: int | None = None
-    arch: str = "sm_100a"
+    package: ClassVar = fp4_tcgen05_gated_experts
 
     @property
     def id(self) -> str:
@@ -187,19 +208,13 @@ class Tcgen05GatedCase(KernelCase):
         return self.layout
 
     @property
-    def kernel(self) -> Any:
-        """Kernel as the backend builds it, but with fewer pipeline stages if the case asks for them."""
-        config = fp4_tcgen05_gated_experts.plan(
-            fmt=self.format,
-            layout=SCALE_LAYOUTS[self.layout],
-            epilogue=GatedEpilogue(*self.epilogue),
-            tile_n=self.tile_n,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-        )
-        assert config is not None
-        config = replace(config, stages=self.stages or config.stages)
-        return fp4_tcgen05_gated_experts.FP4Tcgen05GatedExpertsKernel(config)
+    def given(self) -> dict[str, Any]:
+        return {
+            "fmt": self.format,
+            "layout": SCALE_LAYOUTS[self.layout],
+            "epilogue": GatedEpilogue(*self.epilogue),
+            "tile_n": self.tile_n,
+        }
 
     def kernel_for(self, k: int) -> Any:
         """Return the kernel, which does not depend on K."""
@@ -242,7 +257,7 @@ WEIGHT_TCGEN05_TILES = tuple(
 
 
 @dataclass(frozen=True)
-class WeightTcgen05Case(KernelCase):
+class WeightTcgen05Case(Tcgen05KernelCase):
     """GEMM of 16-bit activations and an FP4 weight by tcgen05. ``dtype`` is the dtype of the MMAs' operands."""
 
     dtype: torch.dtype
@@ -251,8 +266,7 @@ class WeightTcgen05Case(KernelCase):
     tile_m: int
     split_k: int
     epilogue: Epilogue
-    stages: int | None = None
-    arch: str = "sm_100a"
+    package: ClassVar = fp4_weight_tcgen05
 
     @property
     def id(self) -> str:
@@ -264,20 +278,8 @@ class WeightTcgen05Case(KernelCase):
         return type(self), self.dtype, self.fmt, self.layout, self.tile_m, self.split_k > 1
 
     @property
-    def kernel(self) -> Any:
-        """Kernel that the backend builds, or this kernel with fewer stages."""
-        config = fp4_weight_tcgen05.plan(
-            dtype=self.dtype,
-            fmt=self.fmt,
-            layout=SCALE_LAYOUTS[self.layout],
-            epilogue=self.epilogue,
-            tile_m=self.tile_m,
-            split_k=self.split_k,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-        )
-        assert config is not None
-        return fp4_weight_tcgen05.FP4WeightTcgen05Kernel(replace(config, stages=self.stages or config.stages))
+    def given(self) -> dict[str, Any]:
+        return super().given | {"layout": SCALE_LAYOUTS[self.layout]}
 
 
 def weight_tcgen05_cases(every: bool) -> list[WeightTcgen05Case]:
@@ -310,7 +312,7 @@ FP8_TCGEN05_TILES = tuple(
 
 
 @dataclass(frozen=True)
-class FP8Tcgen05Case(KernelCase):
+class FP8Tcgen05Case(Tcgen05KernelCase):
     """GEMM of two FP8 operands by tcgen05.
 
     Attributes:
@@ -324,14 +326,12 @@ class FP8Tcgen05Case(KernelCase):
     cta_group: int
     split_k: int
     epilogue: Epilogue
-    stages: int | None = None
-    arch: str = "sm_100a"
+    package: ClassVar = fp8_tcgen05
 
     @property
     def id(self) -> str:
-        tile = f"{self.tile_m}by{self.split_k}" if self.cta_group == 1 else f"{self.tile_m}of2"
         scales = "block" if self.has_blocks else "token"
-        return "-".join(("fp8_tcgen05", scales, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+        return "-".join(("fp8_tcgen05", scales, self.layout, tile_id(self), epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
@@ -339,20 +339,15 @@ class FP8Tcgen05Case(KernelCase):
         return type(self), tile, has_factors(self.epilogue)
 
     @property
-    def kernel(self) -> Any:
-        """Kernel that the backend builds, or this kernel with fewer stages."""
-        config = fp8_tcgen05.plan(
-            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
-            epilogue=self.epilogue,
-            has_blocks=self.has_blocks,
-            tile_m=self.tile_m,
-            cta_group=self.cta_group,
-            split_k=self.split_k,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-        )
-        assert config is not None
-        return fp8_tcgen05.FP8Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
+    def given(self) -> dict[str, Any]:
+        return {
+            "rows": ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            "epilogue": self.epilogue,
+            "has_blocks": self.has_blocks,
+            "tile_m": self.tile_m,
+            "cta_group": self.cta_group,
+            "split_k": self.split_k,
+        }
 
 
 def fp8_tcgen05_cases(every: bool) -> list[FP8Tcgen05Case]:
@@ -389,38 +384,22 @@ MXFP8_TCGEN05_TILES = tuple(
 
 
 @dataclass(frozen=True)
-class MXFP8Tcgen05Case(KernelCase):
+class MXFP8Tcgen05Case(Tcgen05KernelCase):
     """GEMM of two MXFP8 operands by tcgen05. ``cta_group`` is the number of CTAs that share an MMA."""
 
     tile_m: int
     cta_group: int
     split_k: int
     epilogue: Epilogue
-    stages: int | None = None
-    arch: str = "sm_100a"
+    package: ClassVar = mxfp8_tcgen05
 
     @property
     def id(self) -> str:
-        tile = f"{self.tile_m}by{self.split_k}" if self.cta_group == 1 else f"{self.tile_m}of2"
-        return "-".join(("mxfp8_tcgen05", tile, epilogue_id(self.epilogue), self.arch))
+        return "-".join(("mxfp8_tcgen05", tile_id(self), epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
         return type(self), self.tile_m, self.cta_group, self.split_k > 1, has_factors(self.epilogue)
-
-    @property
-    def kernel(self) -> Any:
-        """Kernel that the backend builds, or this kernel with fewer stages."""
-        config = mxfp8_tcgen05.plan(
-            epilogue=self.epilogue,
-            tile_m=self.tile_m,
-            cta_group=self.cta_group,
-            split_k=self.split_k,
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
-        )
-        assert config is not None
-        return mxfp8_tcgen05.MXFP8Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
 
 
 def mxfp8_tcgen05_cases(every: bool) -> list[MXFP8Tcgen05Case]:
@@ -453,7 +432,7 @@ FP8_FP4_TCGEN05_TILES = tuple(
 
 
 @dataclass(frozen=True)
-class FP8FP4Tcgen05Case(KernelCase):
+class FP8FP4Tcgen05Case(Tcgen05KernelCase):
     """GEMM of FP8 activations and an FP4 weight by tcgen05.
 
     Attributes:
@@ -470,8 +449,6 @@ class FP8FP4Tcgen05Case(KernelCase):
     tile_m: int
     split_k: int
     epilogue: Epilogue
-    stages: int | None = None
-    arch: str = "sm_100a"
     family: str = "fp8_fp4_tcgen05"
 
     @property
@@ -485,25 +462,20 @@ class FP8FP4Tcgen05Case(KernelCase):
         return type(self), tile, has_factors(self.epilogue)
 
     @property
-    def kernel(self) -> Any:
-        """Kernel that the backend builds, or this kernel with fewer stages."""
-        given: dict[str, Any] = {
+    def package(self) -> Any:  # type: ignore[override]
+        return {"fp8_fp4_tcgen05": fp8_fp4_tcgen05, "fp8_mxfp4_tcgen05": fp8_mxfp4_tcgen05}[self.family]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        fmt = {"fmt": self.fmt} if self.family == "fp8_fp4_tcgen05" else {}
+        return {
             "rows": ExpertLayout(*FP8_LAYOUTS[self.layout]),
             "epilogue": self.epilogue,
             "layout": None if self.scales is None else SCALE_LAYOUTS[self.scales],
             "tile_m": self.tile_m,
             "split_k": self.split_k,
-            "pdl": True,
+            **fmt,
         }
-        arch = GPU_ARCHS[self.arch]
-        if self.family == "fp8_mxfp4_tcgen05":
-            assert self.fmt == MXFP4
-            mx = fp8_mxfp4_tcgen05.plan(arch=arch, **given)
-            assert mx is not None
-            return fp8_mxfp4_tcgen05.FP8MXFP4Tcgen05Kernel(replace(mx, stages=self.stages or mx.stages))
-        config = fp8_fp4_tcgen05.plan(arch=arch, fmt=self.fmt, **given)
-        assert config is not None
-        return fp8_fp4_tcgen05.FP8FP4Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
 
 
 def fp8_fp4_tcgen05_cases(every: bool) -> list[FP8FP4Tcgen05Case]:
