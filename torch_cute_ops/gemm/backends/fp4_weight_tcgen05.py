@@ -26,13 +26,13 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 
 DECODING_INSTRUCTIONS: Final = {
-    (NVFP4, torch.bfloat16): 376.0,
-    (NVFP4, torch.float16): 318.0,
-    (MXFP4, torch.bfloat16): 454.0,
+    (NVFP4, torch.bfloat16): 344.0,
+    (NVFP4, torch.float16): 286.0,
+    (MXFP4, torch.bfloat16): 422.0,
 }
 """Number of instructions with which a thread decodes a weight row of a k tile, keyed by the format and the dtype of the
 MMAs' operands. Counted in the PTX."""
-LOOP_INSTRUCTIONS: Final = 58.0
+LOOP_INSTRUCTIONS: Final = 49.0
 """Number of a thread's other instructions for a k tile: addresses of scales, stage and phase, waits and arrivals.
 Counted in the PTX for NVFP4 and bf16."""
 DECODER_RATE: Final = 0.4

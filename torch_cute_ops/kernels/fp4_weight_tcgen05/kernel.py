@@ -14,6 +14,7 @@ from torch_cute_ops.kernels.common.blackwell.roles import MMA_WARP, WARP, Operan
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import Finish
 from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words
+from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.fp4.codes import acc_scale, decode_in_order, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
@@ -102,7 +103,8 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
     @cute.jit
     def _load_scales(self, decoder, work, smem):
         """Run a decoder warp. Each decoder group decodes the weight of every ``teams``-th k tile to the columns of the
-        k tile's stage. The scales of a k tile are loaded before the group decodes its previous k tile.
+        k tile's stage, and always uses the same ``stages / teams`` stages. The scales of a k tile are loaded before the
+        group decodes its previous k tile.
 
         A warp can access only one quarter of the lanes of tensor memory, which its index determines.
         """
@@ -111,6 +113,7 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
         row = (decoder // WARP + MMA_WARP + 1) % (MMA_M // WARP) * WARP + lane
         tmem = Uint32(cute.make_tensor(smem.tmem, cute.make_layout(1))[0]) + Uint32(row // WARP * WARP << 16)
         before = Int32(0)  # number of k tiles of this CTA's earlier tiles
+        turn, parity = Int32(0), Int32(0)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, lane, work, smem)
             start = work.begin + (team + c.teams - before % c.teams) % c.teams
@@ -121,9 +124,8 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
             for k_tile in cutlass.range(start, work.end, c.teams, unroll=1):
                 words = [scales[i] for i in range(len(following))]
                 ahead = self._scales_of(cutlass.min(k_tile + c.teams, work.end - 1), row, tile, work)
-                turn = before + k_tile - work.begin
-                stage = turn % c.stages
-                ptx.wait(smem.copied + stage, turn // c.stages % 2)
+                stage = turn * c.teams + team
+                ptx.wait(smem.copied + stage, parity)
                 # The stage was empty before the copies, so its earlier MMAs have ended.
                 tcgen05.fence_after()
                 self._decode(words, self._stage_at(stage, smem), row, self._weight_at(tmem, stage))
@@ -136,6 +138,7 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
                 # this warp arrives at ``empty`` too.
                 smem.pipeline.arrive_empty(stage, Uint32(lane == 0))
                 smem.pipeline.arrive_full(stage, Uint32(lane == 0))
+                turn, parity = next_stage(turn, parity, c.stages // c.teams)
                 for i in range_constexpr(len(ahead)):
                     scales[i] = ahead[i]
             before += work.end - work.begin

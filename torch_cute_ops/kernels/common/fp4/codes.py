@@ -142,25 +142,25 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
     decoded = []
     for i, word in enumerate(words):
         pairs = _bfloat16_pairs(word) if dtype is BFloat16 else float16_pairs(word)
-        if fmt == MXFP4:
-            pairs = [ptx.mul_16x2(pair, Uint32(0x7E807E80), "bf16") for pair in pairs]
-        name = "bf16" if dtype is BFloat16 else "f16"
-        pairs = [ptx.mul_16x2(pair, scales[i // per_scale], name) for pair in pairs]
+        pairs = _scaled(pairs, scales[i // per_scale], dtype, fmt)
         decoded.append([(pairs[0], pairs[1]), (pairs[2], pairs[3])])
     return decoded
+
+
+def _scaled(pairs: list, scale, dtype, fmt: FP4Format) -> list:
+    """Multiply pairs of codes, whose bits were moved into 16-bit floats, by their scale."""
+    if fmt == MXFP4:
+        pairs = [ptx.mul_16x2(pair, Uint32(0x7E807E80), "bf16") for pair in pairs]
+    return [ptx.mul_16x2(pair, scale, "bf16" if dtype is BFloat16 else "f16") for pair in pairs]
 
 
 def decode_in_order(words: list, scales: list, dtype, fmt: FP4Format) -> list:
     """Decode words of eight codes each, and multiply by their scales. Return four words of two numbers for each word,
     in the order of k."""
-    in_order = []
-    for operands in decode(words, scales, dtype, fmt):
-        a, b, c, d = (pair for operand in operands for pair in operand)
-        # Pairs contain codes (0, 4), (1, 5), (2, 6), (3, 7) in bfloat16, and (0, 2), (1, 3), (4, 6), (5, 7) in float16.
-        low = [ptx.prmt(x, y, 0x5410) for x, y in ((a, b), (c, d))]
-        high = [ptx.prmt(x, y, 0x7632) for x, y in ((a, b), (c, d))]
-        in_order += [*low, *high] if dtype is BFloat16 else [low[0], high[0], low[1], high[1]]
-    return in_order
+    per_scale = len(words) // len(scales)
+    neighbours = _bfloat16_neighbours if dtype is BFloat16 else _float16_neighbours
+    of_each = [_scaled(neighbours(word), scales[i // per_scale], dtype, fmt) for i, word in enumerate(words)]
+    return [pair for pairs in of_each for pair in pairs]
 
 
 def pair_activations(words: list, dtype) -> list:
@@ -192,10 +192,22 @@ def scale_factors(scales, dtype, fmt: FP4Format) -> list:
 
 def float16_pairs(word) -> list:
     """Return codes (0, 2), (1, 3), (4, 6), (5, 7) of a word as pairs of float16, with the values e2m1 · 2^-14."""
+    even, odd = _float16_bytes(word)
+    return [ptx.prmt(x, Uint32(0), selector) for selector in (0x1404, 0x3424) for x in (even, odd)]
+
+
+def _float16_neighbours(word) -> list:
+    """Return codes (0, 1), (2, 3), (4, 5), (6, 7) of a word as pairs of float16, with the values e2m1 · 2^-14."""
+    bytes_ = _float16_bytes(word)
+    in_order = [ptx.prmt(*bytes_, selector) for selector in (0x5140, 0x7362)]
+    return [ptx.prmt(x, Uint32(0), selector) for x in in_order for selector in (0x1404, 0x3424)]
+
+
+def _float16_bytes(word) -> tuple:
+    """Return codes (0, 2, 4, 6) and (1, 3, 5, 7) of a word as two words of high bytes of float16."""
     signs = word & Uint32(0x88888888)
     even = ptx.select_bits(Uint32(0x0E0E0E0E), word << 1, ptx.shift_left(signs, 4))
-    odd = ptx.select_bits(Uint32(0x0E0E0E0E), word >> 3, signs)
-    return [ptx.prmt(x, Uint32(0), selector) for selector in (0x1404, 0x3424) for x in (even, odd)]
+    return even, ptx.select_bits(Uint32(0x0E0E0E0E), word >> 3, signs)
 
 
 def e4m3_words(word) -> tuple:
@@ -220,6 +232,21 @@ def _bfloat16_pairs(word) -> list:
     for bits in (word, word >> 8):
         for mask, copies in ((0x000F000F, 0x1040), (0x00F000F0, 0x0104)):
             pairs.append(((bits & Uint32(mask)) * Uint32(copies)) & Uint32(0x81C081C0))
+    return pairs
+
+
+def _bfloat16_neighbours(word) -> list:
+    """Return codes (0, 1), (2, 3), (4, 5), (6, 7) of a word as pairs of bfloat16, with the values e2m1 · 2^-126.
+
+    The conversion takes two logic or permute instructions less than ``_bfloat16_pairs``, whose result has to be
+    permuted.
+    """
+    even, odd = word & Uint32(0x0F0F0F0F), (word >> 4) & Uint32(0x0F0F0F0F)
+    pairs = []
+    for i in range(4):
+        # Selectors of 8 and above replicate a byte's sign bit. These bits are zero.
+        halves = ptx.prmt(even, odd, 0xC480 + i * 0x1111)
+        pairs.append((halves * Uint32(0x1040)) & Uint32(0x81C081C0))
     return pairs
 
 
