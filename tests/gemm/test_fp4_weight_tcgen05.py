@@ -18,6 +18,7 @@ from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.kernels import fp4_weight_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.fp4_weight_tcgen05 import STREAM_K
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -73,14 +74,14 @@ def test_tactics(m, k):
 
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 def test_estimates_are_near_the_limits(fmt):
-    """Check estimates against a B200's data sheet: with few rows the weight is read at 6.8 TB/s, or an SM decodes 30
-    elements (MXFP4: 25) per clock; with many rows 2.06 PFLOP/s are computed."""
+    """Check estimates against a B200's data sheet: with few rows the weight is read at 6.8 TB/s, or an SM decodes 33
+    elements (MXFP4: 27) per clock; with many rows 2.06 PFLOP/s are computed."""
     problem = fp4_problem(16_384, 16_384, fmt, a_dtype=BF16)
 
     def least(m):
         return min(BACKEND.estimate(problem, m, tactic, BLACKWELL) for tactic in BACKEND.tactics(problem, m, BLACKWELL))
 
-    limit = max(problem.bytes_moved(1) / 6.8e12, 16_384**2 / ({NVFP4: 30, MXFP4: 25}[fmt] * 148 * 1.7e9))
+    limit = max(problem.bytes_moved(1) / 6.8e12, 16_384**2 / ({NVFP4: 33, MXFP4: 27}[fmt] * 148 * 1.7e9))
     assert 1 < least(1) / limit < 1.5
     assert 1 < least(16_384) / (problem.flops(16_384) / 2.06e15) < 1.6
     many = [least(m) for m in (1, 16, 64, 256, 1024, 4096)]
@@ -95,9 +96,32 @@ def test_automatic_choice():
             assert select.choose(problem, m, BLACKWELL).backend is BACKEND
 
 
+def test_stream_k() -> None:
+    """Check that stream-K is offered for a single m tile, and chosen if whole tiles do not divide evenly among SMs, and
+    that its estimate includes partial sums and the second kernel."""
+    problem = fp4_problem(19_968, 6_656, a_dtype=BF16)
+
+    def estimate(tactic):
+        return BACKEND.estimate(problem, 1, tactic, BLACKWELL)
+
+    tactics = BACKEND.tactics(problem, 1, BLACKWELL)
+    assert min(tactics, key=estimate) == (16, STREAM_K)
+    assert all(split_k != STREAM_K for _, split_k in BACKEND.tactics(problem, 200, BLACKWELL))
+    # 156 tiles on 148 SMs take two rounds. If they take one, stream-K does not pay.
+    even = fp4_problem(148 * 128, 6_656, a_dtype=BF16)
+    costs = [BACKEND.estimate(even, 1, BACKEND.named((16, split_k)), BLACKWELL) for split_k in (1, STREAM_K)]
+    sums = 2 * 2 * 148 * 128 * 4  # bytes, written and read
+    assert costs[1] - costs[0] >= 1e-6 + sums / BLACKWELL.bandwidth
+
+
 @pytest.mark.parametrize(
     ("a_dtype", "fmt", "layout", "tactic"),
-    [(BF16, NVFP4, "128x4", (16, 2)), (FP16, NVFP4, "linear", (64, 1)), (FP16, MXFP4, "128x4", (32, 1))],
+    [
+        (BF16, NVFP4, "128x4", (16, 2)),
+        (FP16, NVFP4, "linear", (64, 1)),
+        (FP16, MXFP4, "128x4", (32, 1)),
+        (BF16, NVFP4, "linear", (16, STREAM_K)),
+    ],
 )
 def test_a_call(a_dtype, fmt, layout, tactic, monkeypatch):
     """Call the backend's launcher, with the kernel executed in the emulator, and compare the result with the reference.
@@ -106,7 +130,7 @@ def test_a_call(a_dtype, fmt, layout, tactic, monkeypatch):
     """
     m, n, k = 11, 136, 640
     problem = fp4_problem(n, k, fmt, layout=layout, a_dtype=a_dtype, out_dtype=FP32, alpha="column", bias_dtype=FP32)
-    target = dataclasses.replace(BLACKWELL, sms=2)
+    target = dataclasses.replace(BLACKWELL, sms=2, device=CPU)
     monkeypatch.setattr(
         _fp4, "compile_kernel", lambda kernel, arch: lambda *call: run_kernel(kernel.make(), arch, *call, strict=True)
     )
@@ -142,6 +166,8 @@ CONFIG = fp4_weight_tcgen05.plan(
             {"tile_m": 256, "split_k": 2, "stages": 2},
             "split_k is 2; it has to be one of (1,) with tile_m=256 and 1 CTAs for each MMA, without experts",
         ),
+        ({"tile_m": 256, "split_k": STREAM_K, "stages": 3}, "split_k is 0; it has to be one of (1,) with tile_m=256"),
+        ({"split_k": STREAM_K, "stages": 3}, "stages is 3; it has to be a multiple of 2"),
         ({"stages": 3}, "stages is 3; it has to be a multiple of 2, the number of decoder groups"),
         ({"tile_m": 128, "split_k": 2, "stages": 0}, "67584 bytes of partial sums do not fit into 0 stages"),
         ({"stages": 8}, "needs 1024 columns of tensor memory; an SM has 512"),
@@ -168,5 +194,7 @@ def test_memory(tile_m: int, stages: int) -> None:
     assert config.accumulators == (1 if tile_m == 256 else 2)
     # Two CTAs never share an SM, with 228 KB of shared memory, of which the system takes 1 KB for each CTA.
     assert 2 * (config.smem_bytes + 1024) > 228 * 1024 and config.smem_bytes <= BLACKWELL.arch.smem_per_cta
+    assert config.workspace_bytes(3, 148) == 0
+    assert dataclasses.replace(config, split_k=STREAM_K).workspace_bytes(3, 148) == 2 * 148 * 3 * 128 * 4
     # A stage holds the activations in 16 bits, and 64 bytes of codes for each row.
     assert config.stage.size_bytes == 128 * (2 * tile_m + 64)

@@ -18,12 +18,23 @@ from support.fp8_runs import OPERANDS
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated, check_machine_code, check_same_ptx
 from support.kernel_grid import BF16, FP16, FP32, WeightTcgen05Case
-from support.ptx_faults import CONVERGED, LOOPS, NOTHING_READ, ONE_TILE, WEIGHT_TCGEN05, Edit, Unfound, check_faults
+from support.ptx_faults import (
+    CONVERGED,
+    LOOPS,
+    NOTHING_READ,
+    ONE_TILE,
+    Q64,
+    WEIGHT_TCGEN05,
+    Edit,
+    Unfound,
+    check_faults,
+)
 
 from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.kernels import fp4_weight_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.fp4_weight_tcgen05 import STREAM_K
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -84,6 +95,9 @@ def launch(run: Run, a: torch.Tensor, codes: torch.Tensor, *rest: Any, late: boo
     """Run the kernel. ``codes`` contains spare rows; ``rest`` contains linear scale bytes, alpha and bias."""
     scales, alpha, bias = rest
     out = poisoned(run.m, run.n, dtype=run.case.epilogue.out_dtype)
+    kernel, workspace = run.case.kernel, None
+    if run.case.split_k == STREAM_K:
+        workspace = poisoned(kernel.config.workspace_bytes(run.m, run.max_ctas), dtype=torch.uint8)
     given = fp4_weight_tcgen05.Arguments(
         a=a,
         b=codes[: run.n].t(),
@@ -96,10 +110,11 @@ def launch(run: Run, a: torch.Tensor, codes: torch.Tensor, *rest: Any, late: boo
         out=out,
         prefetch=None,
         max_ctas=run.max_ctas,
+        workspace=workspace,
     )
     given, before = written_late(given, OPERANDS) if late else (given, None)
     how = {"max_steps": 200_000, "strict": True, "scoped": True, **how}
-    run_kernel(run.case.kernel, ARCHS[run.case.arch], *given, written_before=before, **how)
+    run_kernel(kernel, ARCHS[run.case.arch], *given, written_before=before, **how)
     return out
 
 
@@ -153,7 +168,14 @@ COVERING = [
     Run(case(BF16, MXFP4, "linear", 32, FP32, split_k=4), 40, 72, 1920),
     Run(case(FP16, NVFP4, "linear", 64, FP32, "one", FP32, split_k=2), 70, 136, 1088),
     Run(case(BF16, MXFP4, "128x4", 128, FP16, "column", FP16, split_k=2), 130, 72, 1056),
+    # Stream-K: parts of four tiles for each CTA, up to nine CTAs for a tile, several m tiles
+    Run(case(BF16, NVFP4, "128x4", 16, BF16, "column", BF16, split_k=STREAM_K), 5, 1096, 480, 3),
+    Run(case(FP16, NVFP4, "linear", 32, FP32, "one", FP32, split_k=STREAM_K, stages=4), 21, 264, 1088, 20),
+    Run(case(BF16, MXFP4, "linear", 64, FP16, "column", FP16, split_k=STREAM_K), 150, 136, 640, 4),
+    Run(case(BF16, NVFP4, "linear", 128, FP32, split_k=STREAM_K), 130, 264, 448, 5),
 ]
+STREAM_K_RUN = 13
+"""Index of the first run with stream-K."""
 EVERY = [pytest.param(run, id=run.id) for run in COVERING]
 
 
@@ -212,26 +234,41 @@ def test_random_numbers() -> None:
     assert ((got.double() - a.double() @ weight.t()).abs() <= bound).all()
 
 
+def test_stream_k_sums_a_row_in_one_order() -> None:
+    """Check that rounded sums of a row with stream-K depend neither on the number of rows nor on the order in which
+    CTAs run."""
+    few = COVERING[STREAM_K_RUN]
+    few = few._replace(case=replace(few.case, epilogue=Epilogue(FP32)), n=264, max_ctas=5)
+    torch.manual_seed(0)
+    a, codes = torch.randn(20, few.k).to(BF16), random_codes(few)
+    scales = torch.randint(0x20, 0x50, (few.n, few.k // 16)).to(torch.uint8)
+    want = launch(few._replace(m=20), a, codes, scales, None, None)
+    for seed in (None, 0, 1):
+        assert torch.equal(launch(few, a[: few.m].contiguous(), codes, scales, None, None, seed=seed), want[: few.m])
+
+
 @pytest.mark.parametrize("run", EVERY)
 def test_compiles_without_spills(run: Run) -> None:
     """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
     check_emulated(run.case, run.case.kernel)
 
 
-@pytest.mark.parametrize("covering", [0, 8])
+@pytest.mark.parametrize("covering", [0, 8, STREAM_K_RUN])
 def test_other_gpus_have_the_same_ptx(covering: int) -> None:
     """Check that the emulator's results apply to sm_103a too."""
     check_same_ptx(COVERING[covering].case, "sm_103a")
 
 
-@pytest.mark.parametrize(("covering", "arch"), [(0, "sm_100a"), (3, "sm_103a"), (8, "sm_100a"), (9, "sm_103a")])
+@pytest.mark.parametrize(
+    ("covering", "arch"), [(0, "sm_100a"), (3, "sm_103a"), (8, "sm_100a"), (9, "sm_103a"), (15, "sm_100a")]
+)
 def test_machine_code(covering: int, arch: str) -> None:
     """Check that the machine code multiplies on the tensor cores of tcgen05 (eight MMAs for a k tile), and not by
     warp-level MMAs."""
     check_machine_code(COVERING[covering].case, arch, {"UTCHMMA": 8})
 
 
-@pytest.mark.parametrize("covering", [5, 9])
+@pytest.mark.parametrize("covering", [5, 9, STREAM_K_RUN])
 def test_nothing_is_launched_on_overlap(covering: int) -> None:
     one = COVERING[covering].case
     check_nothing_is_launched_on_overlap(one.kernel, ARCHS[one.arch])
@@ -254,13 +291,35 @@ def test_ctas(covering: int, sms: int, ctas: int) -> None:
     assert grids(one.kernel, ARCHS[one.arch], *call) == [(ctas, 1, 1)]
 
 
+@pytest.mark.parametrize(("sms", "ctas"), [(148, 4 * 2), (7, 7)])
+def test_ctas_of_stream_k(sms: int, ctas: int) -> None:
+    """Check that each CTA multiplies at least one k tile, and that a second kernel, with a warp for each row and CTA,
+    adds up partial sums."""
+    one = COVERING[STREAM_K_RUN].case
+    call = gemm_call(one.kernel, n=400, rows=300, k=256, max_ctas=sms)
+    assert grids(one.kernel, ARCHS[one.arch], *call) == [(ctas, 1, 1), (ctas, 300 // 4, 1)]
+
+
 # Faults. Each case computes more k tiles than it uses stages, and, except with split-K, three tiles for each CTA.
 
 FAULTY = {
     "one": Run(case(BF16, NVFP4, "128x4", 16, FP32, "column"), 15, 264, 416),
     "linear": Run(case(BF16, MXFP4, "linear", 64, BF16), 130, 72, 384),
     "split": Run(case(FP16, NVFP4, "128x4", 16, FP32, "one", split_k=2), 15, 72, 1184),
+    "stream": Run(case(BF16, NVFP4, "128x4", 16, FP32, "column", split_k=STREAM_K), 15, 520, 416, 3),
 }
+STREAM_K_FAULTS: dict[str, tuple[str, str]] = {
+    "partial sum or result stored elsewhere": (
+        r"(st\.global\.b32 \t)\[(%rd\d+)(\+\d+)?\]([^;]*;)",
+        rf"{{{Q64}\2, 4; \1[q\3]\4}}",
+    ),
+    "partial sums loaded from elsewhere": (
+        r"(ld\.global\.v4\.b32 \t\{[^}]*\}, )\[(%rd\d+)(\+\d+)?\];",
+        rf"{{{Q64}\2, 16; \1[q\3];}}",
+    ),
+    "results not stored": (r"st\.global\.v4\.b32 [^;]*;", ""),
+}
+"""Faults of the stores of partial sums, and of the kernel that adds them up."""
 MISSING = Unfound(1, "a token outside of the test's shape")
 FOURTH_TILE = Unfound(1, "the fourth tile would wait for this accumulator")
 UNFOUND: dict[str, dict[str, Unfound]] = {
@@ -287,6 +346,13 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
         "fence before left out": ONE_TILE,
         "sums stored elsewhere": MISSING,
     },
+    "stream": {
+        "barrier of the warp left out": CONVERGED,
+        "other count of arrivals": FOURTH_TILE,
+        "zero stored": MISSING._replace(count=2),
+        "partial sum or result stored elsewhere": MISSING._replace(count=2),
+        "partial sums loaded from elsewhere": Unfound(4, "the loop over four CTAs at once, which does not run here"),
+    },
 }
 
 
@@ -295,4 +361,5 @@ def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """Check that faults are found: omitted or altered waits, arrivals, commits, fences, descriptors, copies, stores."""
     run = FAULTY[name]
     faulty = functools.partial(execute, run, late=True)
-    check_faults(faulty, run.case.kernel, run.case.arch, UNFOUND[name], request, kinds=WEIGHT_TCGEN05, least=30)
+    kinds = WEIGHT_TCGEN05 | (STREAM_K_FAULTS if name == "stream" else {})
+    check_faults(faulty, run.case.kernel, run.case.arch, UNFOUND[name], request, kinds=kinds, least=30)

@@ -23,9 +23,11 @@ from support.kernel_grid import (
     MoeCase,
     Tcgen05ExpertsCase,
     Tcgen05GatedCase,
+    WeightTcgen05Case,
     WgmmaCase,
 )
 from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
+from torch_cute_ops.kernels.fp4_weight_tcgen05 import STREAM_K
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources
 
@@ -151,6 +153,8 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instr
     if isinstance(case, Tcgen05ExpertsCase):
         # With routing, another kernel finds the experts with tokens; with partial sums, another kernel adds these up.
         count += config.routed + config.has_partial_sums
+    # With stream-K, another kernel adds up partial sums.
+    count += isinstance(case, WeightTcgen05Case) and config.split_k == STREAM_K
     # A kernel lists pairs of an expert and an m tile.
     count += isinstance(case, Tcgen05GatedCase)
     # Another kernel computes the amax of the tensor.

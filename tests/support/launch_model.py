@@ -329,6 +329,9 @@ def compute_gated_experts(config: Any, *args: Any) -> None:
 def compute_fp4_weight(config: Any, *args: Any) -> None:
     call = fp4_weight_tcgen05.Arguments(*args)
     assert call.max_ctas > 0 and call.a_scale is None
+    assert config.workspace_bytes(len(call.a), call.max_ctas) == (
+        0 if call.workspace is None else call.workspace.numel()
+    )
     given = call.a, None, call.b.t(), call.b_scale, call.alpha, call.bias
     write(call.out, fp4_gemm(*given, call.out.dtype, config.fmt, None, config.layout))
 

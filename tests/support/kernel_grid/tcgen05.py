@@ -275,7 +275,7 @@ class WeightTcgen05Case(Tcgen05KernelCase):
 
     @property
     def role(self) -> Any:
-        return type(self), self.dtype, self.fmt, self.layout, self.tile_m, self.split_k > 1
+        return type(self), self.dtype, self.fmt, self.layout, self.tile_m, min(self.split_k, 2)
 
     @property
     def given(self) -> dict[str, Any]:

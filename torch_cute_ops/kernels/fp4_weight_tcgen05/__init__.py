@@ -4,7 +4,7 @@
 read it, in bf16 or, with NVFP4 and fp16 activations, in fp16. Every decoded number is exact, except products of MXFP4
 whose exponents bf16 cannot represent.
 
-Tiles, CTAs, accumulators, the epilogue and split-K are as in ``kernels.fp8_tcgen05`` with per-token scales
+Tiles, CTAs, accumulators, the epilogue and split-K in a cluster are as in ``kernels.fp8_tcgen05`` with per-token scales
 (``common.blackwell.fp8_gemm``): 128 rows of the weight on the M side of the MMAs by ``tile_m`` tokens on the N side,
 and sums over all of K in tensor memory. A k tile has 128 elements along K. Roles:
 
@@ -28,8 +28,16 @@ and sums over all of K in tensor memory. A k tile has 128 elements along K. Role
 A stage consists of shared memory, for the activations and the codes, and of columns of tensor memory, for the decoded
 weight. It is empty when its MMAs have ended and the four decoder warps have read the codes.
 
+With stream-K, all CTAs multiply the same number of k tiles, so that SMs are busy even if the number of tiles is not a
+multiple of their number (``stream_k``). A CTA then computes parts of tiles: the k tiles of its first n tile may start,
+and the k tiles of its last n tile may end, inside the n tile. Their partial sums go to the workspace, and a second
+kernel adds them up in the order of k, applies the epilogue and stores the results.
+
+Modules: ``kernel`` contains both kernels, and ``stream_k`` divides the k tiles.
+
 Bytes moved: Each m tile reads the weight and its scales (from L2 if m tiles run at the same time). ``a`` is read from
-L2 once per 128 rows of the weight.
+L2 once per 128 rows of the weight. With stream-K, each CTA writes, and the second kernel reads, partial sums of up to
+two n tiles: 512 bytes for each row of ``a``.
 """
 
 from typing import TYPE_CHECKING
@@ -37,6 +45,7 @@ from typing import TYPE_CHECKING
 from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_weight_tcgen05.config import (
     K_TILE,
+    STREAM_K,
     TILES_M,
     Arguments,
     Config,
@@ -51,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KERNEL",
     "K_TILE",
+    "STREAM_K",
     "TILES_M",
     "Arguments",
     "Config",

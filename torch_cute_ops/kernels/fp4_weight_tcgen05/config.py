@@ -1,6 +1,7 @@
 """Configuration of the tcgen05 GEMM with 16-bit activations and an FP4 weight. No device code."""
 
-from dataclasses import dataclass
+from collections import namedtuple
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -19,13 +20,19 @@ from torch_cute_ops.kernels.common.blackwell.layouts import (
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.fp4.layouts import reason_undecodable
-from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments, ExpertLayout
+from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, ExpertLayout
+from torch_cute_ops.kernels.common.fp8.layouts import Arguments as FP8Arguments
 from torch_cute_ops.runtime.arch import Arch
 
-__all__ = ["K_TILE", "TILES_M", "Arguments", "Config", "plan", "split_ks", "teams"]
+__all__ = ["K_TILE", "STREAM_K", "TILES_M", "Arguments", "Config", "plan", "split_ks", "teams"]
 
 TILES_M: Final = (16, 32, 64, 128, 256)
 """Supported ``tile_m``."""
+STREAM_K: Final = 0
+"""Value of ``split_k`` for stream-K: all CTAs multiply the same number of k tiles. A CTA's work may begin and end
+inside a tile."""
+SLOTS: Final = 2
+"""Number of n tiles of which a CTA may store partial sums with stream-K: its first and its last n tile."""
 LINES: Final = 2 * K_TILE // K_TILE_BYTES
 """Number of 128-byte lines of activations that a token has in a k tile."""
 WEIGHT_COLUMNS: Final = K_TILE // 2
@@ -48,7 +55,16 @@ def teams(tile_m: int) -> int:
 
 def split_ks(tile_m: int) -> tuple[int, ...]:
     """Return the supported values of ``split_k`` for tiles of ``tile_m`` tokens."""
-    return splits(ExpertLayout(), False, tile_m, 1)
+    clusters = splits(ExpertLayout(), False, tile_m, 1)
+    return (*clusters, STREAM_K) if len(clusters) > 1 else clusters
+
+
+class Arguments(namedtuple("Arguments", (*FP8Arguments._fields, "workspace"))):
+    """Run-time arguments, in order: those of ``common.fp8.layouts.Arguments``, and a workspace.
+
+    Attributes:
+        workspace: ``Config.workspace_bytes`` uint8, written, or None without stream-K.
+    """
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ class Config(FP8TileConfig):
         fmt, layout: format and scale layout of the weight.
         epilogue: operations on the finished accumulators.
         tile_m: number of rows of ``a`` per tile.
-        split_k: number of CTAs of a cluster that split a tile's K range.
+        split_k: number of CTAs of a cluster that split a tile's K range, or ``STREAM_K``.
         stages: number of pipeline stages.
         pdl: True to launch with programmatic dependent launch.
         has_blocks: False, because the epilogue warps do not promote.
@@ -101,6 +117,10 @@ class Config(FP8TileConfig):
     tiles: ClassVar = {(False, 1): TILES_M}
     factor_slots: ClassVar[int] = 0
     slot_words: ClassVar[int] = 0
+
+    @property
+    def cluster(self) -> int:
+        return max(self.split_k, 1)
 
     @property
     def teams(self) -> int:
@@ -138,10 +158,17 @@ class Config(FP8TileConfig):
         """Number of scales of a weight row in a k tile."""
         return K_TILE // self.fmt.block_size
 
+    def workspace_bytes(self, m: int, max_ctas: int) -> int:
+        """Return the bytes of workspace of a call: with stream-K, partial sums of all rows, otherwise 0."""
+        return SLOTS * max_ctas * m * MMA_M * 4 if self.split_k == STREAM_K else 0
+
     def reason_unsupported(self, arch: Arch) -> str | None:
         return reason_undecodable(self.dtype, self.fmt, self.smem_bytes, arch) or super().reason_unsupported(arch)
 
     def reason_unfit(self) -> str | None:
+        if self.split_k == STREAM_K and STREAM_K in split_ks(self.tile_m):
+            # A CTA needs the same memory as one that computes whole tiles.
+            return replace(self, split_k=1).reason_unfit()
         if self.layout.tile_rows not in (0, MMA_M):
             return f"the layout {self.layout.name} is not for scales of weights"
         if self.epilogue.has_row_scale:

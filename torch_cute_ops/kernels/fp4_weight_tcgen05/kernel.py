@@ -3,22 +3,33 @@ and the data path."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel
+from torch_cute_ops.kernels.common.blackwell.decoded import DecodedWeightKernel
+from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES
 from torch_cute_ops.kernels.common.blackwell.fp8_layouts import CODE_BYTES
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_M
-from torch_cute_ops.kernels.common.blackwell.roles import MMA_WARP, WARP, OperandCopies
+from torch_cute_ops.kernels.common.blackwell.roles import MMA_WARP, WARP
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import Finish
-from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words
+from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, pdl_start
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.fp4.codes import acc_scale, decode_in_order, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
 from torch_cute_ops.kernels.common.fp8.weights import FP4Weight, piece_at
-from torch_cute_ops.kernels.fp4_weight_tcgen05.config import LINES, WEIGHT_COLUMNS, Arguments, Config
+from torch_cute_ops.kernels.fp4_weight_tcgen05.config import (
+    K_TILE,
+    LINES,
+    SLOTS,
+    STREAM_K,
+    WEIGHT_COLUMNS,
+    Arguments,
+    Config,
+)
+from torch_cute_ops.kernels.fp4_weight_tcgen05.stream_k import COLUMNS, ROWS, Part, Ranges, load_sums, slots_of
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 MMA_K = 16  # elements along K that an MMA multiplies
@@ -26,12 +37,6 @@ MMAS_PER_LINE = K_TILE_BYTES // MMA_K_BYTES
 MMA_COLUMNS = MMA_K // 2  # columns of tensor memory that hold the weight of an MMA
 PIECES = 4  # 16-byte pieces of codes of a weight row in a k tile
 PIECE_COLUMNS = WEIGHT_COLUMNS // PIECES
-
-
-class CodeCopies(OperandCopies):
-    """Device code that copies FP4 codes to stages by TMA."""
-
-    line = CODE_BYTES
 
 
 class PlainFP4Weight(FP4Weight):
@@ -44,59 +49,110 @@ class PlainFP4Weight(FP4Weight):
         return b, scale_argument(self.fmt, self.scale_layout, n, scales, name="b_")
 
 
-class FP4WeightTcgen05Kernel(FP8GemmKernel):
+class FP4WeightTcgen05Kernel(DecodedWeightKernel):
     """GEMM kernel, compiled for a ``Config``."""
 
     k_tile_bytes = LINES * K_TILE_BYTES
 
     def __init__(self, config: Config):
         super().__init__(config, PlainFP4Weight(config.fmt, config.layout, True, MMA_M, CODE_BYTES))
-        self.code_copies = CodeCopies()
         self.dtype = DSL_DTYPES[config.dtype]
 
     def arguments(self) -> Arguments:
         k = Dim("k", divisibility=32)
         a = TensorArg(self.dtype.__name__, (Dim("rows"), k), (k, 1), align=16)
-        return super().arguments()._replace(a=a, a_scale=None)
+        given = super().arguments()._replace(a=a, a_scale=None)
+        workspace = TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16)
+        return Arguments(*given, workspace=workspace if self.streams else None)
 
-    def _weight_map(self, b: cute.Tensor) -> tuple:
-        return self.code_copies.map(b, MMA_M)
+    @property
+    def streams(self) -> bool:
+        """True with stream-K."""
+        return self.config.split_k == STREAM_K
 
-    def _init_barriers(self, smem) -> None:
-        super()._init_barriers(smem)
-        for i in range(self.config.stages):
-            cute.arch.mbarrier_init(smem.copied + i, 1)
+    @cute.jit
+    def __call__(
+        self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, workspace, stream
+    ):
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas, workspace)
+        if const_expr(self.streams):
+            self._launch_stream_k(given, stream)
+        else:
+            self._launch(given, self._ctas(given), None, stream)
+
+    @cute.jit
+    def _launch_stream_k(self, given: Arguments, stream):
+        """Launch the GEMM, and then the kernel that adds up partial sums."""
+        m, n = given.out.shape
+        k_tiles = cute.ceil_div(given.a.shape[1], K_TILE)
+        iterations = Ranges(cute.ceil_div(n, MMA_M), k_tiles, given.max_ctas).iterations
+        # Without rows, no CTA is launched, as without stream-K.
+        ctas = Int32(cutlass.min(iterations * cutlass.min(m, 1), Int64(given.max_ctas)))
+        slots = slots_of(given.workspace, m, ctas)
+        read = given[: Arguments._fields.index("out")]
+        self._launch(given, ctas_unless_overlapping(ctas, (given.out, given.workspace), read), slots, stream)
+        self.reduce_kernel(slots, (given.alpha, given.bias), given.out, k_tiles).launch(
+            grid=[ctas, cute.ceil_div(m, ROWS), 1],
+            block=[ROWS * WARP, 1, 1],
+            stream=stream,
+            use_pdl=self.config.pdl,
+        )
 
     def _weight_at(self, tmem, stage) -> Uint32:
         """Return the first tensor-memory column of a stage's decoded weight."""
         return tmem + Uint32(self.config.acc_columns) + Uint32(stage * WEIGHT_COLUMNS)
 
+    # Parts of tiles
+
+    def _begin(self, tid, work, smem):
+        """Return the work with its tiles. With stream-K, tile ``i`` is m tile ``i % m_tiles`` of n tile ``i //
+        m_tiles``. The CTA multiplies k tiles from ``begin`` in its first n tile, and up to ``end`` in its last n
+        tile."""
+        if not self.streams:
+            return super()._begin(tid, work, smem)
+        cta, k_tiles, m_tiles = work.first, work.end, self._m_tiles(work)
+        ranges = Ranges(cute.ceil_div(work.n, MMA_M), k_tiles, work.pitch)
+        begin, end = ranges.begin(cta), ranges.begin(cta + 1)
+        first, last = Int32(begin // k_tiles), Int32((end - 1) // k_tiles)
+        return work._replace(
+            begin=Int32(begin - Int64(first) * k_tiles),
+            end=Int32(end - Int64(last) * k_tiles),
+            first=first * m_tiles,
+            pitch=Int32(1),
+            num_tiles=(last + 1) * m_tiles,
+        )
+
+    def _m_tiles(self, work) -> Int32:
+        """Return the number of m tiles."""
+        return cute.ceil_div(work.m, self.config.tile_m)
+
+    def _k_range(self, number, work) -> tuple:
+        if not self.streams:
+            return super()._k_range(number, work)
+        m_tiles = self._m_tiles(work)
+        begin = ptx.select(number < work.first + m_tiles, work.begin, Int32(0))
+        return begin, ptx.select(number >= work.num_tiles - m_tiles, work.end, self._k_tiles(work))
+
+    def _k_tiles(self, work) -> Int32:
+        """Return the number of k tiles of an n tile."""
+        return cute.ceil_div(work.num_mmas, LINES * MMAS_PER_LINE)
+
+    def _find(self, number, lane, work, smem) -> Tile | Part:
+        if not self.streams:
+            return super()._find(number, lane, work, smem)
+        cta, _, _ = cute.arch.block_idx()
+        m_tiles, (begin, end) = self._m_tiles(work), self._k_range(number, work)
+        row, column = number % m_tiles * self.config.tile_m, number // m_tiles * MMA_M
+        slot = SLOTS * cta + ptx.select(begin == 0, Int32(1), Int32(0))
+        slot = ptx.select((begin == 0) & (end == self._k_tiles(work)), Int32(-1), slot)
+        return Part(expert=Int32(0), row=row, rows=work.m - row, column=column, slot=slot)
+
     # Copies
 
-    @cute.jit
-    def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp, which copies activations and FP4 codes to the stages."""
-        tid, _, _ = cute.arch.thread_idx()
-        c, rows = self.stage, self.stage.mma_n
-        b_boxes = self.code_copies.boxes(b_map, MMA_M)
-        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
-        # The parity starts at 1, so that the first waits for empty stages return immediately.
-        stage, parity = Int32(0), Int32(1)
-        for number in range(work.first, work.num_tiles, work.pitch):
-            tile = self._find(number, tid % WARP, work, smem)
-            of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
-            a_boxes = self.copies.boxes(of_tile, rows)
-            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                smem.pipeline.wait_empty(stage, parity)
-                base, copied = self._stage_at(stage, smem), smem.copied + stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(copied, c.code_bytes)
-                place = tile.column // MMA_M, k_tile, tile.expert
-                self.code_copies.copy_box(b_map, b_boxes, MMA_M, base + c.codes_offset, place, copied, b_policy)
-                for line in range_constexpr(LINES):
-                    place = Int32(0), k_tile * LINES + line
-                    self.copies.copy_box(of_tile, a_boxes, rows, base + line * c.line_bytes, place, copied, None)
-                stage, parity = smem.pipeline.next(stage, parity)
+    def _copy_activations(self, of_tile, boxes, k_tile, base, copied) -> None:
+        for line in range(LINES):
+            place, to = (Int32(0), k_tile * LINES + line), base + line * self.stage.line_bytes
+            self.copies.copy_box(of_tile, boxes, self.stage.mma_n, to, place, copied, None)
 
     # Decoders
 
@@ -116,14 +172,15 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
         turn, parity = Int32(0), Int32(0)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, lane, work, smem)
-            start = work.begin + (team + c.teams - before % c.teams) % c.teams
-            following = self._scales_of(cutlass.min(start, work.end - 1), row, tile, work)
+            begin, end = self._k_range(number, work)
+            start = begin + (team + c.teams - before % c.teams) % c.teams
+            following = self._scales_of(cutlass.min(start, end - 1), row, tile, work)
             scales = cute.make_rmem_tensor((len(following),), Uint32)
             for i in range_constexpr(len(following)):
                 scales[i] = following[i]
-            for k_tile in cutlass.range(start, work.end, c.teams, unroll=1):
+            for k_tile in cutlass.range(start, end, c.teams, unroll=1):
                 words = [scales[i] for i in range(len(following))]
-                ahead = self._scales_of(cutlass.min(k_tile + c.teams, work.end - 1), row, tile, work)
+                ahead = self._scales_of(cutlass.min(k_tile + c.teams, end - 1), row, tile, work)
                 stage = turn * c.teams + team
                 ptx.wait(smem.copied + stage, parity)
                 # The stage was empty before the copies, so its earlier MMAs have ended.
@@ -141,7 +198,7 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
                 turn, parity = next_stage(turn, parity, c.stages // c.teams)
                 for i in range_constexpr(len(ahead)):
                     scales[i] = ahead[i]
-            before += work.end - work.begin
+            before += end - begin
         if const_expr(c.split_k > 1):
             self._await_stage_writers()
 
@@ -188,11 +245,62 @@ class FP4WeightTcgen05Kernel(FP8GemmKernel):
     # Results
 
     def _finish(self, column, count: int, expert, work) -> Finish:
-        terms = self.epilogue.terms(work.alpha, work.bias, column, count, work.n, expert)
-        return self.epilogue.finisher(self.epilogue.factor(work.alpha, expert), terms, acc_scale(self.config.fmt))
+        return self._finisher(column, count, work.alpha, work.bias, work.n)
+
+    def _finisher(self, column, count: int, alpha, bias, n) -> Finish:
+        """Load alpha and bias of ``count`` columns, and return the function that applies the epilogue."""
+        terms = self.epilogue.terms(alpha, bias, column, count, n)
+        return self.epilogue.finisher(self.epilogue.factor(alpha), terms, acc_scale(self.config.fmt))
 
     def _stage_token_scales(self, tile: Tile, tid, work, smem) -> None:
         """Return at once, because the activations have no scales."""
 
     def _scaled(self, words: list, scales: None, first) -> list:
         return [ptx.float_of(word) for word in words]
+
+    def _store(self, values: list, first, finish, tile, column, tid, work, smem):
+        if self.streams:
+            self._store_part(values, first, finish, tile, column, tid, work, smem)
+        else:
+            super()._store(values, first, finish, tile, column, tid, work, smem)
+
+    @cute.jit
+    def _store_part(self, values: list, first, finish, tile: Part, column, tid, work, smem):
+        """Store columns of the accumulator as results or, if the part is not the whole tile, as partial sums."""
+        if tile.slot < 0:
+            DecodedWeightKernel._store(self, values, first, finish, tile, column, tid, work, smem)
+        else:
+            for i in range_constexpr(len(values)):
+                if first + i < tile.rows:
+                    work.shared[tile.row + first + i, tid, tile.slot] = values[i]
+
+    @cute.kernel
+    def reduce_kernel(self, slots, terms, out, k_tiles: Int32):
+        """Add up the partial sums of the n tile inside of which a CTA's range begins, in the order of k, apply the
+        epilogue and store the results. If several ranges begin inside an n tile, the first of them determines the
+        CTA."""
+        tid, _, _ = cute.arch.thread_idx()
+        cta, group, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        m, n = out.shape
+        ranges = Ranges(cute.ceil_div(n, MMA_M), k_tiles, ctas)
+        begin = ranges.begin(cta)
+        n_tile = Int32(begin // k_tiles)
+        start = Int64(n_tile) * k_tiles
+        is_first = (start < begin) & (ranges.begin(cta - 1) <= start)
+        last = ranges.cta_of(start + k_tiles - 1)
+        row, place = group * ROWS + tid // WARP, tid % WARP * COLUMNS
+        column = n_tile * MMA_M + place
+        # The GEMM waited for earlier kernels before it let this kernel start, so alpha and bias are complete.
+        finish = self._finisher(column, COLUMNS, *terms, n)
+        pdl_start(self.config.pdl)
+        if is_first & (row < m) & (column < n):
+            acc = cute.make_rmem_tensor((COLUMNS,), Float32)
+            for i, value in enumerate(load_sums(slots, row, place, SLOTS * cta - 1)):
+                acc[i] = value
+            for other in cutlass.range(cta, last + 1, unroll=4):
+                for i, value in enumerate(load_sums(slots, row, place, SLOTS * other)):
+                    acc[i] = ptx.add_rn(acc[i], value)
+            words = pack([finish(acc[i], i) for i in range(COLUMNS)], out.element_type)
+            at = out.iterator + cute.assume(Int64(row) * n + column, divby=COLUMNS)
+            store_words(words, cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(len(words))))

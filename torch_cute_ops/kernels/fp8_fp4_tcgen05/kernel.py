@@ -5,10 +5,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP4
-from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, FP8GemmKernel, weight_source
+from torch_cute_ops.kernels.common.blackwell.decoded import DecodedWeightKernel
+from torch_cute_ops.kernels.common.blackwell.fp8_gemm import MMA_K_BYTES, weight_source
 from torch_cute_ops.kernels.common.blackwell.fp8_layouts import CODE_BYTES
 from torch_cute_ops.kernels.common.blackwell.layouts import K_TILE_BYTES, MMA_M
-from torch_cute_ops.kernels.common.blackwell.roles import WARP, OperandCopies
+from torch_cute_ops.kernels.common.blackwell.roles import WARP
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES, fence_async
@@ -28,55 +29,15 @@ HALVES = 2  # halves of a k tile, each with 64 elements: 32 bytes of codes, or 6
 PIECES = 4  # 16-byte pieces of e4m3 in a half
 
 
-class CodeCopies(OperandCopies):
-    """Device code that copies FP4 codes to stages by TMA."""
-
-    line = CODE_BYTES
-
-
-class FP8FP4Tcgen05Kernel(FP8GemmKernel):
+class FP8FP4Tcgen05Kernel(DecodedWeightKernel):
     """GEMM kernel, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         super().__init__(config, weight_source(config, CODE_BYTES))
-        self.code_copies = CodeCopies()
 
-    def _weight_map(self, b: cute.Tensor) -> tuple:
-        return self.code_copies.map(b, MMA_M)
-
-    def _init_barriers(self, smem) -> None:
-        super()._init_barriers(smem)
-        for i in range(self.config.stages):
-            cute.arch.mbarrier_init(smem.copied + i, 1)
-
-    # Copies
-
-    @cute.jit
-    def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp, which copies activations and FP4 codes to the stages."""
-        tid, _, _ = cute.arch.thread_idx()
-        c, rows = self.stage, self.stage.mma_n
-        b_boxes = self.code_copies.boxes(b_map, MMA_M)
-        b_policy = ptx.EVICT_FIRST if const_expr(self.config.streams_weight) else None
-        # The parity starts at 1, so that the first waits for empty stages return immediately.
-        stage, parity = Int32(0), Int32(1)
-        for number in range(work.first, work.num_tiles, work.pitch):
-            tile = self._find(number, tid % WARP, work, smem)
-            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
-            # matrix to this row.
-            of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
-            a_boxes = self.copies.boxes(of_tile, rows)
-            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
-                smem.pipeline.wait_empty(stage, parity)
-                base, copied = self._stage_at(stage, smem), smem.copied + stage
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(copied, c.code_bytes)
-                place = tile.column // MMA_M, k_tile, tile.expert
-                to = base + c.codes_offset
-                self.code_copies.copy_box(b_map, b_boxes, MMA_M, to, place, copied, b_policy)
-                to = base + MMA_M * K_TILE_BYTES
-                self.copies.copy_box(of_tile, a_boxes, rows, to, (Int32(0), k_tile), copied, None)
-                stage, parity = smem.pipeline.next(stage, parity)
+    def _copy_activations(self, of_tile, boxes, k_tile, base, copied) -> None:
+        to = base + MMA_M * K_TILE_BYTES
+        self.copies.copy_box(of_tile, boxes, self.stage.mma_n, to, (Int32(0), k_tile), copied, None)
 
     # Decoders
 

@@ -53,6 +53,7 @@ class Work(NamedTuple):
         a_scale, b_scale: scales of ``a`` and of the weight, for all experts. ``b_scale`` is None with per-token scales.
         alpha, bias: operands of the epilogue, or None.
         out: result.
+        shared: memory through which CTAs exchange partial sums, or None.
     """
 
     m: Int32
@@ -73,6 +74,7 @@ class Work(NamedTuple):
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
     out: cute.Tensor
+    shared: Any
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,24 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
-        c = self.config
         given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
-        view = self.tiles.views(given)
-        if const_expr(c.split_k > 1):
+        self._launch(given, self._ctas(given), None, stream)
+
+    def _ctas(self, given: Arguments):
+        """Return the number of CTAs of a launch, or 0 to refuse the launch."""
+        if self.config.split_k > 1:
             # Launch one cluster per tile, so that partial sums may overwrite the stages.
             given = given._replace(max_ctas=Int32(ALL_TILES))
+        return self.tiles.ctas(given, self.config.cluster)
+
+    @cute.jit
+    def _launch(self, given: Arguments, ctas, shared, stream):
+        """Launch the kernel. ``shared`` is ``Work.shared``."""
+        c, view = self.config, self.tiles.views(given)
         maps = self.copies.map(bytes_of(view.a), self.stage.cta_mma_n), self._weight_map(view.b)
-        scales, rows, terms = (view.a_scale, view.b_scale), (offsets, counts), (alpha, bias)
-        self.kernel(*maps, scales, rows, terms, view.out, view.space).launch(
-            grid=[self.tiles.ctas(given, c.cluster), 1, 1],
+        scales, rows, terms = (view.a_scale, view.b_scale), (given.offsets, given.counts), (given.alpha, given.bias)
+        self.kernel(*maps, scales, rows, terms, view.out, view.space, shared).launch(
+            grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
             min_blocks_per_mp=1,
@@ -142,7 +152,7 @@ class FP8GemmKernel(Tcgen05Kernel):
         return self.copies.map(bytes_of(b), MMA_M)
 
     @cute.kernel
-    def kernel(self, a_map, b_map, scales, rows, terms, out, space):
+    def kernel(self, a_map, b_map, scales, rows, terms, out, space, shared):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -172,6 +182,7 @@ class FP8GemmKernel(Tcgen05Kernel):
             alpha=terms[0],
             bias=terms[1],
             out=out,
+            shared=shared,
         )
         smem, tmem = self._run_roles(tid, (a_map, b_map), work)
         if const_expr(c.split_k > 1):
@@ -223,6 +234,10 @@ class FP8GemmKernel(Tcgen05Kernel):
         at = smem.factors + cute.assume(slot * (4 * self.config.slot_words), divby=16)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(self.config.tile_m))
 
+    def _k_range(self, number, work) -> tuple:
+        """Return the range of k tiles that the CTA multiplies in tile ``number``."""
+        return work.begin, work.end
+
     # MMAs
 
     @cute.jit
@@ -246,14 +261,15 @@ class FP8GemmKernel(Tcgen05Kernel):
         accumulator, acc_parity = Int32(0), Int32(1)
         for number in cutlass.range(work.first, work.num_tiles, work.pitch, unroll=1):
             first_token = self._first_token(number, work, smem)
+            begin, end = self._k_range(number, work)
             if const_expr(not c.has_blocks):
                 self._wait_acc_empty(accumulator, acc_parity, smem)
-            for k_tile in cutlass.range(work.begin, work.end, unroll=1):
+            for k_tile in cutlass.range(begin, end, unroll=1):
                 if const_expr(c.has_blocks):
                     self._wait_acc_empty(accumulator, acc_parity, smem)
                 self._wait_full(stage, parity, smem)
                 tcgen05.fence_after()
-                adds = False if const_expr(c.has_blocks) else k_tile > work.begin
+                adds = False if const_expr(c.has_blocks) else k_tile > begin
                 num_mmas = work.num_mmas - k_tile * (self.k_tile_bytes // MMA_K_BYTES)
                 acc = tmem + Uint32(accumulator * c.tile_m)
                 self._multiply(tmem, acc, stage, num_mmas, adds, first_token, smem)
@@ -331,7 +347,7 @@ class FP8GemmKernel(Tcgen05Kernel):
             expert = None if const_expr(c.rows.is_plain) else tile.expert
             column = tile.column + tid
             finish = _unfinished
-            if const_expr(c.split_k == 1):
+            if const_expr(c.split_k <= 1):
                 finish = self._finish(column, 1, expert, work)
             if const_expr(c.has_blocks):
                 acc = cute.make_rmem_tensor((c.tile_m,), Float32)
@@ -428,7 +444,7 @@ class FP8GemmKernel(Tcgen05Kernel):
         """Store scaled columns of the accumulator, starting at column ``first``, as results or, under split-K, as
         partial sums."""
         c = self.config
-        if const_expr(c.split_k == 1):
+        if const_expr(c.split_k <= 1):
             results = [finish(value, 0) for value in values]
             token, end = tile.row + first, tile.row + tile.rows
             store_results(results, self.out_dtype, work.out, token, end, column, work.n, tid % 2)
