@@ -182,13 +182,34 @@ def test_mxfp8_layouts(layout, weight_layout, launches):
     for m, k in ((6, 768), (130, 192)):
         for _ in range(2):
             one = mx_sample("", m, N, k, CPU, exact=True, layout=layout, weight_layout=weight_layout)
-            options = {"out_dtype": torch.float32}
+            options = {"out_dtype": torch.float32, "backend": "mma_sync"}
             got = OPS["mm_fp8_block"].cuda(*one.args, **options)
             assert torch.equal(got, OPS["mm_fp8_block"].reference(*one.args, **options))
             _, passed = launches.calls[-1]
             assert passed[2].shape == (m, -(-k // 128)) and passed[2].stride() == (1, m)
             assert passed[3].shape == (N, -(-k // 128)) and passed[3].is_contiguous()
     assert len(launches.compiled) == 1
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("weight_layout", SCALE_LAYOUTS)
+def test_mxfp8_layouts_with_cublas(layout, weight_layout, launches):
+    """Check MXFP8 scales in each layout and dtype, scales at any address, and calls without rows or columns, through
+    the CUDA entry. Scales in the layouts linear and 128x4 are read in place."""
+    options = {"out_dtype": torch.float32, "backend": "cublas"}
+    for m, n, k in ((6, N, 768), (130, N, 192), (0, N, 192), (5, 0, 192)):
+        one = mx_sample("", m, n, k, CPU, exact=True, layout=layout, weight_layout=weight_layout)
+        want = OPS["mm_fp8_block"].reference(*one.args, **{**options, "backend": "reference"})
+        moved = [torch.cat((scale.flatten()[:1], scale.flatten()))[1:].view(scale.shape) for scale in one.args[2:]]
+        as_e8m0 = [scale.view(torch.float8_e8m0fnu) for scale in one.args[2:]]
+        for scales in (one.args[2:], as_e8m0, moved) if m * n else (one.args[2:],):
+            launches.calls.clear()
+            assert torch.equal(OPS["mm_fp8_block"].cuda(*one.args[:2], *scales, **options), want)
+            if m * n and scales is not moved:
+                read = [passed[1].data_ptr() for _, passed in launches.calls]
+                in_place = [at == scale.data_ptr() for at, scale in zip(read, scales[::-1], strict=True)]
+                assert in_place == [name != "8x4" for name in (weight_layout, layout)]
+            assert len(launches.calls) == 2 * (m * n > 0)
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)

@@ -262,8 +262,8 @@ def _is_mxfp8(path: Path, call: Call) -> bool:
 
 
 def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
-    """Return the scale layouts of activations and of a weight in FP4 or MXFP8, or None for other formats, and the
-    number that must divide K."""
+    """Return (layout of the scales of ``a``, layout of the scales of ``b``, divisor of K). A layout is None for formats
+    other than FP4 and MXFP8."""
     if _is_mxfp8(path, call):
         a_layout, b_layout = (layout_of_operand(call[name]) for name in ("a_scale", "b_scale"))
         together = max(map(_blocks_together, (a_layout, b_layout)))
@@ -328,7 +328,7 @@ def _token_gemm(call: Call) -> Iterator[Rule]:
 
 
 def _columns_together(path: Path, call: Call) -> int:
-    """Return the number that must divide the number of columns of a shard of the weight."""
+    """Return the divisor of the number of columns of each shard of the weight."""
     return BLOCK if path.b == "fp8" and not _is_mxfp8(path, call) else FP8_N_MULTIPLE
 
 

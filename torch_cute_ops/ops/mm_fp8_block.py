@@ -33,9 +33,13 @@ def mm_fp8_block(
     Operands are stored as the quantising ops write them (``granularity="block128"`` or ``"block32"``) and as
     checkpoints such as DeepSeek-V3 hold them. The dtype of the scales says which: float32, or bytes for MXFP8. The
     tensor cores accumulate one block at a time. The block's sum, times both scales, is added to an fp32 accumulator, so
-    that the error of the tensor cores' own accumulation does not grow with K. With MXFP8 on Blackwell, block-scaled
-    MMAs apply the scales and accumulate over all of K instead, unless ``backend="mma_sync"`` is given on data-center
-    Blackwell. The result is rounded once to ``out_dtype``.
+    that the error of the tensor cores' own accumulation does not grow with K. The result is rounded once to
+    ``out_dtype``.
+
+    In MXFP8, only ``backend="mma_sync"`` on Hopper and data-center Blackwell adds up blocks in this way. On Blackwell,
+    block-scaled MMAs apply the scales and accumulate over all of K. On Hopper, ``"auto"`` often takes ``cublas``, which
+    decodes both matrices to bfloat16 in 2 · K · (N + M) bytes of temporary memory and accumulates over all of K in
+    fp32; decoding is exact for scales from 2^-124 to 2^119.
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
@@ -47,9 +51,9 @@ def mm_fp8_block(
             MXFP8: uint8 or float8_e8m0fnu, linear (M, K/32) or tiled as the quantising ops write them.
         b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
-            MXFP8: uint8 or float8_e8m0fnu, linear (N, K/32) or tiled. On data-center Blackwell, scales in the layout
-            128x4 are read in place, and elsewhere linear scales if K is a multiple of 128; other scales are rearranged
-            in each call.
+            MXFP8: uint8 or float8_e8m0fnu, linear (N, K/32) or tiled. ``tcgen05`` reads scales in the layout 128x4 in
+            place, ``cublas`` linear and 128x4 scales, and ``mma_sync`` linear scales if K is a multiple of 128. Other
+            scales are rearranged in each call.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
             column. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.

@@ -28,8 +28,8 @@ K_TILE_CLOCKS: Final = 340.0
 """SM clocks per k tile in addition to the MMAs: barriers, and the latency of loads and of dependent MMAs. A guess, not
 measured."""
 SCALING_CLOCKS: Final = 62.0
-"""SM clocks per k tile and row of ``a`` in which a CTA scales and adds the results of MXFP8 MMAs in fp32 (fitted to
-eight GEMMs with 64 to 4,096 rows on an H200)."""
+"""SM clocks that a CTA needs, per k tile and row of ``a``, to scale the results of MXFP8 MMAs and to add them in fp32
+(fitted to eight GEMMs with 64 to 4,096 rows on an H200)."""
 
 
 class FP8MmaTactic(NamedTuple):
@@ -82,8 +82,7 @@ class FP8MmaSync(FP8Backend):
         return cost.LAUNCH_SECONDS + cost.overlapped(computed, read, order=8)
 
     def more_clocks(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> float:
-        """Return the SM clocks per k tile of a CTA in which the CTA does more than to multiply, for example decodes the
-        weight."""
+        """Return the SM clocks that a CTA spends per k tile on work other than MMAs, such as decoding the weight."""
         return 0.0
 
     def config(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> WarpGemmConfig | None:
@@ -122,11 +121,11 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. (On data-center Blackwell, ``"auto"`` takes ``tcgen05`` instead, and on
-    Hopper ``cublas`` with more than a few rows, both except with experts.) On compute capabilities 12.0 and 12.1,
+    """Backend for MXFP8 operands, on every GPU. With experts, ``"auto"`` always takes this backend. Without experts, it
+    takes ``tcgen05`` on data-center Blackwell, and on Hopper often ``cublas``. On compute capabilities 12.0 and 12.1,
     block-scaled MMAs apply the scales. On other GPUs, the kernel scales the result of each MMA (32 elements of K) and
     adds it in fp32. The kernel reads scales as words of four bytes. Each call first rearranges scales that are not
-    stored in this order; linear scales of ``b`` are if K is a multiple of 128."""
+    stored in this order. Linear scales of ``b`` are already in this order if K is a multiple of 128."""
 
     is_mx = True
 

@@ -8,7 +8,7 @@ from torch_cute_ops.formats import SCALE_LAYOUTS, ScaleLayout
 from torch_cute_ops.formats.scale_layout import layout_of_operand
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import has_mxfp8
-from torch_cute_ops.gemm.backends.cublas import accumulate, finish
+from torch_cute_ops.gemm.backends.cublas import L2_RATE, accumulate, finish
 from torch_cute_ops.gemm.cost import LAUNCH_SECONDS, memory_seconds, tensor_core_seconds
 from torch_cute_ops.gemm.decode import reason_no_kernel
 from torch_cute_ops.gemm.operands import Operands
@@ -22,6 +22,8 @@ from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 DECODING_EFFICIENCY: Final = 0.95
 """Bandwidth of the decoding kernel, divided by the bandwidth of a copy (fitted to calls with one row on an H200)."""
 
+L2_BYTES: Final = 40 << 20
+"""Bytes of decoded operands that are still in L2 when cuBLAS reads them (an H200 has 50 MB)."""
 LINEAR: Final = SCALE_LAYOUTS["linear"]
 LAYOUTS: Final = (LINEAR, SCALE_LAYOUTS["128x4"])
 """Layouts of scales that the decoding kernel reads. Scales in other layouts are first converted to linear scales."""
@@ -32,8 +34,9 @@ Tensor = torch.Tensor
 class MXFP8Cublas(Backend):
     """Backend that decodes MXFP8 operands to bfloat16 in memory and calls cuBLAS.
 
-    GPUs without block-scaled MMAs multiply MXFP8 at most at the rate of 16 bits, because the sums of 32 elements have a
-    scale per row and per column. With more than a few rows, this backend is the fastest on these GPUs. Decoding is
+    GPUs without block-scaled MMAs multiply MXFP8 at most at the rate of 16-bit MMAs: each sum of 32 products must be
+    multiplied by two scales. So this backend is the fastest on these GPUs with many rows, and for many shapes also with
+    few. Decoding is
     exact for scales from 2^-124 to 2^119 (``kernels.mxfp8_dequant``). Sums over all of K are fp32, and are rounded
     once, after the epilogue.
     """
@@ -52,7 +55,8 @@ class MXFP8Cublas(Backend):
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         acc_bytes, decoded = 4 * m * problem.n, 2 * problem.k * (problem.n + m)
         decoding = memory_seconds(decoded + problem.bytes_moved(m), 2, target) / DECODING_EFFICIENCY
-        multiplying = max(memory_seconds(decoded + acc_bytes, 1, target), tensor_core_seconds(problem.flops(m), target))
+        read = decoded // L2_RATE if decoded <= L2_BYTES else decoded
+        multiplying = max(memory_seconds(read + acc_bytes, 1, target), tensor_core_seconds(problem.flops(m), target))
         # Another kernel reads the fp32 sums and writes the result.
         return LAUNCH_SECONDS + decoding + multiplying + memory_seconds(2 * acc_bytes, 1, target)
 

@@ -65,7 +65,7 @@ def reason_divided(scheme: LayerScheme, ranks: int, width: int) -> str | None:
 
 def divided(width: int, ranks: int) -> int:
     """Return the width of gpt-oss's experts on each rank except the last, without padding: engines divide these experts
-    among ranks by blocks of scales, so that the last rank gets fewer."""
+    among ranks by blocks of scales, so that the last rank gets fewer columns."""
     block = block_of("mxfp4")
     return -(-width // block // ranks) * block
 
@@ -80,8 +80,8 @@ class ExpertsMethod:
     """Part of an engine's method that computes routed experts with this package's kernels.
 
     Calls with few tokens compute only routed pairs of a token and an expert, with 16-bit activations (or FP4). Calls
-    with more tokens permute them by expert and have FP8 activations. Experts whose widths kernels do not support are
-    padded with zeros.
+    with more tokens permute the tokens by expert and use FP8 activations. Experts whose widths kernels do not support
+    are padded with zeros.
 
     Args:
         scheme: format of the layer in the checkpoint.
@@ -91,8 +91,8 @@ class ExpertsMethod:
         has_few_tokens: False if every call permutes the tokens.
 
     Attributes:
-        turned_off: text after the message about the memory for calls with few tokens.
-        bias_name: end of the names of biases.
+        turned_off: hint appended to the log message about extra memory: how to turn off calls with few tokens.
+        bias_name: suffix of the names of bias parameters.
         form: form of the layer, set by :meth:`create_weights`.
     """
 

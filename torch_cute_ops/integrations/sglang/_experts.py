@@ -75,11 +75,11 @@ def reason_left(scheme: LayerScheme, layer: Any) -> str | None:
     if swiglu_of(config) is None or alternates != is_gpt_oss:
         return f"the activation function is {config.activation} with settings that no kernel supports"
     if layer.with_bias != is_gpt_oss:
-        return "the experts have biases, or gpt-oss's experts have none"
+        return "gpt-oss's experts have no biases" if is_gpt_oss else "only gpt-oss's experts may have biases"
     if config.no_combine:
         return "the results of a token's experts are not added up"
     if config.apply_router_weight_on_input and layer.top_k > 1:
-        return "several weights of the router multiply the input"
+        return "the router's weights multiply the input, and a token has several experts"
     if layer.is_shared_fused_moe:
         return "the layer contains shared experts"
     hidden, width = rounded(scheme.format, config.hidden_size, config.intermediate_size_per_partition)
@@ -104,12 +104,18 @@ def _reason_of_server() -> str | None:
     if parallel.attn_dp_size > 1 or parallel.moe_dp_size > 1:
         return "ranks have different tokens"
     lora = get_lora()
-    return "LoRA layers are on top" if lora.enable_lora or lora.lora_paths else None
+    return "LoRA is enabled" if lora.enable_lora or lora.lora_paths else None
 
 
 def _form(fmt: str, few: FewActivations | None, config: Any, hidden: int, width: int) -> ExpertForm:
     swiglu = swiglu_of(config)
-    assert swiglu is not None
+    if swiglu is None:  # some models change the configuration after they have created the layer
+        raise ValueError(
+            f"the experts' activation function is {config.activation} with gemm1_alpha={config.gemm1_alpha}, "
+            f"gemm1_beta={config.gemm1_beta}, gemm1_clamp_limit={config.gemm1_clamp_limit} and "
+            f"swiglu_limit={config.swiglu_limit}, which no kernel supports; serve this model without --quantization "
+            "torch_cute_ops"
+        )
     return ExpertForm(
         fmt, few, config.num_local_experts, config.num_experts, hidden, width, config.top_k, swiglu,
         config.params_dtype, config.layer.with_bias,
@@ -171,8 +177,10 @@ class CuteExpertsMethod(ExpertsMethod, FusedMoEMethodBase):
         shape = field.shape(*((width, hidden) if part == "w13" else (hidden, width)))
         data = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
         data = data.unflatten(1, (SHARDS[part], -1))
-        columns = shape[-1] - data.shape[-1] if len(shape) > 1 else 0
-        data = functional.pad(data, (0, columns, 0, shape[0] - data.shape[2]))
+        columns, rows = shape[-1] - data.shape[-1] if len(shape) > 1 else 0, shape[0] - data.shape[2]
+        if not (columns or rows):
+            return tensor  # pad would copy it
+        data = functional.pad(data, (0, columns, 0, rows))
         return data.flatten(1, 2).view(tensor.dtype)
 
     # Use

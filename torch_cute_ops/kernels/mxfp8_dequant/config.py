@@ -8,7 +8,7 @@ from torch_cute_ops.formats import MXFP8, ScaleLayout
 
 CTAS_PER_SM: Final = 8
 THREADS: Final = 256
-CHUNK: Final = 8
+VECTOR: Final = 8
 """Number of elements that a thread decodes at a time."""
 
 
@@ -30,14 +30,14 @@ class Config:
         return self.width // MXFP8.block_size
 
     @property
-    def chunks(self) -> int:
-        """Number of chunks of a row."""
-        return self.width // CHUNK
+    def vectors(self) -> int:
+        """Number of vectors of a row."""
+        return self.width // VECTOR
 
     @property
     def threads_per_row(self) -> int:
         """Number of threads that share a row. It is a power of two, so that a CTA processes whole rows."""
-        return min(THREADS, 1 << (self.chunks - 1).bit_length())
+        return min(THREADS, 1 << (self.vectors - 1).bit_length())
 
     @property
     def rows_per_cta(self) -> int:

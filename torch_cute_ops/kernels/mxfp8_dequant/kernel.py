@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0
 from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
-from torch_cute_ops.kernels.mxfp8_dequant.config import CHUNK, THREADS, Arguments, Config
+from torch_cute_ops.kernels.mxfp8_dequant.config import THREADS, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
@@ -47,17 +47,17 @@ class MXFP8DequantKernel:
         ctas, _, _ = cute.arch.grid_dim()
         for row in range(cta * c.rows_per_cta + tid // c.threads_per_row, codes.shape[0], ctas * c.rows_per_cta):
             row_scales = cute.recast_ptr(scale.iterator, dtype=Uint8) + c.layout.row_offset(Uint64(row), c.blocks)
-            for chunk in range(tid % c.threads_per_row, c.chunks, c.threads_per_row):
-                block = Uint64(c.layout.block_offset(Uint32(chunk) // (MXFP8.block_size // CHUNK)))
+            for vector in range(tid % c.threads_per_row, c.vectors, c.threads_per_row):
+                block = Uint64(c.layout.block_offset(Uint32(vector) // (MXFP8.block_size // VECTOR)))
                 byte = Uint32(cute.make_tensor(row_scales + block, cute.make_layout(1))[0])
-                words = load_words(self._chunk(codes, row, chunk, cutlass.Float8E4M3FN))
+                words = load_words(self._vector(codes, row, vector, cutlass.Float8E4M3FN))
                 values = self._decode(words, float_of_ue8m0(byte))
-                store_words(pack(values, BFloat16), self._chunk(out, row, chunk, BFloat16))
+                store_words(pack(values, BFloat16), self._vector(out, row, vector, BFloat16))
 
-    def _chunk(self, tensor, row, chunk, dtype) -> cute.Tensor:
-        """Return a chunk of a row as a tensor of words."""
-        start = tensor.iterator + cute.assume(Int64(row) * self.config.width + chunk * CHUNK, divby=CHUNK)
-        return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(words_per(CHUNK, dtype)))
+    def _vector(self, tensor, row, vector, dtype) -> cute.Tensor:
+        """Return eight elements of a row, the ``vector``-th of these vectors, as a tensor of words."""
+        start = tensor.iterator + cute.assume(Int64(row) * self.config.width + vector * VECTOR, divby=VECTOR)
+        return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(words_per(VECTOR, dtype)))
 
     def _decode(self, words: list, scale: cutlass.Float32) -> list:
         """Return the values of four codes per word, times ``scale``."""
