@@ -186,3 +186,5 @@ OVER_RAW_CALL_US = 2.5
 direct call of the compiled function."""
 FIRST_CALL_S = 3.0
 """Largest time in seconds of the first call of a process, with empty caches."""
+FIRST_CALL_WARM_S = 0.5
+"""Same as `FIRST_CALL_S`, with a filled disk cache."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from support.cases import forget
-from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp4 import decode_ue8m0
@@ -519,7 +519,7 @@ def compute_decoded_mxfp8(config: Any, *args: Any) -> None:
     codes, scale, out, _ = mxfp8_dequant.Arguments(*args)
     assert codes.shape[1] == config.width
     scales = decode_ue8m0(to_linear(scale, config.layout, len(codes), config.blocks))
-    write(out, codes.float() * scales.repeat_interleave(32, 1))
+    write(out, codes.float() * scales.repeat_interleave(MXFP8.block_size, 1))
 
 
 def compute_qkv_rope(config: Any, *args: Any) -> None:
@@ -615,6 +615,16 @@ COMPUTE: dict[str, Callable[..., None]] = {
 }
 
 
+def sum_of_blocks(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``a @ weight.T`` in fp32, with the roundings of the reference of MXFP8 GEMMs."""
+    total = torch.zeros(len(a), len(weight))
+    for begin in range(0, a.shape[1], MXFP8.block_size):
+        part = slice(begin, begin + MXFP8.block_size)
+        partial = (a[:, part].double() @ weight[:, part].double().t()).float()
+        total = (total.double() + partial.double()).float()
+    return total
+
+
 def as_if_contiguous(tensor: Any) -> Any:
     """Return the contiguous tensor that a kernel would read if it ignored strides, starting at the first element."""
     stride = torch.empty(tensor.shape, device="meta").stride()
@@ -655,8 +665,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # Add in the reference's order, because even float64 sums depend on the order if large terms cancel.
-    for module in (cublas, mxfp8_cublas):
-        monkeypatch.setattr(module, "accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
+    monkeypatch.setattr(cublas, "accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
+    monkeypatch.setattr(mxfp8_cublas, "accumulate", sum_of_blocks)
     # Forget all launchers before and after the test, because neither real launchers may be used with the model nor the
     # model's launchers without it.
     forget_all()
