@@ -27,6 +27,7 @@ from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import FP8_TOKEN
 from torch_cute_ops.gemm import error_bounds
 from torch_cute_ops.gemm.backends import _fp8
+from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaTactic
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.gemm.select import BACKENDS, choose, target_of
@@ -81,6 +82,32 @@ def test_choices(make, arch) -> None:
         for m in (1, 16, 4096):
             found = choose(problem, m, target).backend.name
             assert (found == "mma_sync") == (not is_other and (m < 4096 or make is not token_problem))
+
+
+@pytest.mark.parametrize("make", [fp8_problem, token_problem, mx_problem])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_split_k(make, arch) -> None:
+    """Check that tactics with split-K exist only on compute capability 12, without experts, for few tiles, and that
+    each CTA then has a k tile. With few rows and a small N, ``"auto"`` takes such a tactic, and a launch consists of
+    whole clusters."""
+    (target, *_) = usual_targets(ARCHS[arch])
+    small, large = (backend_for("mma_sync", make(n=1024)).tactics(make(n=n), 16, target) for n in (1024, 64 * 1024))
+    is_split = {tactic.split_k for tactic in small} - {1}
+    assert is_split == ({2, 4, 8} if target.arch.has_block_scaled_mma else set())
+    assert {tactic.split_k for tactic in large} == {1}
+    short = make(n=1024, k=256)
+    backend = backend_for("mma_sync", short)
+    assert max(tactic.split_k for tactic in backend.tactics(short, 16, target)) == (2 if is_split else 1)
+    grouped = make(n=128, rows=ExpertLayout(True, True), experts=4)
+    assert {tactic.split_k for tactic in backend_for("mma_sync", grouped).tactics(grouped, 16, target)} == {1}
+    if not is_split:
+        return
+    problem = make(n=1024)
+    choice = choose(problem, 16, target)
+    assert choice.backend.name == "mma_sync" and choice.tactic.split_k > 1
+    assert choice.backend.ctas(problem, choice.tactic, target) % choice.tactic.split_k == 0
+    times = [choice.backend.estimate(problem, 16, FP8MmaTactic(16, split_k), target) for split_k in (1, 4)]
+    assert times[1] < times[0] < 4 * times[1]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -218,7 +245,7 @@ def test_a_call(op, sample, monkeypatch) -> None:
     run = lambda kernel, arch: lambda *given: run_kernel(kernel.make(), arch, *given, strict=True)  # noqa: E731
     monkeypatch.setattr(_fp8, "compile_kernel", run)
     out = poisoned(*want.shape, dtype=FP32)
-    backend.launcher(problem, backend.named((16,)), target)(operands_of(problem, call), out)
+    backend.launcher(problem, backend.named((16, 1)), target)(operands_of(problem, call), out)
     got, want = out.flatten(0, -2), want.flatten(0, -2)
     used = torch.ones(len(got), dtype=torch.bool)
     if not problem.grouping.rows.is_plain:

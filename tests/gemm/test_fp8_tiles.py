@@ -51,7 +51,7 @@ def test_tactics_are_the_tiles():
     found = {tactic for m in (1, 64, 4096) for tactic in BACKENDS[0].tactics(problem, m, HOPPER)}
     assert found == set(wgmma_kernel.TILES)
     assert all(tactic[0] < wgmma_kernel.MANY for tactic in BACKENDS[0].tactics(problem, 8, HOPPER))
-    assert {tile_m for (tile_m,) in BACKENDS[1].tactics(problem, 8, HOPPER)} == set(fp8_mma.TILES)
+    assert {tile_m for tile_m, _ in BACKENDS[1].tactics(problem, 8, HOPPER)} == set(fp8_mma.TILES)
 
 
 def test_unsupported():
@@ -220,4 +220,7 @@ def test_other_gpus_use_mma_sync(arch, problem, m, tile_m):
     """Check that GPUs without wgmma and tcgen05 use the kernel with mma.sync, with tiles of 16 rows for few rows."""
     (target,) = usual_targets(ARCHS[arch])[:1]
     choice = choose(problem, m, target)
-    assert (choice.backend.name, choice.tactic) == ("mma_sync", (tile_m,))
+    assert choice.backend.name == "mma_sync" and choice.tactic.tile_m == tile_m
+    assert (choice.tactic.split_k > 1) == (
+        m == 1 and arch == "sm_120a"
+    )  # the memory of sm_121 is too slow for more CTAs

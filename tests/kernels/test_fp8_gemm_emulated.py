@@ -149,8 +149,8 @@ def prefetching(*given: Any) -> FP8GemmCase:
     return dataclasses.replace(wgmma(*given), prefetches=True)
 
 
-def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
-    return FP8GemmCase("fp8_mma", layout, (tokens,), Epilogue(*epilogue), arch)
+def mma(layout: str, tile: int | tuple[int, int], *epilogue: Any, arch: str) -> FP8GemmCase:
+    return FP8GemmCase("fp8_mma", layout, tile if isinstance(tile, tuple) else (tile,), Epilogue(*epilogue), arch)
 
 
 def many(case: FP8GemmCase) -> FP8GemmCase:
@@ -209,6 +209,9 @@ RUNS = [
     # Runs with several tiles per CTA, and with clusters in which one CTA gets no k tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
+    # Clusters of mma.sync: more k tiles than stages, several tiles per cluster, and CTAs without a k tile
+    Run(mma("plain", (16, 2), BF16, "column", BF16, arch="sm_120a"), (19,), 136, 1408, 2, seed=1),
+    Run(mma("counted", (64, 4), FP32, "expert_column", FP32, arch="sm_120a"), (65, 0, 9), 264, 320, 4, seed=None),
 ]
 
 

@@ -79,9 +79,10 @@ def case(layout: str, tile: tuple[int, int, int], fast: bool, *epilogue: Any, **
     return FP8TokenGemmCase(layout, tile, fast, Epilogue(*epilogue), **hints)
 
 
-def mma(layout: str, tile_m: int, *epilogue: Any, arch: str = "sm_120a") -> FP8TokenGemmCase:
-    """Return a case of the kernel ``fp8_mma``."""
-    return FP8TokenGemmCase(layout, (tile_m,), False, Epilogue(*epilogue), arch, family="fp8_mma")
+def mma(layout: str, tile: int | tuple[int, int], *epilogue: Any, arch: str = "sm_120a") -> FP8TokenGemmCase:
+    """Return a case of the kernel ``fp8_mma``. ``tile`` is ``tile_m``, or ``tile_m`` and ``split_k``."""
+    sizes = tile if isinstance(tile, tuple) else (tile,)
+    return FP8TokenGemmCase(layout, sizes, False, Epilogue(*epilogue), arch, family="fp8_mma")
 
 
 # Runs with partial tiles, experts without rows, several tiles per CTA, more k tiles than stages, fewer k tiles than one
@@ -106,6 +107,8 @@ RUNS = [
     Run(mma("counted", 16, FP32, "expert_column", FP32), (17, 0, 3), 72, 320, 2, seed=1),
     Run(mma("offsets", 64, BF16, "expert"), (65, 3), 72, 448, 1),
     Run(mma("masked", 16, FP16, "expert_column", arch="sm_90a"), (3, 0, 20), 136, 64, 2, room=21),
+    Run(mma("plain", (16, 4), BF16, "column", BF16), (19,), 136, 832, 4, seed=1),
+    Run(mma("plain", (64, 2), FP32, "one", FP32), (70,), 136, 192, 4, seed=None, has_one_scale=True),
 ]
 
 

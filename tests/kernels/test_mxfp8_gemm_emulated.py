@@ -1,5 +1,6 @@
 """The MXFP8 kernel of ``fp8_mma``, executed in the PTX emulator and compared with the reference."""
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,8 +50,8 @@ class GroupedRun(NamedTuple):
     space: int = 0
 
 
-def case(tile_m: int, arch: str, *epilogue: Any, layout: str = "plain") -> MXFP8GemmCase:
-    return MXFP8GemmCase(tile_m, Epilogue(*epilogue), arch, layout)
+def case(tile_m: int, arch: str, *epilogue: Any, layout: str = "plain", split_k: int = 1) -> MXFP8GemmCase:
+    return MXFP8GemmCase(tile_m, Epilogue(*epilogue), arch, layout, split_k)
 
 
 # On sm_120a, block-scaled MMAs apply the scales; elsewhere, each MMA's result is scaled and added in fp32.
@@ -67,6 +68,10 @@ RUNS = {
     "scaled-large-tile-bf16": Run(case(64, CONSUMER, BF16, None, FP32), 130, 128, 576, 2, 2),
     "scaled-large-tile-fp16": Run(case(64, CONSUMER, FP16, "one"), 33, 40, 64, 1),
     "scaled-persistent": Run(case(32, CONSUMER, FP32), 129, 136, 128, 1, 3),
+    "split-k": Run(case(16, HOPPER, BF16, "column", BF16, split_k=2), 17, 136, 448, 4, 1),
+    "scaled-split-k": Run(case(16, CONSUMER, FP32, split_k=4), 5, 24, 1216, 4, None),
+    "scaled-split-k-persistent": Run(case(64, CONSUMER, BF16, "column", FP32, split_k=2), 130, 136, 576, 2, 2),
+    "scaled-split-k-without-k-tiles": Run(case(32, CONSUMER, FP16, "one", split_k=8), 33, 40, 320, 8, 0),
 }
 
 
@@ -190,6 +195,24 @@ def test_which_mmas_apply_the_scales() -> None:
         ptx = compile_ptx(case(32, name, FP32).kernel, arch).ptx
         scaled, every = ptx.count(".kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32."), ptx.count("mma.sync")
         assert (scaled, every) == ((16, 16) if arch.has_block_scaled_mma else (0, every)) and every
+
+
+@pytest.mark.parametrize("arrive", [0, 1], ids=["accumulators stored", "accumulators read"])
+def test_clusters_wait_twice(arrive: int) -> None:
+    """Check that a race or a wrong result is found, in some order of threads, if the CTAs of a cluster do not wait for
+    each other before or after rank 0 reads the accumulators."""
+
+    def edit(ptx: str) -> str:
+        for kind in ("arrive", "wait"):
+            found = [*re.finditer(rf"barrier\.cluster\.{kind}[^;]*;", ptx)][arrive]
+            ptx = ptx[: found.start()] + ptx[found.end() :]
+        return ptx
+
+    run = Run(case(16, CONSUMER, FP32, split_k=2), 40, 136, 448, 2)
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in (None, 0, 1, 2):
+            got, want = execute(run._replace(seed=seed), edit)
+            assert torch.equal(got, want)
 
 
 SELECTORS = r"(mma\.sync[^;]*\}, \{%r\d+\}, )\{(\d), (\d)\}(, \{%r\d+\}, )\{(\d), (\d)\}"

@@ -85,33 +85,40 @@ class FP8GemmCase(KernelCase):
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout], self.max_experts)
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
-            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile[0], **given))
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(**mma_sizes(self.tile), **given))
         names = ("tile_m", "tile_n", "split_k")
         given |= {"static_weight": self.static_weight, "prefetches": self.prefetches}
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
 
+def mma_sizes(tile: tuple[int, ...]) -> dict[str, int]:
+    """Return the sizes of a tile of ``fp8_mma``: ``(tile_m,)`` or ``(tile_m, split_k)``."""
+    return dict(zip(("tile_m", "split_k"), tile, strict=False))
+
+
 @dataclass(frozen=True)
 class MXFP8GemmCase(KernelCase):
-    """A GEMM of MXFP8 matrices by ``fp8_mma``: ``tile_m``, the epilogue, the architecture, and the expert layout, a key
-    of ``FP8_LAYOUTS``."""
+    """A GEMM of MXFP8 matrices by ``fp8_mma``: ``tile_m``, the epilogue, the architecture, the expert layout, a key of
+    ``FP8_LAYOUTS``, and ``split_k``."""
 
     tile_m: int
     epilogue: Epilogue
     arch: str = "sm_90a"
     layout: str = "plain"
+    split_k: int = 1
 
     @property
     def id(self) -> str:
         layout = () if self.layout == "plain" else (self.layout,)
-        return "-".join(("fp8_mma-mx", *layout, str(self.tile_m), epilogue_id(self.epilogue), self.arch))
+        tile = str(self.tile_m) if self.split_k == 1 else f"{self.tile_m}x{self.split_k}"
+        return "-".join(("fp8_mma-mx", *layout, tile, epilogue_id(self.epilogue), self.arch))
 
     @property
     def kernel(self) -> Any:
         """Kernel, built as the op builds it."""
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout], USUAL_EXPERTS)
         given = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
-        return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile_m, is_mx=True, **given))
+        return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile_m, is_mx=True, split_k=self.split_k, **given))
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class FP8TokenGemmCase(KernelCase):
         rows, arch = ExpertLayout(*FP8_LAYOUTS[self.layout]), GPU_ARCHS[self.arch]
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": arch, "pdl": True}
         if self.family == "fp8_mma":
-            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tile_m=self.tile[0], has_blocks=False, **given))
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(has_blocks=False, **mma_sizes(self.tile), **given))
         config = fp8_token_wgmma.plan(
             **given,
             **dict(zip(("tile_m", "tile_n", "split_k"), self.tile, strict=True)),
@@ -402,6 +409,8 @@ def mxfp8_gemm_cases(every: bool) -> list[MXFP8GemmCase]:
         tiles = fp8_mma.mx_tiles(GPU_ARCHS[arch])
         cases += [MXFP8GemmCase(tile_m, epilogue, arch) for tile_m in tiles for epilogue in PER_COLUMN[:2]]
         cases += [MXFP8GemmCase(tile_m, each, arch, next(layouts)) for tile_m in tiles for each in by_expert]
+        if GPU_ARCHS[arch].has_block_scaled_mma:
+            cases += [MXFP8GemmCase(tile_m, PER_COLUMN[0], arch, split_k=4) for tile_m in tiles]
     return cases
 
 

@@ -27,6 +27,9 @@ FP8_RATE: Final = 2.0
 K_TILE_CLOCKS: Final = 340.0
 """SM clocks per k tile in addition to the MMAs: barriers, and the latency of loads and of dependent MMAs. A guess, not
 measured."""
+REDUCE_SECONDS: Final = 0.4e-6
+"""Time in seconds to add the accumulators of one more CTA of a cluster, including its part of the cluster's barriers
+(an assumption)."""
 SCALING_CLOCKS: Final = 62.0
 """SM clocks that a CTA needs, per k tile and row of ``a``, to scale the results of MXFP8 MMAs and to add them in fp32
 (fitted to eight GEMMs with 64 to 4,096 rows on an H200)."""
@@ -37,9 +40,11 @@ class FP8MmaTactic(NamedTuple):
 
     Attributes:
         tile_m: number of rows of ``a`` in a tile.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
     """
 
     tile_m: int
+    split_k: int = 1
 
 
 class FP8MmaSync(FP8Backend):
@@ -51,7 +56,26 @@ class FP8MmaSync(FP8Backend):
     is_mx = False
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
-        return tuple(map(FP8MmaTactic, fp8_mma.TILES))
+        assert target.arch is not None
+        return tuple(
+            FP8MmaTactic(tile_m, split_k)
+            for tile_m in self.tile_sizes(target.arch)
+            for split_k in fp8_mma.SPLIT_K
+            if split_k == 1 or self.is_worth_splitting(problem, m, FP8MmaTactic(tile_m, split_k), target)
+        )
+
+    def tile_sizes(self, arch: Arch) -> tuple[int, ...]:
+        """Return the numbers of rows of ``a`` in the tiles of ``arch``."""
+        return tuple(fp8_mma.TILES)
+
+    def is_worth_splitting(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> bool:
+        """Return True if a tactic with split-K can be faster than one without: the tiles do not fill the GPU, and each
+        CTA has at least one k tile. Other GPUs than those of compute capability 12 have faster kernels."""
+        assert target.arch is not None
+        if not target.arch.has_block_scaled_mma or problem.grouping.over != "none":
+            return False
+        tiles = self.tile(tactic).tiles_of(problem, m)
+        return tiles * tactic.split_k <= 2 * target.sms and tactic.split_k <= -(-problem.k // K_TILE)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
@@ -66,15 +90,15 @@ class FP8MmaSync(FP8Backend):
         """Return the estimated time of a call."""
         assert target.arch is not None
         ctas_per_sm = self.ctas_per_sm(problem, tactic, target.arch)
-        tile = Tile(tactic.tile_m, TILE_N, ctas_per_sm=ctas_per_sm)
-        tiles, k_tiles = tile.tiles_of(problem, m), -(-problem.k // K_TILE)
+        tile = Tile(tactic.tile_m, TILE_N, tactic.split_k, ctas_per_sm)
+        tiles, k_tiles = tile.tiles_of(problem, m), -(-problem.k // (K_TILE * tactic.split_k))
         flops = 2 * tile.tile_m * tile.tile_n * K_TILE
         multiplied = cost.tensor_core_seconds(flops, target, sms=1) / FP8_RATE
-        busy = min(ctas_per_sm, math.ceil(tiles / target.sms)) * (
-            multiplied + self.more_clocks(problem, tactic, target.arch) / CLOCK_HZ
-        )
+        # CTAs of an SM that share its units
+        sharing = min(ctas_per_sm, math.ceil(tiles * tactic.split_k / target.sms))
+        busy = sharing * (multiplied + self.more_clocks(problem, tactic, target.arch) / CLOCK_HZ)
         waves = math.ceil(tiles / tile.clusters(target.sms))
-        computed = waves * k_tiles * (K_TILE_CLOCKS / CLOCK_HZ + busy)
+        computed = waves * (k_tiles * (K_TILE_CLOCKS / CLOCK_HZ + busy) + REDUCE_SECONDS * (tactic.split_k - 1))
         # M tiles that run at the same time share one read of the weight.
         reads = tiles / min(-(-rows_of_expert(problem, m) // tile.tile_m), RASTER_WIDTH)
         row_bytes = problem.b.row_bytes(problem.k) if problem.b.is_fp4 else problem.k
@@ -95,17 +119,19 @@ class FP8MmaSync(FP8Backend):
             pdl=settings.PDL,
             has_blocks=self.has_blocks,
             is_mx=self.is_mx,
+            split_k=tactic.split_k,
         )
 
     def kernels(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> tuple[KernelSpec, ...]:
         return (KernelSpec(fp8_mma.KERNEL, self.config(problem, tactic, arch)),)
 
     def tile(self, tactic: FP8MmaTactic) -> Tile:
-        return Tile(tactic.tile_m, TILE_N)
+        return Tile(tactic.tile_m, TILE_N, tactic.split_k)
 
     def ctas(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> int:
         assert target.arch is not None
-        return target.sms * self.ctas_per_sm(problem, tactic, target.arch)
+        tile = self.tile(tactic)._replace(ctas_per_sm=self.ctas_per_sm(problem, tactic, target.arch))
+        return tile.clusters(target.sms) * tile.cluster
 
     def ctas_per_sm(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> int:
         """Return the number of CTAs that run on an SM at the same time."""
@@ -129,9 +155,8 @@ class MXFP8MmaSync(FP8MmaSync):
 
     is_mx = True
 
-    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
-        assert target.arch is not None
-        return tuple(map(FP8MmaTactic, fp8_mma.mx_tiles(target.arch)))
+    def tile_sizes(self, arch: Arch) -> tuple[int, ...]:
+        return fp8_mma.mx_tiles(arch)
 
     def handles(self, problem: GemmProblem) -> bool:
         return has_mxfp8(problem)

@@ -28,16 +28,16 @@ and sums over all of K in tensor memory. A k tile has 128 elements along K. Role
 A stage consists of shared memory, for the activations and the codes, and of columns of tensor memory, for the decoded
 weight. It is empty when its MMAs have ended and the four decoder warps have read the codes.
 
-With stream-K, all CTAs multiply the same number of k tiles, so that SMs are busy even if the number of tiles is not a
-multiple of their number (``stream_k``). A CTA then computes parts of tiles: the k tiles of its first n tile may start,
-and the k tiles of its last n tile may end, inside the n tile. Their partial sums go to the workspace, and a second
-kernel adds them up in the order of k, applies the epilogue and stores the results.
+With stream-K (``stream_k``), the numbers of k tiles of two CTAs differ by at most one, so all SMs are busy even if the
+number of tiles is not a multiple of the number of SMs. A CTA's range of k tiles may begin in the middle of its first n
+tile, and end in the middle of its last n tile. Partial sums of these n tiles go to the workspace. A second kernel adds
+them up in the order of k, applies the epilogue and stores the results.
 
 Modules: ``kernel`` contains both kernels, and ``stream_k`` divides the k tiles.
 
 Bytes moved: Each m tile reads the weight and its scales (from L2 if m tiles run at the same time). ``a`` is read from
-L2 once per 128 rows of the weight. With stream-K, each CTA writes, and the second kernel reads, partial sums of up to
-two n tiles: 512 bytes for each row of ``a``.
+L2 once per 128 rows of the weight. With stream-K, each CTA writes partial sums of at most two n tiles, 512 bytes for
+each n tile and row of ``a``, and the second kernel reads them once.
 """
 
 from typing import TYPE_CHECKING

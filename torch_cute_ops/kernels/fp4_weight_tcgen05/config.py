@@ -167,7 +167,7 @@ class Config(FP8TileConfig):
 
     def reason_unfit(self) -> str | None:
         if self.split_k == STREAM_K and STREAM_K in split_ks(self.tile_m):
-            # A CTA needs the same memory as one that computes whole tiles.
+            # A CTA needs the same memory as a CTA that computes whole tiles.
             return replace(self, split_k=1).reason_unfit()
         if self.layout.tile_rows not in (0, MMA_M):
             return f"the layout {self.layout.name} is not for scales of weights"

@@ -29,7 +29,7 @@ from torch_cute_ops.kernels.fp4_weight_tcgen05.config import (
     Arguments,
     Config,
 )
-from torch_cute_ops.kernels.fp4_weight_tcgen05.stream_k import COLUMNS, ROWS, Part, Ranges, load_sums, slots_of
+from torch_cute_ops.kernels.fp4_weight_tcgen05.stream_k import COLUMNS, ROWS, Ranges, WorkTile, load_sums, slots_of
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 MMA_K = 16  # elements along K that an MMA multiplies
@@ -137,7 +137,7 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
         """Return the number of k tiles of an n tile."""
         return cute.ceil_div(work.num_mmas, LINES * MMAS_PER_LINE)
 
-    def _find(self, number, lane, work, smem) -> Tile | Part:
+    def _find(self, number, lane, work, smem) -> Tile | WorkTile:
         if not self.streams:
             return super()._find(number, lane, work, smem)
         cta, _, _ = cute.arch.block_idx()
@@ -145,7 +145,7 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
         row, column = number % m_tiles * self.config.tile_m, number // m_tiles * MMA_M
         slot = SLOTS * cta + ptx.select(begin == 0, Int32(1), Int32(0))
         slot = ptx.select((begin == 0) & (end == self._k_tiles(work)), Int32(-1), slot)
-        return Part(expert=Int32(0), row=row, rows=work.m - row, column=column, slot=slot)
+        return WorkTile(expert=Int32(0), row=row, rows=work.m - row, column=column, slot=slot)
 
     # Copies
 
@@ -260,25 +260,27 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
 
     def _store(self, values: list, first, finish, tile, column, tid, work, smem):
         if self.streams:
-            self._store_part(values, first, finish, tile, column, tid, work, smem)
+            self._store_sums(values, first, finish, tile, column, tid, work, smem)
         else:
             super()._store(values, first, finish, tile, column, tid, work, smem)
 
     @cute.jit
-    def _store_part(self, values: list, first, finish, tile: Part, column, tid, work, smem):
-        """Store columns of the accumulator as results or, if the part is not the whole tile, as partial sums."""
+    def _store_sums(self, values: list, first, finish, tile: WorkTile, column, tid, work, smem):
+        """Store columns of the accumulator as results or, if the CTA multiplies only some k tiles, as partial sums."""
         if tile.slot < 0:
             DecodedWeightKernel._store(self, values, first, finish, tile, column, tid, work, smem)
         else:
             for i in range_constexpr(len(values)):
                 if first + i < tile.rows:
-                    work.shared[tile.row + first + i, tid, tile.slot] = values[i]
+                    work.workspace[tile.row + first + i, tid, tile.slot] = values[i]
 
     @cute.kernel
     def reduce_kernel(self, slots, terms, out, k_tiles: Int32):
-        """Add up the partial sums of the n tile inside of which a CTA's range begins, in the order of k, apply the
-        epilogue and store the results. If several ranges begin inside an n tile, the first of them determines the
-        CTA."""
+        """Add up the partial sums of an n tile in the order of k, apply the epilogue and store the results.
+
+        A CTA reduces the n tile inside which its range of the GEMM begins, unless an earlier range begins inside the
+        same n tile. Then it does nothing.
+        """
         tid, _, _ = cute.arch.thread_idx()
         cta, group, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

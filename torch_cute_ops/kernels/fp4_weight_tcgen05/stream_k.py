@@ -23,8 +23,8 @@ ROWS = 4
 """Number of rows of the result that a CTA of the second kernel computes, one in each warp."""
 
 
-class Part(NamedTuple):
-    """Output tile of which the CTA multiplies some or all k tiles.
+class WorkTile(NamedTuple):
+    """Output tile, of which the CTA multiplies some or all k tiles.
 
     Attributes:
         expert, row, rows, column: fields of ``Tile``.
@@ -65,8 +65,9 @@ class Ranges(NamedTuple):
 
 
 def slots_of(workspace: cute.Tensor, m, ctas) -> cute.Tensor:
-    """Return the workspace as partial sums: (rows, columns of an n tile, slots) fp32. A CTA's first slot holds the last
-    k tiles of its first n tile, and the second slot holds the first k tiles of its last n tile."""
+    """Return the workspace as partial sums: (rows, columns of an n tile, slots) fp32. A CTA has two slots. The first
+    slot holds partial sums of an n tile whose first k tile another CTA multiplies. The second slot holds partial sums
+    that include the n tile's first k tile."""
     layout = cute.make_layout((m, MMA_M, SLOTS * ctas), stride=(MMA_M, 1, Int64(m) * MMA_M))
     return cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Float32), layout)
 

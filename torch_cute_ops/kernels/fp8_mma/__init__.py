@@ -14,6 +14,10 @@ scales, for each of its rows and columns. Per-token scales multiply the accumula
 to the accumulators. The results are stored in whole cache lines, only in rows that the expert owns. The kernel uses no
 mbarriers.
 
+With split-K, the ``split_k`` CTAs of a cluster share a tile, and each computes an equal range of its k tiles. All CTAs
+except rank 0 store their accumulators in their stages. Between two barriers of the cluster, rank 0 adds them in the
+order of the ranks, and then stores the results.
+
 A lane reads 16 bytes (four words) of a row at once, and uses each word in a different MMA with K = 32. The order in
 which the elements of a k tile are multiplied thus differs from their order in memory. The order of multiplication is
 the same for both operands. With MXFP8, a lane reads 8 bytes at once, and each MMA multiplies 32 neighbouring elements.
@@ -33,6 +37,7 @@ from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp8_mma.config import (
     MX_TILES,
     SCALED_TILES,
+    SPLIT_K,
     TILE_N,
     TILES,
     Arguments,
@@ -48,6 +53,7 @@ __all__ = [
     "KERNEL",
     "MX_TILES",
     "SCALED_TILES",
+    "SPLIT_K",
     "TILES",
     "TILE_N",
     "Arguments",

@@ -8,8 +8,10 @@ from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, Arguments, ExpertL
 from torch_cute_ops.kernels.common.fp8.warp_layouts import STAGES, TILE_N, WarpGemmConfig
 from torch_cute_ops.runtime.arch import Arch
 
-__all__ = ["MX_TILES", "SCALED_TILES", "TILES", "TILE_N", "Arguments", "Config", "mx_tiles", "plan"]
+__all__ = ["MX_TILES", "SCALED_TILES", "SPLIT_K", "TILES", "TILE_N", "Arguments", "Config", "mx_tiles", "plan"]
 
+SPLIT_K: Final = (1, 2, 4, 8)
+"""Supported numbers of CTAs of a cluster."""
 TILES: Final = {16: (1, 4), 64: (4, 2)}
 """(Number of warps that divide the rows, number of warps that divide the columns), keyed by ``tile_m``."""
 MX_TILES: Final = {16: (1, 4), 32: (2, 4)}
@@ -28,6 +30,7 @@ class Config(WarpGemmConfig):
         is_mx: True for MXFP8. ``a_scale`` (M, ⌈K/128⌉), column-major, and ``b_scale`` (N, ⌈K/128⌉), row-major, are
             words of four ue8m0 bytes, declared as fp32.
         has_scaled_mmas: True if block-scaled MMAs apply the scales of MXFP8 operands.
+        split_k: number of CTAs of a cluster, which compute one tile, each over a range of k tiles.
     """
 
     rows: ExpertLayout
@@ -38,6 +41,7 @@ class Config(WarpGemmConfig):
     has_blocks: bool = True
     is_mx: bool = False
     has_scaled_mmas: bool = False
+    split_k: int = 1
     line: ClassVar = K_TILE
 
     @property
@@ -59,6 +63,8 @@ class Config(WarpGemmConfig):
     def reason_unsupported(self, arch: Arch) -> str | None:
         if self.has_scaled_mmas and not (self.is_mx and arch.has_block_scaled_mma):
             return "block-scaled MMAs of FP8 need MXFP8 operands and compute capability 12.0 or 12.1"
+        if self.split_k not in SPLIT_K:
+            return f"split_k is {self.split_k}; it has to be one of {SPLIT_K}"
         return super().reason_unsupported(arch)
 
 
@@ -76,10 +82,11 @@ def plan(
     pdl: bool,
     has_blocks: bool = True,
     is_mx: bool = False,
+    split_k: int = 1,
 ) -> Config | None:
     """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
     fits."""
     scaled = is_mx and arch.has_block_scaled_mma
     return first_fit(
-        (Config(rows, epilogue, tile_m, stages, pdl, has_blocks, is_mx, scaled) for stages in STAGES), arch
+        (Config(rows, epilogue, tile_m, stages, pdl, has_blocks, is_mx, scaled, split_k) for stages in STAGES), arch
     )

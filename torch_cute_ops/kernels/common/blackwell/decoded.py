@@ -1,4 +1,4 @@
-"""Base class of GEMMs by ``tcgen05.mma`` whose decoder warps decode an FP4 weight: the copies to the stages."""
+"""Producer warp of the tcgen05 GEMMs whose decoder warps decode an FP4 weight."""
 
 from typing import Any
 

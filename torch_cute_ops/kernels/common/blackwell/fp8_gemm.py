@@ -53,7 +53,7 @@ class Work(NamedTuple):
         a_scale, b_scale: scales of ``a`` and of the weight, for all experts. ``b_scale`` is None with per-token scales.
         alpha, bias: operands of the epilogue, or None.
         out: result.
-        shared: memory through which CTAs exchange partial sums, or None.
+        workspace: (M, 128, slots) float32 in global memory, partial sums of stream-K, or None.
     """
 
     m: Int32
@@ -74,7 +74,7 @@ class Work(NamedTuple):
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
     out: cute.Tensor
-    shared: Any
+    workspace: Any
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class FP8GemmKernel(Tcgen05Kernel):
         return self.tiles.ctas(given, self.config.cluster)
 
     @cute.jit
-    def _launch(self, given: Arguments, ctas, shared, stream):
-        """Launch the kernel. ``shared`` is ``Work.shared``."""
+    def _launch(self, given: Arguments, ctas, workspace, stream):
+        """Launch the kernel. ``workspace`` is ``Work.workspace``."""
         c, view = self.config, self.tiles.views(given)
         maps = self.copies.map(bytes_of(view.a), self.stage.cta_mma_n), self._weight_map(view.b)
         scales, rows, terms = (view.a_scale, view.b_scale), (given.offsets, given.counts), (given.alpha, given.bias)
-        self.kernel(*maps, scales, rows, terms, view.out, view.space, shared).launch(
+        self.kernel(*maps, scales, rows, terms, view.out, view.space, workspace).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
@@ -152,7 +152,7 @@ class FP8GemmKernel(Tcgen05Kernel):
         return self.copies.map(bytes_of(b), MMA_M)
 
     @cute.kernel
-    def kernel(self, a_map, b_map, scales, rows, terms, out, space, shared):
+    def kernel(self, a_map, b_map, scales, rows, terms, out, space, workspace):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -182,7 +182,7 @@ class FP8GemmKernel(Tcgen05Kernel):
             alpha=terms[0],
             bias=terms[1],
             out=out,
-            shared=shared,
+            workspace=workspace,
         )
         smem, tmem = self._run_roles(tid, (a_map, b_map), work)
         if const_expr(c.split_k > 1):

@@ -40,8 +40,8 @@ class Divisor(NamedTuple):
 
 @cute.jit
 def warp_amaxes(amax: Float32, tid, warps: Constexpr[int]) -> cute.Tensor:
-    """Return the largest ``amax`` of each warp's threads, or NaN if one is NaN, in shared memory. All threads of the
-    CTA must call this function, which synchronises them."""
+    """Return (warps,) fp32 in shared memory: the largest ``amax`` of each warp, or NaN if any thread's ``amax`` is NaN.
+    All threads of the CTA must call this function, which synchronises them."""
     amax = cute.arch.warp_reduction(amax, ptx.max_abs_nan, threads_in_group=32)
     slots = cute.recast_ptr(SmemAllocator().allocate(4 * warps, 16), dtype=Float32)
     of_warps = cute.make_tensor(slots, cute.make_layout(warps))

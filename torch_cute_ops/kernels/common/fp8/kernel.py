@@ -1,4 +1,4 @@
-"""Base class of the FP8 GEMM kernels by wgmma and mma.sync: their arguments, which are the same."""
+"""Arguments and launch that all FP8 GEMM kernels by wgmma and mma.sync share."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch_cute_ops.kernels.common.fp8.layouts import Arguments
 
 
 class FP8Kernel:
-    """Base class of the kernels.
+    """Base class of the FP8 GEMM kernels by wgmma and mma.sync.
 
     Attributes:
         gemm: ``FP8Gemm`` or ``WarpGemm``, which a subclass composes.

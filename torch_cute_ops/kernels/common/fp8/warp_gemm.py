@@ -29,7 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
-from torch_cute_ops.kernels.common.core.memory import load_words
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.fp8.consumers import load_token_scales
 from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, STORE_TILE_BYTES, Arguments
 from torch_cute_ops.kernels.common.fp8.row_stores import store_rows
@@ -89,15 +89,16 @@ class WarpGemm:
         return self.tiles.arguments(EpilogueOps(self.config.epilogue))
 
     def launch(self, given: Arguments, stream) -> None:
-        """Launch the kernel, with persistent CTAs."""
+        """Launch the kernel, with persistent CTAs, or with split-K persistent clusters."""
         view = self.tiles.views(given)
         operands = view.a, view.b, view.a_scale, view.b_scale
         rows, terms = (given.offsets, given.counts), (given.alpha, given.bias)
         self.kernel(operands, rows, terms, view.out, view.space).launch(
-            grid=[self.tiles.ctas(given), 1, 1],
+            grid=[self.tiles.ctas(given, self.config.split_k), 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
+            cluster=[self.config.split_k, 1, 1] if const_expr(self.config.split_k > 1) else None,
             stream=stream,
             use_pdl=self.config.pdl,
         )
@@ -137,49 +138,95 @@ class WarpGemm:
         size = c.warp_n // 2
         acc = cute.make_rmem_tensor((c.warp_m // 16 * size,), Float32)
         scales = cute.make_rmem_tensor((max(self.weight.scale_words, 1),), Uint32)
-        for number in range(cta, self.tiles.count(m, n, table), ctas):
+        rank, first, count = Int32(0), Int32(0), work.k_tiles
+        if const_expr(c.split_k > 1):
+            rank = cta % c.split_k
+            first = rank * work.k_tiles // c.split_k
+            count = (rank + 1) * work.k_tiles // c.split_k - first
+        for number in range(cta // c.split_k, self.tiles.count(m, n, table), ctas // c.split_k):
             tile = Tile(*self.tiles.find(number, m, n, table, lane))
             for i in range_constexpr(c.stages - 1):
-                if i < work.k_tiles:
-                    self._load(i, i, base, tile, work)
+                if i < count:
+                    self._load(first + i, i, base, tile, work)
                 cute.arch.cp_async_commit_group()
             if const_expr(self.weight.scale_words > 0):
-                self.weight.load_scales(scales, Int32(0), tile, work)
+                self.weight.load_scales(scales, first, tile, work)
             acc.fill(0.0)
-            for k_tile in cutlass.range(work.k_tiles, unroll=1):
+            for index in cutlass.range(count, unroll=1):
+                k_tile = first + index
                 factors = self.promotion.factors(k_tile, tile, work)
                 slot = slots
                 if const_expr(self.weight.scale_words > 0):
-                    slot = slots + cute.assume(k_tile % SLOTS * c.slot_bytes, divby=PIECE)
+                    slot = slots + cute.assume(index % SLOTS * c.slot_bytes, divby=PIECE)
                     self.weight.store_scales(scales, slot, k_tile, work)
                 cute.arch.cp_async_wait_group(c.stages - 2)
                 # After this barrier, all threads' copies of this k tile have arrived, and all warps have read the
                 # previous k tile. So the copies below may overwrite the previous k tile's stage.
                 cute.arch.sync_threads()
-                ahead = k_tile + c.stages - 1
-                if ahead < work.k_tiles:
-                    self._load(ahead, ahead % c.stages, base, tile, work)
+                ahead = index + c.stages - 1
+                if ahead < count:
+                    self._load(first + ahead, ahead % c.stages, base, tile, work)
                 cute.arch.cp_async_commit_group()
                 if const_expr(self.weight.scale_words > 0):
                     self.weight.load_scales(scales, cutlass.min(k_tile + 1, work.k_tiles - 1), tile, work)
-                self._multiply(k_tile % c.stages, factors, acc, base, slot, work)
-            # Wait until all warps have read the last k tile, because the next tile's copies overwrite its stage.
+                self._multiply(index % c.stages, factors, acc, base, slot, work)
+            # Wait until all warps have read the last k tile, because the next tile's copies, or partial sums, overwrite
+            # its stage.
             cute.arch.sync_threads()
-            self.promotion.finish(acc, tile, work)
-            epilogue = self.epilogue.of_tile(tile.expert, tile.column, work)
-            for i in range_constexpr(c.warp_m // 16):
-                store_rows(
-                    cute.make_tensor(acc.iterator + i * size, cute.make_layout(size)),
-                    out,
-                    stores + cute.assume(warp * STORE_TILE_BYTES, divby=PIECE),
-                    tile.row + work.row + 16 * i,
-                    tile.rows - work.row - 16 * i,
-                    tile.column + work.column,
-                    lane,
-                    epilogue,
-                )
+            if const_expr(c.split_k > 1):
+                self._reduce(acc, base, rank, tid)
+                if rank == 0:
+                    self._store(acc, tile, out, stores, warp, work)
+            else:
+                self._store(acc, tile, out, stores, warp, work)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def _reduce(self, acc: cute.Tensor, base: cute.Pointer, rank, tid):
+        """Add the accumulators of the cluster's CTAs, in the order of the ranks, to the accumulators of rank 0. The
+        other CTAs store their accumulators in their stages, where rank 0 reads them between two barriers of the
+        cluster."""
+        c = self.config
+        if rank > 0:
+            for i in range_constexpr(cute.size(acc) // 4):
+                words = [ptx.bits_of(acc[4 * i + j]) for j in range(4)]
+                store_words(words, self._accumulators(base, i, tid))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if rank == 0:
+            for peer in range_constexpr(1, c.split_k):
+                there = cute.arch.map_dsmem_ptr(base, peer)
+                for i in range_constexpr(cute.size(acc) // 4):
+                    for j, word in enumerate(load_words(self._accumulators(there, i, tid))):
+                        acc[4 * i + j] = ptx.add_rn(acc[4 * i + j], ptx.float_of(word))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def _accumulators(self, base: cute.Pointer, i: int, tid) -> cute.Tensor:
+        """View the place of accumulators ``4 i`` to ``4 i + 3`` of thread ``tid`` as words. The vectors of neighbouring
+        threads are adjacent."""
+        at = base + cute.assume((i * self.config.threads + tid) * PIECE, divby=PIECE)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
+
+    @cute.jit
+    def _store(self, acc: cute.Tensor, tile: Tile, out, stores: cute.Pointer, warp, work: Work):
+        """Apply the epilogue to a tile's sums and store the results. ``stores`` is shared memory for all warps."""
+        c = self.config
+        self.promotion.finish(acc, tile, work)
+        epilogue = self.epilogue.of_tile(tile.expert, tile.column, work)
+        size = c.warp_n // 2
+        for i in range_constexpr(c.warp_m // 16):
+            store_rows(
+                cute.make_tensor(acc.iterator + i * size, cute.make_layout(size)),
+                out,
+                stores + cute.assume(warp * STORE_TILE_BYTES, divby=PIECE),
+                tile.row + work.row + 16 * i,
+                tile.rows - work.row - 16 * i,
+                tile.column + work.column,
+                work.lane,
+                epilogue,
+            )
 
     @cute.jit
     def _load(self, k_tile, stage, base, tile, work):

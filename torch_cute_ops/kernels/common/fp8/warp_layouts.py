@@ -31,6 +31,7 @@ class WarpGemmConfig:
         stages: number of stages of the pipeline. A stage holds one k tile.
         pdl: True to launch with programmatic dependent launch.
         has_blocks: True if ``a`` has block scales, False if it has per-token scales.
+        split_k: number of CTAs of a cluster, which compute one tile, each over a range of k tiles.
         tiles: (number of warps that divide the rows, number of warps that divide the columns), keyed by ``tile_m``.
         line: bytes of a weight row in a stage.
         slot_bytes: bytes of a slot, which holds scales of a k tile in shared memory; a multiple of 16.
@@ -45,6 +46,7 @@ class WarpGemmConfig:
     stages: int
     pdl: bool
     has_blocks: bool
+    split_k: ClassVar[Any] = 1
     tiles: ClassVar[Mapping[int, tuple[int, int]]]
     line: ClassVar[int]
     slot_bytes: ClassVar[Any] = 0
