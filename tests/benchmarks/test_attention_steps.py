@@ -35,9 +35,9 @@ def test_the_op_agrees_with_what_is_expected(cache):
 @by_cache
 def test_the_peers_compute_the_op(cache):
     """Check the peer, a composition whose steps round intermediate results to 16 bits. q may differ by two ulps; caches
-    of values must be equal in 16 bits and FP8. Of the other results, 1.5 % of the bytes differ on average, because a
-    relative error of 2^-9 crosses a rounding boundary of an e4m3 scale, whose steps are 2^-3 to 2^-4. The limit of 3 %
-    is seven standard deviations of 4,096 scales away."""
+    of values must be equal in 16 bits and FP8. Of the other results, about 1.5 % of the bytes differ: values with a
+    relative error of up to 2^-8 are rounded to e4m3 scales, whose relative steps are 2^-4 to 2^-3, so this fraction of
+    the scales rounds to the other neighbour. The limit of 3 % is seven standard deviations of 4,096 scales away."""
     case = BENCHMARK.case(64, cache=cache)
     tensors = BENCHMARK.make_set(case, CPU)
     want = BENCHMARK.expected(case, tensors)

@@ -279,9 +279,9 @@ LEFT: list[tuple[dict[str, Any], str]] = [
 SERVERS: list[tuple[Any, str]] = [
     (lambda: get_flags().moe.override(runner_backend=MoeRunnerBackend.TRITON), "--moe-runner-backend is triton"),
     (lambda: get_flags().moe.override(a2a_backend=MoeA2ABackend.DEEPEP), "--moe-a2a-backend is deepep"),
-    (lambda: get_exec().moe.override(enable_eplb=True), "move between ranks"),
-    (lambda: get_exec().moe.override(kt_weight_path="x"), "not all in this GPU's memory"),
-    (lambda: rank(tp=2, attn_tp_size=1, attn_dp_size=2), "different tokens"),
+    (lambda: get_exec().moe.override(enable_eplb=True), "EPLB"),
+    (lambda: get_exec().moe.override(kt_weight_path="x"), "KTransformers"),
+    (lambda: rank(tp=2, attn_tp_size=1, attn_dp_size=2), "data parallelism"),
     (lambda: get_lora().override(enable_lora=True), "LoRA"),
     (lambda: get_exec().deterministic.override(enable_deterministic_inference=True), "depend on the batch"),
 ]

@@ -24,7 +24,7 @@ from torch_cute_ops.integrations.vllm import METHODS
 from torch_cute_ops.integrations.vllm._linear import CuteLinearMethod
 
 OPTIONS: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16}
-"""The third adapter stays empty: on a CPU, vLLM computes tokens without an adapter with the last one."""
+"""On a CPU, vLLM applies the last adapter slot to tokens without an adapter, so the third slot stays empty."""
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj")

@@ -107,7 +107,7 @@ def test_stream_k() -> None:
     tactics = BACKEND.tactics(problem, 1, BLACKWELL)
     assert min(tactics, key=estimate) == (16, STREAM_K)
     assert all(split_k != STREAM_K for _, split_k in BACKEND.tactics(problem, 200, BLACKWELL))
-    # 156 tiles on 148 SMs take two rounds. If they take one, stream-K does not pay.
+    # 156 tiles on 148 SMs take two waves. 148 tiles take one wave, so stream-K does not pay.
     even = fp4_problem(148 * 128, 6_656, a_dtype=BF16)
     costs = [BACKEND.estimate(even, 1, BACKEND.named((16, split_k)), BLACKWELL) for split_k in (1, STREAM_K)]
     sums = 2 * 2 * 148 * 128 * 4  # bytes, written and read

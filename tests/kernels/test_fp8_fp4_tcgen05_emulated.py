@@ -75,7 +75,7 @@ def execute(
     if not has_blocks:
         b_scale = prepared_of_linear(of_all, run.n, fmt, experts)
     elif case.scales == "128x4":
-        # In tiles, the rows of all experts follow each other, so no rows are spare.
+        # Tiles hold the rows of all experts without gaps, so this layout has no spare rows.
         b_scale = tiled(scale.flatten(0, 1), NAN_SCALE[fmt.name]).view(fmt.scale_dtype)
     else:
         padded = torch.full((experts, run.n + SPARE, scale.shape[2]), NAN_SCALE[fmt.name], dtype=torch.uint8)

@@ -54,7 +54,7 @@ def launch_scaled(
     *terms: Any,
     **how: Any,
 ) -> torch.Tensor:
-    """Run the kernel for e4m3 matrices and their linear scales. The other arguments are those of ``launch``."""
+    """Run the kernel for e4m3 matrices and their linear scales. ``launch`` gets the other arguments."""
     padded = torch.full((run.n + SPARE, run.k), torch.nan).to(E4M3)
     padded[: run.n] = weight
     return launch(

@@ -47,7 +47,7 @@ class ExpertRun(NamedTuple):
         has_one_scale: True if all rows share one per-token scale, whose stride is 0.
         scales: scale bytes of an FP4 weight to choose from, or None for scales with which sums are exact. With other
             scales, a row of activations holds a single element other than 0, so that no sum is rounded.
-        seed: seed of the order of the emulator's warps, for tests that read it here.
+        seed: seed of the order in which the emulator runs warps. Only some tests read it.
     """
 
     case: Any

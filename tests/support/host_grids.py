@@ -105,7 +105,7 @@ def gemm_call(kernel: Any, **changes: int) -> Any:
 
 
 def check_ctas(case: Any, ctas: int, **changes: int) -> None:
-    """Check the number of CTAs that a case's kernel launches. ``changes`` are those of ``gemm_call``."""
+    """Check the number of CTAs that a case's kernel launches. ``changes`` are passed to ``gemm_call``."""
     assert grids(case.kernel, ARCHS[case.arch], *gemm_call(case.kernel, **changes)) == [(ctas, 1, 1)]
 
 

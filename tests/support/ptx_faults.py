@@ -313,7 +313,7 @@ def check_faults(
         run: function that runs the kernel.
         kernel: kernel, compiled for the architecture named ``arch``.
         known: faults that stay undetected, keyed by kind.
-        request: test's fixture, for the command line.
+        request: pytest's fixture ``request``, whose options say how many faults are tried.
         kinds: kinds of faults.
         least: minimum number of kinds of faults that must be possible in the kernel.
     """

@@ -36,10 +36,11 @@ def mm_fp8_block(
     that the error of the tensor cores' own accumulation does not grow with K. The result is rounded once to
     ``out_dtype``.
 
-    In MXFP8, only ``backend="mma_sync"`` on Hopper and data-center Blackwell adds up blocks in this way. On Blackwell,
-    block-scaled MMAs apply the scales and accumulate over all of K. On Hopper, ``"auto"`` often takes ``cublas``, which
-    decodes both matrices to bfloat16 in 2 · K · (N + M) bytes of temporary memory and accumulates over all of K in
-    fp32; decoding is exact for scales from 2^-124 to 2^119.
+    For MXFP8, this holds only for ``mma_sync`` on compute capabilities 9.0, 10.0 and 10.3. ``tcgen05``, and
+    ``mma_sync`` on 12.0 and 12.1, use block-scaled MMAs, which apply the scales and accumulate over all of K. On
+    Hopper, ``"auto"`` often takes ``cublas``: it decodes both matrices to bfloat16, which is exact for scales from
+    2^-124 to 2^119, and accumulates over all of K in fp32. ``cublas`` needs 2 · K · (N + M) + 4 · M · N bytes of
+    temporary memory.
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.

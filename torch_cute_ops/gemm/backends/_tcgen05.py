@@ -15,7 +15,7 @@ STORE_BYTES_PER_CLOCK: Final = 32
 
 
 class Tcgen05Tactic(NamedTuple):
-    """Tactic of the GEMMs of two FP4 operands, or of FP8 activations.
+    """Tactic of tcgen05 GEMMs with two FP4 operands or with FP8 activations.
 
     Attributes:
         tile_m: number of rows of ``a`` in a tile.

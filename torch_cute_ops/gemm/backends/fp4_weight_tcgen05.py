@@ -42,7 +42,7 @@ more than half of the instructions are logic, shifts and permutations, which tak
 Guide, "Arithmetic Instructions"), so that two warps can issue at most 0.45 each."""
 REDUCE_SECONDS: Final = 1e-6
 """Time in seconds from the end of the GEMM to the end of the kernel that adds up partial sums. On an H200, a kernel
-with the same launch, loads and stores takes 0.7 µs (measured)."""
+that adds up two tiles of one row for each of 132 CTAs, with programmatic dependent launch, took 0.7 µs."""
 
 
 class WeightTcgen05Tactic(NamedTuple):
@@ -50,8 +50,8 @@ class WeightTcgen05Tactic(NamedTuple):
 
     Attributes:
         tile_m: number of rows of ``a`` in a tile.
-        split_k: number of CTAs that compute one tile, each over a range of K, or ``STREAM_K``. They form a cluster.
-            With stream-K, each CTA multiplies the same number of k tiles, and another kernel adds up partial sums.
+        split_k: number of CTAs of a cluster that share a tile, each with a range of K; or ``STREAM_K``, without
+            clusters: each CTA multiplies nearly the same number of k tiles, and another kernel adds up partial sums.
     """
 
     tile_m: int

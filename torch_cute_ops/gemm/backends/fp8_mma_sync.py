@@ -166,7 +166,7 @@ class MXFP8MmaSync(FP8MmaSync):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        # ``tcgen05`` is faster at any size, but takes no experts. Block-scaled MMAs have the rate of FP8 MMAs.
+        # Take ``tcgen05`` wherever it can compute the call (without experts). The estimates cannot be compared.
         has_other = target.arch.has_tcgen05 and problem.grouping.over == "none"
         return math.inf if has_other else self.seconds(problem, m, tactic, target)
 

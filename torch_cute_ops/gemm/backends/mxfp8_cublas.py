@@ -23,7 +23,8 @@ DECODING_EFFICIENCY: Final = 0.95
 """Bandwidth of the decoding kernel, divided by the bandwidth of a copy (fitted to calls with one row on an H200)."""
 
 L2_BYTES: Final = 40 << 20
-"""Bytes of decoded operands that are still in L2 when cuBLAS reads them (an H200 has 50 MB)."""
+"""Largest size in bytes of both decoded operands at which cuBLAS is assumed to read them from L2. (An H200 has 50
+MB.)"""
 LINEAR: Final = SCALE_LAYOUTS["linear"]
 LAYOUTS: Final = (LINEAR, SCALE_LAYOUTS["128x4"])
 """Layouts of scales that the decoding kernel reads. Scales in other layouts are first converted to linear scales."""
@@ -34,11 +35,10 @@ Tensor = torch.Tensor
 class MXFP8Cublas(Backend):
     """Backend that decodes MXFP8 operands to bfloat16 in memory and calls cuBLAS.
 
-    GPUs without block-scaled MMAs multiply MXFP8 at most at the rate of 16-bit MMAs: each sum of 32 products must be
-    multiplied by two scales. So this backend is the fastest on these GPUs with many rows, and for many shapes also with
-    few. Decoding is
-    exact for scales from 2^-124 to 2^119 (``kernels.mxfp8_dequant``). Sums over all of K are fp32, and are rounded
-    once, after the epilogue.
+    Without block-scaled MMAs, two fp32 operations for each 32 products limit MXFP8 to the rate of 16-bit MMAs
+    (docs/notes/fp8_fp4_mma.md). So decoding to bfloat16 is as fast with many rows, and for many shapes also with few.
+    Decoding is exact for scales from 2^-124 to 2^119 (``kernels.mxfp8_dequant``). Sums over all of K are fp32, and are
+    rounded once, after the epilogue.
     """
 
     name = "cublas"

@@ -48,7 +48,7 @@ def reason_unread(scheme: LayerScheme) -> str | None:
     """Return the reason that no kernel reads experts of a format, or None if kernels do."""
     if (scheme.style, scheme.format) in _READ and scheme.format in MULTIPLES:
         return None
-    return f"experts in {scheme.format} of {scheme.style} have no kernel"
+    return f"there is no kernel for {scheme.format} experts of {scheme.style} checkpoints"
 
 
 def reason_divided(scheme: LayerScheme, ranks: int, width: int) -> str | None:
@@ -93,7 +93,7 @@ class ExpertsMethod:
     Attributes:
         turned_off: hint appended to the log message about extra memory: how to turn off calls with few tokens.
         bias_name: suffix of the names of bias parameters.
-        form: form of the layer, set by :meth:`create_weights`.
+        form: form of the layer, or None before :meth:`add_weights`.
     """
 
     turned_off: ClassVar[str] = ""
@@ -123,8 +123,8 @@ class ExpertsMethod:
         raise NotImplementedError
 
     def filled(self, tensor: Tensor, part: str, field: Field | None) -> Tensor:
-        """Return a loaded tensor with zeros for rows and columns that the checkpoint does not contain, in the sizes of
-        the form. A code of 0 is 0 with every finite scale.
+        """Pad a loaded tensor with zeros to the sizes of ``form``. Codes of 0 decode to 0 with every finite scale, so
+        padding does not change results.
 
         Args:
             tensor: (E, rows, ...), loaded tensor of all experts.
@@ -263,8 +263,8 @@ class ExpertsMethod:
         copied = experts.bytes_of_copy(tensors)
         if copied:
             self.note(
-                f"each layer of {self.form.experts} experts takes {copied / 2**20:.1f} MiB more for calls with few "
-                f"tokens, a second copy of its down layers{self.turned_off}"
+                f"each layer of {self.form.experts} experts stores a second copy of its down layers for calls with "
+                f"few tokens, {copied / 2**20:.1f} MiB{self.turned_off}"
             )
         for name, tensor in tensors.items():
             layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -313,11 +313,10 @@ class ExpertsMethod:
 def _adapted(
     loader: Callable[..., Any], layer: Any, field: Field, check_shard: Callable[[str], None]
 ) -> Callable[..., Any]:
-    """Return an engine's loader for a tensor whose stored form the loader does not know.
+    """Wrap an engine's loader for stored forms that it does not support.
 
-    Bytes of codes and of e8m0 scales are copied whatever dtype the checkpoint gives them; ModelOpt's block scales lose
-    their dimensions of size 1; and the input scales of gate and up are stored separately, which the loaders do only
-    for parameters whose name does not contain ``input_scale``.
+    Codes and e8m0 scales of any one-byte dtype are copied as bytes. ModelOpt's four-dimensional block scales become
+    matrices. ``input_scale`` is renamed for the loader, which would otherwise not keep the scales of gate and up apart.
 
     Args:
         loader: the engine's function that copies this rank's part.

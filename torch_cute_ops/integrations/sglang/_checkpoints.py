@@ -62,7 +62,7 @@ class _CuteLayers(SupportedModels, _Base):
             scheme = self.scheme_of_experts(layer, prefix)
             if scheme is None:
                 return own()
-            reason = "their results depend on the batch" if is_deterministic() else reason_left(scheme, layer)
+            reason = "their results would depend on the batch" if is_deterministic() else reason_left(scheme, layer)
             if reason is not None:
                 warn(f"{prefix}: {reason}; SGLang's own method computes these experts")
                 return own()

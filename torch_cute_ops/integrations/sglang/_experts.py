@@ -98,11 +98,11 @@ def _reason_of_server() -> str | None:
     if not get_moe_a2a_backend().is_none():
         return f"--moe-a2a-backend is {get_moe_a2a_backend().value}"
     if moe.enable_eplb or moe.ep_num_redundant_experts or moe.init_expert_location != "trivial":
-        return "experts move between ranks"
+        return "EPLB, redundant experts or --init-expert-location is set"
     if moe.enable_paged_experts or moe.kt_weight_path is not None or parallel.dwdp_size > 1:
-        return "experts are not all in this GPU's memory"
+        return "paged experts, KTransformers or DWDP is enabled"
     if parallel.attn_dp_size > 1 or parallel.moe_dp_size > 1:
-        return "ranks have different tokens"
+        return "data parallelism is enabled"
     lora = get_lora()
     return "LoRA is enabled" if lora.enable_lora or lora.lora_paths else None
 

@@ -104,7 +104,7 @@ class CuteExpertsMethod(ExpertsMethod, FusedMoEMethodBase):
         layer: vLLM's layer, for which :func:`reason_left` is None.
     """
 
-    turned_off: ClassVar[str] = '; --additional-config \'{"torch_cute_ops": {"few_tokens": false}}\' turns them off'
+    turned_off: ClassVar[str] = '; --additional-config \'{"torch_cute_ops": {"few_tokens": false}}\' avoids the copy'
 
     def __init__(
         self, scheme: LayerScheme, prefix: str, activations: Activations, preparation: Preparation, layer: Any
