@@ -278,7 +278,7 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
     cluster, however many rows the experts own."""
     case = GRIDS[name]
     kernel, layout = case.kernel, case.layout
-    tile_m, tile_n, split_k = (*case.tile, 128, 1) if case.family == "fp8_mma" else case.tile
+    tile_m, tile_n, split_k = (case.tile[0], 128, *case.tile[1:], 1)[:3] if case.family == "fp8_mma" else case.tile
     for _ in range(10):
         experts = 1 if layout == "plain" else random.randint(1, 20)
         n, room = random.randint(1, 80) * 8, random.randint(1, 300)
