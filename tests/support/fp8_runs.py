@@ -123,8 +123,8 @@ def void_padding(run: ExpertRun, a: torch.Tensor, a_scale: torch.Tensor) -> None
 def launch_rows(
     run: ExpertRun, a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: Any, *terms: Any, **how: Any
 ) -> torch.Tensor:
-    """Run the kernel for rows of ``a`` and their scales; return the result (rows, N). The other arguments are those of
-    ``launch``."""
+    """Run the kernel for rows of ``a`` and their scales, and return the result (rows, N). ``launch`` gets the other
+    arguments."""
     lead = run.rows.lead
     if run.case.layout == "masked" and a_scale.shape[1] > 1:
         a_scale = a_scale.t().view(-1, *lead).movedim(0, -1)

@@ -69,8 +69,8 @@ class FP8MmaSync(FP8Backend):
         return tuple(fp8_mma.TILES)
 
     def is_worth_splitting(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> bool:
-        """Return True if a tactic with split-K can be faster than one without: the tiles do not fill the GPU, and each
-        CTA has at least one k tile. Other GPUs than those of compute capability 12 have faster kernels."""
+        """Return True if split-K can make a call faster: the tiles do not fill the GPU, and each CTA has at least one k
+        tile. Only GPUs of compute capability 12 are considered, because other GPUs have faster kernels."""
         assert target.arch is not None
         if not target.arch.has_block_scaled_mma or problem.grouping.over != "none":
             return False

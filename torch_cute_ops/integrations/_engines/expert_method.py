@@ -2,7 +2,7 @@
 contains, and the tensors that the kernels read."""
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
@@ -19,6 +19,7 @@ from torch_cute_ops.integrations._engines.linear import (
     is_unloaded,
     keeps_input_scale,
     mark_unloaded,
+    stored_fields,
 )
 from torch_cute_ops.integrations._engines.prepare import Preparation, arch_of
 from torch_cute_ops.nn._base import Activations
@@ -179,7 +180,7 @@ class ExpertsMethod:
         self._set_form(*rounded(self.scheme.format, hidden, width), device, self._has_input_scales())
         assert self.form is not None
         for part, (n, k) in {"w13": (width, hidden), "w2": (hidden, width)}.items():
-            for field in self._fields():
+            for field in stored_fields(self.scheme, _READ):
                 parameter = self._parameter(field, self.form.experts, SHARDS[part], n, k)
                 vars(parameter)["weight_loader"] = _adapted(loader, layer, field, check_shard)
                 layer.register_parameter(f"{part}_{field.stored}", parameter)
@@ -189,14 +190,6 @@ class ExpertsMethod:
                 vars(bias)["weight_loader"] = loader
                 layer.register_parameter(f"{part}_{self.bias_name}", bias)
         self.preparation.add(self.form)
-
-    def _fields(self) -> Iterator[Field]:
-        """Yield the tensors that the checkpoint contains for an expert's layer."""
-        for field in _READ[self.scheme.style, self.scheme.format]:
-            # ModelOpt's weight-only checkpoints may contain input scales.
-            is_there = self.scheme.activations in ("fp4", "fp8_static") or self.scheme.style == "modelopt"
-            if not field.is_optional or (is_there and self.scheme.activations != "fp8"):
-                yield field
 
     def _has_input_scales(self) -> bool:
         return self.scheme.activations == "fp4" and self.scheme.format == "nvfp4"
@@ -280,8 +273,9 @@ class ExpertsMethod:
         """
         assert self.form is not None
         taken = {}
-        names = [(field.stored, field) for field in self._fields()] + [(self.bias_name, None)] * self.form.has_bias
-        for stored, field in names:
+        read: list[tuple[str, Field | None]] = [(each.stored, each) for each in stored_fields(self.scheme, _READ)]
+        read += [(self.bias_name, None)] * self.form.has_bias
+        for stored, field in read:
             parameter = getattr(layer, f"{part}_{stored}")
             tensor: Tensor = parameter.data
             delattr(layer, f"{part}_{stored}")

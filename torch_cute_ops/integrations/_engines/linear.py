@@ -6,7 +6,7 @@ SGLang derived its classes of layers and parameters from vLLM's, so one method s
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -130,7 +130,7 @@ class LinearMethod:
         if self.scheme.format == "fp8_block" and not self._are_blocks_divided:
             vars(layer)["weight_block_size"] = [FP8_BLOCK, FP8_BLOCK]  # the loaders read it
         given = extra_weight_attrs["weight_loader"]
-        for field in self._fields():
+        for field in stored_fields(self.scheme):
             loader = Loader(given, layer, is_marking="scale" in field.stored)
             if self._are_blocks_divided and field.name in _BLOCK_SCALES:
                 parameter = self._repeated(field, k, (rows, input_size), loader)
@@ -142,14 +142,6 @@ class LinearMethod:
         self._form = self._form_of(k, params_dtype, has_input_scale, _adds_bias(layer), device)
         if self._reason_decoded(self._form) is None:
             self.preparation.add(self._form)
-
-    def _fields(self) -> Iterator[Field]:
-        """Yield the tensors that the checkpoint contains for a layer."""
-        for field in READ[self.scheme.style, self.scheme.format]:
-            # ModelOpt's weight-only checkpoints may contain input scales.
-            is_there = self.scheme.activations in ("fp4", "fp8_static") or self.scheme.style == "modelopt"
-            if not field.is_optional or (is_there and self.scheme.activations != "fp8"):
-                yield field
 
     def _divides_blocks(self, k: int, input_size: int, output_size: int, *, is_vocabulary: bool) -> bool:
         """Return True if merged parts, ranks or a padded vocabulary would share a block of scales.
@@ -289,7 +281,7 @@ class LinearMethod:
             ValueError: if the checkpoint lacks a tensor of the layer.
         """
         taken = {}
-        for field in self._fields():
+        for field in stored_fields(self.scheme):
             parameter = getattr(layer, field.stored)
             tensor = parameter.data
             delattr(layer, field.stored)
@@ -320,6 +312,16 @@ class LinearMethod:
         assert self._gemm is not None
         y = self._gemm(layer, x.reshape(-1, x.shape[-1]), bias)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def stored_fields(scheme: LayerScheme, tables: Mapping[tuple[str, str], tuple[Field, ...]] = READ) -> Iterator[Field]:
+    """Yield the tensors that a checkpoint contains for a layer of this scheme. ``tables`` is keyed by style and
+    format."""
+    for field in tables[scheme.style, scheme.format]:
+        # ModelOpt's weight-only checkpoints may contain input scales.
+        is_there = scheme.activations in ("fp4", "fp8_static") or scheme.style == "modelopt"
+        if not field.is_optional or (is_there and scheme.activations != "fp8"):
+            yield field
 
 
 def _adds_bias(layer: Any) -> bool:

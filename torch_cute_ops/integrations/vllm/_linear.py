@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from torch_cute_ops.integrations._engines.linear import Engine, LinearMethod
+from torch_cute_ops.integrations._engines.linear import Engine, LinearMethod, stored_fields
 
 logger = init_logger(__name__)
 
@@ -37,7 +37,7 @@ class CuteLinearMethod(LinearMethod, LinearMethodBase):
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """Let an output head share the embedding's weight and method: a tied head needs no other tensors."""
-        for field in self._fields():
+        for field in stored_fields(self.scheme):
             delattr(layer, field.stored)
         method: Any = embed_tokens.quant_method
         layer.quant_method = method

@@ -32,7 +32,7 @@ STREAM_K: Final = 0
 """Value of ``split_k`` for stream-K: all CTAs multiply the same number of k tiles. A CTA's work may begin and end
 inside a tile."""
 SLOTS: Final = 2
-"""Number of n tiles of which a CTA may store partial sums with stream-K: its first and its last n tile."""
+"""Largest number of n tiles for which a CTA stores partial sums with stream-K: its first and its last n tile."""
 LINES: Final = 2 * K_TILE // K_TILE_BYTES
 """Number of 128-byte lines of activations that a token has in a k tile."""
 WEIGHT_COLUMNS: Final = K_TILE // 2
@@ -60,7 +60,7 @@ def split_ks(tile_m: int) -> tuple[int, ...]:
 
 
 class Arguments(namedtuple("Arguments", (*FP8Arguments._fields, "workspace"))):
-    """Run-time arguments, in order: those of ``common.fp8.layouts.Arguments``, and a workspace.
+    """Run-time arguments, in order: all fields of ``common.fp8.layouts.Arguments``, and a workspace.
 
     Attributes:
         workspace: ``Config.workspace_bytes`` uint8, written, or None without stream-K.

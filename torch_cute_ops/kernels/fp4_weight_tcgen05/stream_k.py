@@ -24,7 +24,7 @@ ROWS = 4
 
 
 class WorkTile(NamedTuple):
-    """Output tile, of which the CTA multiplies some or all k tiles.
+    """Output tile for which the CTA multiplies some or all k tiles.
 
     Attributes:
         expert, row, rows, column: fields of ``Tile``.
