@@ -600,7 +600,7 @@ def _fp8_sums_error(problem: Any) -> float:
     if problem.a.has_fp8_tokens:
         k = problem.k if problem.fast_accum else min(problem.k, PROMOTED_K)
     else:
-        k = MXFP8.block_size if problem.a.format == MXFP8 else PROMOTED_BLOCK
+        k = PROMOTED_BLOCK
     return -(-k // FP8_STEP) * FP8_STEP_ERROR
 
 

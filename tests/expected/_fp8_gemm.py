@@ -17,6 +17,11 @@ LOST = {"cpu": 2.0**-24, "cuda": 2.0**-13}
 largest of these terms, and keeps 14 bits (measured by DeepSeek on an H800: "DeepSeek-V3 Technical Report", 3.3.2)."""
 
 
+FOLDS = {"cpu": False, "cuda": True}
+"""True for types of devices on which a kernel may fold MXFP8 operands: it may choose one scale for each 128 elements,
+their largest, which rounds elements with smaller scales. (Only Hopper's kernels do.)"""
+
+
 class Bounded(NamedTuple):
     """Sums (rows, N) in float64, and the error bound of each sum."""
 
@@ -62,6 +67,48 @@ def sum_of_block(left: np.ndarray, right: np.ndarray, device: str) -> Bounded:
         lost += np.maximum(largest, np.maximum(before, after, out=before), out=largest)
         before = after
     return Bounded(total, lost * ((STEP + 1) * LOST[device]))
+
+
+def mx_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    alpha: np.ndarray | None,
+    bias: np.ndarray | None,
+    device: str,
+) -> Bounded:
+    """Compute ``alpha · a @ b.T + bias`` for MXFP8 matrices (rows, K) and (N, K), whose scales have the values ``rows``
+    and ``columns``, with the error bound."""
+    exact = gemm(a, Weight(numbers(b), columns), torch.from_numpy(rows), alpha, bias, device, STEP)
+    if not FOLDS[device]:
+        return exact
+    (left, powers, off), (right, of_columns, off_right) = folded(numbers(a), rows), folded(numbers(b), columns)
+    bound, size = (np.zeros(exact.total.shape) for _ in range(2))
+    with np.errstate(all="ignore"):
+        for block in range(powers.shape[1]):
+            within = slice(block * BLOCK, (block + 1) * BLOCK)
+            x, y, dx, dy = left[:, within], right[:, within], off[:, within], off_right[:, within]
+            partial, lost = sum_of_block(x, y, device)
+            lost += dx @ (np.abs(y) + dy).T + np.abs(x) @ dy.T
+            factor = powers[:, block, None] * of_columns[:, block]
+            size += np.abs(factor * partial)
+            bound += np.abs(factor) * lost
+        bound += size * (powers.shape[1] + 2) * 2 * EPS
+        return Bounded(exact.total, np.maximum(exact.bound, moved(exact.total, bound, alpha, bias)))
+
+
+def folded(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return numbers (rows, K) as multiples of the largest scale of each 128 elements, these scales (rows, ⌈K/128⌉),
+    and the error of each number if it is rounded to e4m3. ``scales`` (rows, K/32) are the scales of ``values``."""
+    size, blocks = BLOCK // STEP, scales.shape[1]
+    padded = np.pad(scales, ((0, 0), (0, -blocks % size)))
+    largest = padded.reshape(len(scales), -(-blocks // size), size).max(2)
+    relative = (scales / largest.repeat(size, 1)[:, :blocks]).repeat(STEP, 1)
+    value = values * relative
+    step = 2.0**-9  # between subnormal e4m3 numbers; the other numbers are not rounded
+    off = np.where(np.abs(value) < 2.0**-6, np.abs(value - np.rint(value / step) * step), 0)
+    return value, largest, off
 
 
 def gemm(

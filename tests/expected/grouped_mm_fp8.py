@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from expected._epilogue import EPS, of_rows
-from expected._fp8_gemm import Bounded, Weight, assert_close, fp8_weight, gemm, mx_factors, numbers, token_gemm
+from expected._fp8_gemm import Bounded, assert_close, fp8_weight, gemm, mx_factors, mx_gemm, token_gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
@@ -38,7 +38,7 @@ def results(given):
     def weight_of(expert):
         return fp8_weight(given["b"][expert].mT, given["b_scale"][expert])
 
-    return (grouped(given, weight_of),)
+    return (of_blocks(given, weight_of),)
 
 
 def of_mxfp8(given):
@@ -46,23 +46,36 @@ def of_mxfp8(given):
     a, (experts, k, n) = given["a"], given["b"].shape
     factors = mx_factors(given["b_scale"], experts * n, k).reshape(experts, n, k // 32)
 
-    def weight_of(expert):
-        return Weight(numbers(given["b"][expert].mT), factors[expert])
+    rows = mx_factors(given["a_scale"], a.shape[:-1].numel(), k)
 
-    a_scale = torch.from_numpy(mx_factors(given["a_scale"], a.shape[:-1].numel(), k))
-    return grouped(given | {"a_scale": a_scale}, weight_of, 32)
+    def multiply(own, within, expert, *rest):
+        return mx_gemm(own, given["b"][expert].mT, rows[within], factors[expert], *rest)
+
+    return grouped(given, multiply)
 
 
-def grouped(given, weight_of, size_of_block=128):
-    """Return the scaled sums over K for all rows, with their error bounds. ``weight_of`` returns an expert's weight."""
+def of_blocks(given, weight_of):
+    """Return the sums of all rows and their error bounds for a call with block scales of 128 elements. ``weight_of``
+    returns an expert's weight."""
+    a_scale = given["a_scale"].reshape(-1, -(-given["a"].shape[-1] // 128))
+
+    def multiply(own, within, expert, *rest):
+        return gemm(own, weight_of(expert), a_scale[within], *rest)
+
+    return grouped(given, multiply)
+
+
+def grouped(given, multiply):
+    """Return the scaled sums over K for all rows, with their error bounds. ``multiply`` computes them for the rows of
+    an expert, given the rows, their slice, the expert, alpha, bias and the type of the device."""
     n, k = given["b"].shape[2], given["a"].shape[-1]
-    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-1, -(-k // size_of_block))
+    a = given["a"].reshape(-1, k)
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
     device = given["a"].device.type
     for expert, (begin, end) in enumerate(ranges(given)):
         rows = slice(begin, end)
         epilogue = (of_rows(given[name], expert) for name in ("alpha", "bias"))
-        one = gemm(a[rows], weight_of(expert), a_scale[rows], *epilogue, device, size_of_block)
+        one = multiply(a[rows], rows, expert, *epilogue, device)
         total[rows], bound[rows] = one
     shape = (*given["a"].shape[:-1], n)
     return Bounded(total.reshape(shape), bound.reshape(shape))

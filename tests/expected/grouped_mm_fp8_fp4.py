@@ -7,7 +7,7 @@ from expected._epilogue import of_rows
 from expected._fp4_gemm import layout_of
 from expected._fp8_fp4 import fp4_weight, has_tokens, in_order, prepared_weight, token_gemm, token_weight
 from expected._fp8_gemm import Bounded, Weight
-from expected.grouped_mm_fp8 import assert_results, grouped, ranges
+from expected.grouped_mm_fp8 import assert_results, of_blocks, ranges
 from expected.grouped_mm_fp8 import rows_alone as rows_alone_in_order
 
 _ARGUMENTS = (
@@ -33,7 +33,7 @@ def results(given):
         rows = slice(expert * n, (expert + 1) * n)
         return Weight(every.numbers[rows], every.factors[rows])
 
-    return (grouped(given, weight_of),)
+    return (of_blocks(given, weight_of),)
 
 
 def of_tokens(given):

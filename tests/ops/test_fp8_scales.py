@@ -193,23 +193,29 @@ def test_mxfp8_layouts(layout, weight_layout, launches):
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("weight_layout", SCALE_LAYOUTS)
-def test_mxfp8_layouts_with_cublas(layout, weight_layout, launches):
+def test_mxfp8_layouts_with_wgmma(layout, weight_layout, launches):
     """Check MXFP8 scales in each layout and dtype, scales at any address, and calls without rows or columns, through
-    the CUDA entry. Scales in the layouts linear and 128x4 are read in place."""
-    options = {"out_dtype": torch.float32, "backend": "cublas"}
+    the CUDA entry on Hopper, whose kernels fold both operands. Scales of ``a`` in the layouts linear and 128x4 are read
+    in place, and linear scales of ``b`` if K is a multiple of 128."""
+    options = {"out_dtype": torch.float32}
     for m, n, k in ((6, N, 768), (130, N, 192), (0, N, 192), (5, 0, 192)):
         one = mx_sample("", m, n, k, CPU, exact=True, layout=layout, weight_layout=weight_layout)
-        want = OPS["mm_fp8_block"].reference(*one.args, **{**options, "backend": "reference"})
+        want = OPS["mm_fp8_block"].reference(*one.args, **options)
         moved = [torch.cat((scale.flatten()[:1], scale.flatten()))[1:].view(scale.shape) for scale in one.args[2:]]
         as_e8m0 = [scale.view(torch.float8_e8m0fnu) for scale in one.args[2:]]
         for scales in (one.args[2:], as_e8m0, moved) if m * n else (one.args[2:],):
             launches.calls.clear()
             assert torch.equal(OPS["mm_fp8_block"].cuda(*one.args[:2], *scales, **options), want)
-            if m * n and scales is not moved:
-                read = [passed[1].data_ptr() for _, passed in launches.calls]
-                in_place = [at == scale.data_ptr() for at, scale in zip(read, scales[::-1], strict=True)]
-                assert in_place == [name != "8x4" for name in (weight_layout, layout)]
-            assert len(launches.calls) == 2 * (m * n > 0)
+            if m * n:
+                (_, folding), (_, multiplying) = launches.calls
+                read = [
+                    folding[1].data_ptr() == scales[0].data_ptr(),
+                    multiplying[3].data_ptr() == scales[1].data_ptr(),
+                ]
+                if scales is not moved:
+                    assert read == [layout != "8x4", weight_layout == "linear" and k % 128 == 0]
+    names = [type(kernel).__name__ for kernel, _ in launches.calls] or ["MXFP8FoldKernel", "MXFP8WgmmaKernel"]
+    assert names == ["MXFP8FoldKernel", "MXFP8WgmmaKernel"]
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
@@ -237,8 +243,8 @@ def test_mxfp8_layouts_with_tcgen05(layout, weight_layout, launches, monkeypatch
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
 def test_mxfp8_layouts_of_experts(layout, arch, launches, monkeypatch):
-    """Check that grouped MXFP8 GEMMs with scales in each layout run ``fp8_mma`` on every GPU, in both row layouts, for
-    whole and for short k tiles."""
+    """Check that grouped MXFP8 GEMMs with scales in each layout run ``mxfp8_wgmma`` on Hopper and ``fp8_mma`` on other
+    GPUs, in both row layouts, for whole and for short k tiles."""
     target = Target(torch.device("cuda", 0), ARCHS[arch], 148)
     monkeypatch.setattr(select, "target_of", lambda device: target)
     names = [*SCALE_LAYOUTS]
@@ -252,7 +258,8 @@ def test_mxfp8_layouts_of_experts(layout, arch, launches, monkeypatch):
             _, passed = launches.calls[-1]
             rows, columns = given.args[0].shape[:-1], -(-k // 128)
             assert passed[2].shape == (*rows, columns) and passed[3].shape == (3, N, columns)
-    assert {type(kernel).__name__ for kernel, _ in launches.calls} == {"FP8MmaKernel"}
+    names = {"MXFP8FoldKernel", "MXFP8WgmmaKernel"} if arch == "sm_90a" else {"FP8MmaKernel"}
+    assert {type(kernel).__name__ for kernel, _ in launches.calls} == names
 
 
 def test_mxfp8_scales_at_any_address(launches):

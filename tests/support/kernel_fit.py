@@ -17,7 +17,6 @@ from support.kernel_grid import (
     DYNAMIC_TENSOR,
     Case,
     ExpertsCase,
-    FP8FP4GemmCase,
     GatedExpertsCase,
     KernelCase,
     MoeCase,
@@ -70,6 +69,7 @@ INSTRUCTIONS: dict[str, str] = {
     "fp8_fp4_tcgen05": "UTCQMMA",
     "fp8_mxfp4_tcgen05": "UTCQMMA",
     "mxfp8_tcgen05": "UTCQMMA",
+    "mxfp8_wgmma": "QGMMA",
 }
 """Tensor-core instructions in the machine code of each kernel package, except in the cases that ``instructions_of``
 names. All other packages use no tensor cores."""
@@ -176,7 +176,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources], instr
         # Producers and decoders give up registers, which consumers take. The sum must not exceed the registers at
         # launch.
         own, given = kernels[0].registers, config.registers[1:]
-        helpers = 32 * config.decoder_warps * config.decoder_teams if isinstance(case, FP8FP4GemmCase) else 0
+        helpers = 32 * getattr(config, "decoder_warps", 0) * getattr(config, "decoder_teams", 1)
         producers = 32 * config.producer_warps if isinstance(case, GatedExpertsCase) else WARPGROUP
         if isinstance(case, WgmmaCase):
             producers *= config.other_groups

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from expected import _fp8_gemm
 
 from support.cases import forget
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.formats.fp4 import decode_ue8m0
 from torch_cute_ops.formats.fp8 import FP8_DYNAMIC_TENSOR
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, mxfp8_cublas, separate_prologue
+from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, mxfp8_wgmma, separate_prologue
 from torch_cute_ops.gemm.backends import fp8_fp4_recode as recoded
 from torch_cute_ops.gemm.backends import fp8_fp4_token_recode as recoded_tokens
 from torch_cute_ops.gemm.backends import fp8_fp4_token_wgmma as tokens
@@ -44,12 +44,13 @@ from torch_cute_ops.kernels import (
     moe_route,
     moe_route_dense,
     moe_route_ids,
-    mxfp8_dequant,
+    mxfp8_fold,
     mxfp8_tcgen05,
     qkv_rope,
     row_quant,
 )
 from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
+from torch_cute_ops.kernels import mxfp8_wgmma as mxfp8_wgmma_kernel
 from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp4_quantize_four_over_six import quantize_rows_four_over_six
@@ -58,7 +59,7 @@ from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm, grouped_mxfp8_gemm, grouped_token_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, matmul_rows
 from torch_cute_ops.reference.mm_fp8 import scaled_gemm
-from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns, mxfp8_gemm
+from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns, fold_mxfp8, mxfp8_gemm
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight, prepared_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
@@ -89,7 +90,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, mxfp8_cublas, recoded, recoded_tokens, separate_prologue, tokens)
+COMPILING = (_call, decode, _fp4, _fp8, mxfp8_wgmma, recoded, recoded_tokens, separate_prologue, tokens)
 """Modules that call ``compile_kernel``, which the model replaces."""
 
 
@@ -354,6 +355,9 @@ def compute_fp8(config: Any, *args: Any) -> None:
         rows, epilogue = (call.offsets, call.counts), (call.alpha, call.bias, out.dtype)
         out.data[used] = grouped_mxfp8_gemm(a, weight, *scales, *rows, *epilogue)[used]
         return
+    elif isinstance(config, mxfp8_wgmma_kernel.Config):
+        blocks = call.a.shape[-1] // MXFP8.block_size
+        weight, factors = fold_mxfp8(weight, call.b_scale.data.view(torch.uint8)[..., :blocks])
     elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
     else:
@@ -515,11 +519,12 @@ def compute_square_blocks(config: Any, *args: Any) -> None:
     write(scale, scales.view(scale.shape))
 
 
-def compute_decoded_mxfp8(config: Any, *args: Any) -> None:
-    codes, scale, out, _ = mxfp8_dequant.Arguments(*args)
+def compute_folded_mxfp8(config: Any, *args: Any) -> None:
+    codes, scale, y, y_scale, _ = mxfp8_fold.Arguments(*args)
     assert codes.shape[1] == config.width
-    scales = decode_ue8m0(to_linear(scale, config.layout, len(codes), config.blocks))
-    write(out, codes.float() * scales.repeat_interleave(MXFP8.block_size, 1))
+    folded, powers = fold_mxfp8(codes, to_linear(scale, config.layout, len(codes), config.blocks))
+    write(y, folded)
+    write(y_scale, powers.t())
 
 
 def compute_qkv_rope(config: Any, *args: Any) -> None:
@@ -609,20 +614,11 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "MoeRouteDenseKernel": compute_route_dense,
     "MoePermuteKernel": compute_permute,
     "FP8SquareBlocksKernel": compute_square_blocks,
-    "MXFP8DequantKernel": compute_decoded_mxfp8,
+    "MXFP8WgmmaKernel": compute_fp8,
+    "MXFP8FoldKernel": compute_folded_mxfp8,
     "RowQuantKernel": compute_rows,
     "QkvRopeKernel": compute_qkv_rope,
 }
-
-
-def sum_of_blocks(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``a @ weight.T`` in fp32, with the roundings of the reference of MXFP8 GEMMs."""
-    total = torch.zeros(len(a), len(weight))
-    for begin in range(0, a.shape[1], MXFP8.block_size):
-        part = slice(begin, begin + MXFP8.block_size)
-        partial = (a[:, part].double() @ weight[:, part].double().t()).float()
-        total = (total.double() + partial.double()).float()
-    return total
 
 
 def as_if_contiguous(tensor: Any) -> Any:
@@ -666,7 +662,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # Add in the reference's order, because even float64 sums depend on the order if large terms cancel.
     monkeypatch.setattr(cublas, "accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
-    monkeypatch.setattr(mxfp8_cublas, "accumulate", sum_of_blocks)
+    monkeypatch.setitem(_fp8_gemm.FOLDS, "cpu", True)
     # Forget all launchers before and after the test, because neither real launchers may be used with the model nor the
     # model's launchers without it.
     forget_all()

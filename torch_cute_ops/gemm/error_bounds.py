@@ -15,7 +15,7 @@ from torch_cute_ops.gemm.backends.reference import round_activations, unrounded_
 from torch_cute_ops.gemm.operands import GatedOperands, Operands
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
-from torch_cute_ops.reference.mm_fp8_block import factors_of_columns, linear_mx_scales
+from torch_cute_ops.reference.mm_fp8_block import factors_of_columns, fold_mxfp8, linear_mx_scales
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
@@ -35,8 +35,10 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
     """Return the expected result (rows, N) in fp32, and the largest allowed error of each element.
 
     The error accounts for the rounding of the sum of K terms, of a gate in the prologue, of the epilogue, and of the
-    result to its dtype. If each expert owns a range of K, the error also accounts for four roundings per expert: its
-    sum, the addition of its bias, the multiplication by its factor, and the addition to the other experts' sums.
+    result to its dtype. With MXFP8, it accounts for the rounding of elements whose scale is below the largest scale of
+    128 elements (``fold_mxfp8``). If each expert owns a range of K, the error also accounts for four roundings per
+    expert: its sum, the addition of its bias, the multiplication by its factor, and the addition to the other experts'
+    sums.
 
     Args:
         problem, operands: problem and tensors of the call.
@@ -61,6 +63,10 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
     roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
     relative = fp8_sums if problem.a.is_fp8 else roundings * EPS
     weight = operands.b.mT if over == "rows" else operands.b.mT[None]
+    if problem.b.format == MXFP8:
+        assert a_scale is not None
+        a_bytes = linear_mx_scales(a_scale, rows, k)
+        weight_bytes = linear_mx_scales(operands.b_scale, len(weight) * n, k).unflatten(0, (len(weight), n))
     for expert, of_expert in enumerate(_rows_of_experts(problem, rows)):
         for part in _slices(of_expert, k):
             left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
@@ -75,6 +81,11 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
                 lost = (left.abs() @ right.abs()) * relative
                 if off is not None:
                     lost = lost + off[part] @ right.abs()
+                if problem.b.format == MXFP8:
+                    codes, scale = weight[expert, columns], weight_bytes[expert, columns]
+                    off_right = _off_by_folding(codes, scale).t()
+                    off_left = _off_by_folding(a.reshape(rows, -1)[part], a_bytes[part])
+                    lost = lost + off_left @ (right.abs() + off_right) + left.abs() @ off_right
                 if operands.row_scale is not None:
                     factor = operands.row_scale[part, None].double()
                     total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
@@ -222,6 +233,15 @@ def _off_by_gate(
     exact = numbers(a, a_scale)
     off = (numbers(*round_activations(problem, value * (1 + error), global_scale)) for error in (-GATE_EPS, GATE_EPS))
     return torch.maximum(*((each - exact).abs() for each in off))
+
+
+def _off_by_folding(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the errors of MXFP8 elements (rows, K), in fp64, if one scale is chosen for each 128 elements. ``scale``
+    (rows, K/32) contains bytes."""
+    folded, powers = fold_mxfp8(codes, scale)
+    exact = codes.double() * decode_ue8m0(scale).double().repeat_interleave(MXFP8.block_size, 1)
+    factors = powers.double().repeat_interleave(FP8_BLOCK128.block_size, 1)[:, : codes.shape[1]]
+    return (folded.double() * factors - exact).abs()
 
 
 def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, rows: int, k: int) -> Tensor:

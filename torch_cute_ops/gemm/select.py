@@ -27,8 +27,8 @@ from torch_cute_ops.gemm.backends.fp8_scaled_mm import FP8ScaledMM
 from torch_cute_ops.gemm.backends.fp8_tcgen05 import FP8Tcgen05, FP8TokenTcgen05
 from torch_cute_ops.gemm.backends.fp8_token_wgmma import FP8TokenWgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
-from torch_cute_ops.gemm.backends.mxfp8_cublas import MXFP8Cublas
 from torch_cute_ops.gemm.backends.mxfp8_tcgen05 import MXFP8Tcgen05
+from torch_cute_ops.gemm.backends.mxfp8_wgmma import MXFP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
 from torch_cute_ops.gemm.backends.routed_gated import RoutedGated
@@ -51,6 +51,7 @@ BACKENDS: Final[list[Backend]] = [
     RoutedGated(),
     FP8Wgmma(),
     FP8TokenWgmma(),
+    MXFP8Wgmma(),
     FP8FP4WgmmaSS(),
     FP8FP4WgmmaCodes(),
     FP8FP4WgmmaRS(),
@@ -68,7 +69,6 @@ BACKENDS: Final[list[Backend]] = [
     FP8FP4MmaSync(),
     FP8FP4TokenMmaSync(),
     Cublas(),
-    MXFP8Cublas(),
     FP8ScaledMM(),
     Reference(),
 ]

@@ -10,6 +10,8 @@ from torch_cute_ops.formats.scale_layout import layout_of_operand, to_linear
 from torch_cute_ops.reference.mm_fp4 import apply_epilogue
 
 BLOCK = 128
+MX_GROUP = BLOCK // MXFP8.block_size
+"""Number of MXFP8 scales that ``fold_mxfp8`` converts to one scale."""
 
 
 def mm_fp8_block(
@@ -27,6 +29,24 @@ def linear_mx_scales(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     scales are flattened into rows."""
     scale = scale.view(torch.uint8)
     return to_linear(scale, layout_of_operand(scale), rows, k // MXFP8.block_size)
+
+
+def fold_mxfp8(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert the four MXFP8 scales of each 128 elements of a row to one scale, as ``kernels.mxfp8_fold`` does.
+
+    Args:
+        codes: (..., K) float8_e4m3fn.
+        scale: (..., K/32) uint8, linear ue8m0 bytes.
+
+    Returns:
+        Elements (..., K) float8_e4m3fn, rounded to nearest even, and the largest scale of each 128 elements, (...,
+        ⌈K/128⌉) float32.
+    """
+    blocks = scale.shape[-1]
+    groups = torch.nn.functional.pad(scale, (0, -blocks % MX_GROUP)).unflatten(-1, (-1, MX_GROUP))
+    largest = groups.amax(-1)
+    below = (largest[..., None].int() - groups).flatten(-2)[..., :blocks].repeat_interleave(MXFP8.block_size, -1)
+    return torch.ldexp(codes.float(), -below).to(codes.dtype), decode_ue8m0(largest)
 
 
 def mxfp8_gemm(

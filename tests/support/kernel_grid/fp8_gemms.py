@@ -20,6 +20,7 @@ from torch_cute_ops.kernels import (
     fp8_mma,
     fp8_token_wgmma,
     fp8_wgmma,
+    mxfp8_wgmma,
 )
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
@@ -49,7 +50,7 @@ def layout_id(case: Any) -> str:
 
 @dataclass(frozen=True)
 class FP8GemmCase(KernelCase):
-    """An FP8 GEMM with block scales.
+    """An FP8 GEMM with block scales, or an MXFP8 GEMM by wgmma.
 
     Attributes:
         family: package of the kernel.
@@ -88,7 +89,10 @@ class FP8GemmCase(KernelCase):
             return fp8_mma.FP8MmaKernel(fp8_mma.plan(**mma_sizes(self.tile), **given))
         names = ("tile_m", "tile_n", "split_k")
         given |= {"static_weight": self.static_weight, "prefetches": self.prefetches}
-        return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
+        given |= dict(zip(names, self.tile, strict=True))
+        if self.family == "mxfp8_wgmma":
+            return mxfp8_wgmma.MXFP8WgmmaKernel(mxfp8_wgmma.plan(**given))
+        return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**given))
 
 
 def mma_sizes(tile: tuple[int, ...]) -> dict[str, int]:
@@ -381,7 +385,7 @@ def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     """Return cases in which every tile has an alpha and bias per column or expert. Tiles with many rows, or all tiles
     if ``every``, also appear without them. Layouts and other epilogues alternate from case to case."""
-    kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
+    kinds = [(family, tile, "sm_90a") for family in ("fp8_wgmma", "mxfp8_wgmma") for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
     light = itertools.cycle(epilogues((None, "one"))[::2])

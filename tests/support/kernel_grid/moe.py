@@ -1,5 +1,5 @@
 """Cases of the kernels before and after the experts' GEMMs: routing, permutation, gate, and the weighted sum. Also
-cases of the kernels that quantise blocks of 128 × 128 elements and decode MXFP8, whose ``plan`` takes no architecture
+cases of the kernels that quantise blocks of 128 × 128 elements and fold MXFP8, whose ``plan`` takes no architecture
 either."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 @dataclass(frozen=True)
 class MoeCase(KernelCase):
-    """A kernel of an expert layer other than its GEMMs, ``fp8_square_blocks``, or ``mxfp8_dequant``.
+    """A kernel of an expert layer other than its GEMMs, ``fp8_square_blocks``, or ``mxfp8_fold``.
 
     Attributes:
         family: kernel family, or ``moe_swiglu`` for experts' rows of ``row_quant``.
@@ -50,8 +50,8 @@ class MoeCase(KernelCase):
         given = self.plan_arguments
         if self.family in ("moe_route", "moe_route_dense"):
             given = ExpertChoice(*given[:8], any(given[9:])), given[8]
-        if self.family == "mxfp8_dequant":
-            given = given[0], SCALE_LAYOUTS[given[1]]
+        if self.family == "mxfp8_fold":
+            given = given[0], SCALE_LAYOUTS[given[1]], True
         return kernel(family.plan(*given))
 
 
@@ -86,15 +86,15 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp8_square_blocks", (BF16, "ue8m0"), "sm_100a"),
     ("fp8_square_blocks", (FP32, None), "sm_120a"),
     ("fp8_square_blocks", (FP16, "ue8m0"), "sm_120a"),
-    ("mxfp8_dequant", (4096, "linear"), "sm_90a"),
-    ("mxfp8_dequant", (64, "128x4"), "sm_100a"),
-    ("mxfp8_dequant", (2112, "linear"), "sm_120a"),
+    ("mxfp8_fold", (4096, "linear"), "sm_90a"),
+    ("mxfp8_fold", (64, "128x4"), "sm_100a"),
+    ("mxfp8_fold", (2112, "linear"), "sm_120a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 1024), "sm_90a"),
     ("moe_swiglu", (7168, FP32, False, True, True, 1024), "sm_120a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 256, "silu", "ue8m0"), "sm_100a"),
 )
 """Cases with more than 512 experts, cases with more than 16 experts per token, a choice with ``is_finite``, blocks of
-128 × 128 elements, and decoded MXFP8."""
+128 × 128 elements, and folded MXFP8."""
 
 
 def moe_cases() -> list[MoeCase]:

@@ -147,9 +147,8 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 
 class MXFP8MmaSync(FP8MmaSync):
-    """Backend for MXFP8 operands, on every GPU. With experts, ``"auto"`` always takes this backend. Without experts, it
-    takes ``tcgen05`` on data-center Blackwell, and on Hopper often ``cublas``. On compute capabilities 12.0 and 12.1,
-    block-scaled MMAs apply the scales. On other GPUs, the kernel scales the result of each MMA (32 elements of K) and
+    """Backend for MXFP8 operands, on every GPU. ``"auto"`` takes ``wgmma`` instead on Hopper, and ``tcgen05`` for GEMMs
+    without experts on data-center Blackwell. On compute capabilities 12.0 and 12.1, block-scaled MMAs apply the scales. On other GPUs, the kernel scales the result of each MMA (32 elements of K) and
     adds it in fp32. The kernel reads scales as words of four bytes. Each call first rearranges scales that are not
     stored in this order. Linear scales of ``b`` are already in this order if K is a multiple of 128."""
 
@@ -166,8 +165,9 @@ class MXFP8MmaSync(FP8MmaSync):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        # Take ``tcgen05`` wherever it can compute the call (without experts). The estimates cannot be compared.
-        has_other = target.arch.has_tcgen05 and problem.grouping.over == "none"
+        # Take ``wgmma`` or ``tcgen05`` wherever it can compute the call (``tcgen05``: without experts). The estimates
+        # cannot be compared.
+        has_other = target.arch.has_wgmma or (target.arch.has_tcgen05 and problem.grouping.over == "none")
         return math.inf if has_other else self.seconds(problem, m, tactic, target)
 
     def launcher(self, problem: GemmProblem, tactic: FP8MmaTactic, target: Target) -> Launch:

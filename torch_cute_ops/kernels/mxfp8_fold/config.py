@@ -1,33 +1,43 @@
-"""Configuration of the kernel that decodes MXFP8 matrices. No device code."""
+"""Configuration of the kernel that folds MXFP8 matrices. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import MXFP8, ScaleLayout
+from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 
 CTAS_PER_SM: Final = 8
 THREADS: Final = 256
-VECTOR: Final = 8
-"""Number of elements that a thread decodes at a time."""
+VECTOR: Final = 16
+"""Number of elements that a thread folds at a time."""
+GROUP: Final = FP8_BLOCK128.block_size
+"""Number of elements that share a scale after folding."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Static properties of the kernel that decodes MXFP8 matrices.
+    """Static properties of the kernel that folds MXFP8 matrices.
 
     Attributes:
         width: number of elements of a row, a multiple of 32.
         layout: layout of the scales.
+        pdl: True to launch with programmatic dependent launch.
     """
 
     width: int
     layout: ScaleLayout
+    pdl: bool
 
     @property
     def blocks(self) -> int:
         """Number of scales of a row."""
         return self.width // MXFP8.block_size
+
+    @property
+    def groups(self) -> int:
+        """Number of scales of a row after folding."""
+        return -(-self.width // GROUP)
 
     @property
     def vectors(self) -> int:
@@ -44,17 +54,18 @@ class Config:
         return THREADS // self.threads_per_row
 
 
-class Arguments(namedtuple("Arguments", "codes scale out max_ctas")):
+class Arguments(namedtuple("Arguments", "codes scale y y_scale max_ctas")):
     """Run-time arguments, in order, for R rows of W elements (``Config.width``). All tensors are contiguous.
 
     Attributes:
         codes: (R, W) e4m3.
         scale: uint8, e8m0 bytes, in the shape of ``Config.layout``.
-        out: (R, W) bfloat16.
+        y: (R, W) e4m3, folded elements.
+        y_scale: (⌈W/128⌉, R) float32, scales of the folded elements.
         max_ctas: int32, number of CTAs that fill the GPU.
     """
 
 
-def plan(width: int, layout: ScaleLayout) -> Config:
+def plan(width: int, layout: ScaleLayout, pdl: bool) -> Config:
     """Return the configuration for rows of ``width`` elements. Every architecture supports it."""
-    return Config(width, layout)
+    return Config(width, layout, pdl)
