@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks blackwell", description=__doc__)
     parser.add_argument("--arch", choices=CHOICES, default="sm_100a")
     parser.add_argument("--format", choices=FORMATS, default=NVFP4.name)
-    parser.add_argument("--no-registers", action="store_true", help="compile nothing, which takes seconds a kernel")
+    parser.add_argument("--no-registers", action="store_true", help="compile no kernels, to save seconds per kernel")
     options = parser.parse_args(arguments)
     arch, fmt = ARCHS[options.arch], FORMATS[options.format]
     (target,) = cost.usual_targets(arch)

@@ -23,8 +23,8 @@ NOTHING_TO_COMPARE = 2
 
 ABOUT = """\
 Times of this package's ops in µs, before and after, and the ratio of the time after to the time before. "others" is the
-median of this ratio over calls whose code did not change: peers and the copy, or torch's own calls on the host. So it
-shows how much the machine changed."""
+median of this ratio over calls whose code did not change: peers and the copy, or torch's own calls on the host. The
+ratio therefore shows how much the machine changed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Line:
         return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
 
     def verdict(self, tolerance: float) -> str:
-        """Return the reason why a person should check the case, such as a longer time, or "" without a reason."""
+        """Return the reason why a person should check the case, such as a longer time, or "" if there is none."""
         if not self.after.is_right:
             return "WRONG"
         return "SLOWER" if self.ratio > 1 + tolerance else ""

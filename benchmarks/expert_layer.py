@@ -8,8 +8,8 @@ many-fp8  peer: `many` with weights in FP8, which `grouped_mm_fp8` multiplies
 bf16      peer: `torch._grouped_mm` with the decoded weights in bf16, on rows sorted by expert
 
 The calls in a captured graph alternate between several sets of tokens with different experts, and between two sets of
-weights. So L2 contains almost none of the weights that a call reads. The router's GEMM and shared experts are not
-measured, because they are the same for all of these implementations.
+weights. L2 therefore contains almost none of the weights that a call reads. The router's GEMM and shared experts are
+not measured, because they are the same for all implementations.
 
 Routing: a token's experts are drawn without replacement. With "uniform", all experts are equally likely. With "zipf",
 the r-th likeliest expert has a probability proportional to 1/r. With "hot", all tokens take one expert, and their other
@@ -144,9 +144,10 @@ def same_bytes_us(uniform: Mapping[int, tuple[float, float]], m: int, moved: flo
     """Return the longest acceptable time, in µs, for `m` tokens that read `moved` bytes of expert weights, computed
     from times that were measured with uniform routing.
 
-    The result is the longer of two estimates. The first estimate interpolates linearly, by bytes, between the times of
-    two measured numbers of tokens, at most `m`. The second estimate scales the time of `m` tokens by bytes. It is
-    needed if nearly all experts are in use: with more tokens, the time then increases, but the bytes do not.
+    The result is the longer of two estimates. The first estimate uses the measured times for up to `m` tokens, and
+    interpolates linearly between two of them by the bytes read. The second estimate is the time of `m` tokens, scaled
+    by the bytes read. The second estimate is needed if nearly all experts are in use: then more tokens take more time,
+    but read no more bytes.
 
     Args:
         uniform: Bytes of the experts' weights and time in µs, by number of tokens; contains `m`.

@@ -21,7 +21,7 @@ from .fp8_gemms import BLOCK, DEEP_GEMM, DTYPE
 
 FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 FP8_WEIGHT = "fp8_weight"
-"""Name of the peer that is our GEMM with an FP8 weight. This weight has the same shape and takes twice the bytes."""
+"""Name of the peer that is our GEMM with an FP8 weight of the same shape, which takes twice the bytes."""
 SCALE_BYTES = {"e4m3": (0x30, 0x41), "ue8m0": (126, 129)}
 """Ranges of the bytes that encode random scales, by scale format. The scales are 1/2 to 2."""
 LAYOUT = SCALE_LAYOUTS["128x4"]
@@ -83,7 +83,7 @@ def humming(
         experts: Names of the buffers that describe the experts' rows, or None if the GEMM has no experts.
     """
     if format_of(sets[0]) is not MXFP4:
-        return "is measured with MXFP4 weights: those with scales for 16 elements are no W4A8 of humming's"
+        return "is measured only with MXFP4 weights, because humming's W4A8 does not support scales for 16 elements"
     weights = []
     for tensors in sets:
         b = tensors["b"]

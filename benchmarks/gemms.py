@@ -52,7 +52,7 @@ class GemmBenchmark(Benchmark):
         return self.problem(case).flops(case["M"])
 
     def smallest(self, case: Case) -> Case:
-        return case  # each size may use another kernel, so no smaller case can replace this one
+        return case  # each size may use another kernel, so a smaller case would not compile the kernel of this case
 
     @abstractmethod
     def operands(self, case: Case, device: torch.device) -> Tensors:

@@ -133,7 +133,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
     if device.type == "cuda":
         timed[RAW] = raw_call("rmsnorm_fp4quant", x, w, None, EPS, 16, None, "128x4", out=out)
     else:
-        absent[RAW] = "there is a compiled function on a GPU alone"
+        absent[RAW] = "compiled functions exist only on a GPU"
     if with_peers:
         try:
             from quack.rmsnorm import rmsnorm

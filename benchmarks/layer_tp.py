@@ -2,8 +2,8 @@
 ranks' partial sums are added up.
 
 The layer is the layer of `python -m benchmarks layer`, without attention. Each rank stores its rows of qkv and of gate
-and up, and its columns of o and down. So the results of o and down are partial sums. The norm after o, and the norm at
-the start of the next layer, need the sums over all ranks:
+and up, and its columns of o and down. The results of o and down are therefore partial sums. The norm after o, and the
+norm at the start of the next layer, need the sums over all ranks:
 
 fused     one launch adds up, adds the residual, normalises and quantises: `all_reduce_add_rmsnorm_fp4quant` in W4A4,
           `all_reduce_add_rmsnorm` in W4A16
@@ -11,9 +11,9 @@ separate  NCCL's all-reduce, then `add_rmsnorm_fp4quant` or `add_rmsnorm`
 one_shot  torch's one-shot all-reduce of symmetric memory, into which o and down write their results, then
           `add_rmsnorm_fp4quant` or `add_rmsnorm`
 
-All other calls are equal in the three ways. The graph contains several layers with distinct weights, one after the
-other, so that L2 contains almost none of the weights that a layer reads. There is one process per GPU; times are from
-rank 0.
+All other calls are the same in the three variants. The graph contains several layers with distinct weights, one after
+the other, so that L2 contains almost none of the weights that a layer reads. There is one process per GPU; times are
+from rank 0.
 """
 
 from __future__ import annotations

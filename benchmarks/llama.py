@@ -25,7 +25,7 @@ BATCHES, CONTEXT, TOKENS = (1, 16, 64), 1024, 2048
 """Default batch sizes of decode steps, default number of tokens in the cache, and default length of a prefill's
 prompt."""
 MANY = 64
-"""Smallest batch size for which FP8 activations are measured too."""
+"""Smallest batch size for which models with FP8 activations are also measured."""
 ROUNDS = 11
 """Rounds of timing; each round times a decode step, prefill or generation of each model once."""
 PROMPT, NEW, LONGEST, GENERATIONS = 16, 128, 256, 3

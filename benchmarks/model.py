@@ -36,8 +36,8 @@ from .model_report import ATTENTION, COSINES, failures, markdown, marks
 NOTES = layer.NOTES
 LOGIT_LAYERS, LOGIT_TOKENS = 4, 64
 W4A8 = "mxfp4/fp8"
-"""Precision that is also measured for prefill and for decode steps of at least `llama.MANY` sequences, even if it was
-not requested."""
+"""Precision that is always measured for prefill and for decode steps of at least `llama.MANY` sequences, even if the
+options do not name it."""
 
 
 def cosines(got: Tensor, want: Tensor) -> Tensor:
@@ -326,7 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks model", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=llama.MODELS, default=list(llama.MODELS), metavar="MODEL")
-    parser.add_argument("--parts", nargs="+", choices=llama.PARTS, help="default: all of 8B, memory and decode of 70B")
+    parser.add_argument(
+        "--parts", nargs="+", choices=llama.PARTS, help="default: all for 8B, memory and decode for 70B"
+    )
     parser.add_argument("--schemes", nargs="+", choices=("nvfp4", "mxfp4", "fp8_block"), default=["nvfp4"])
     parser.add_argument(
         "--activations", nargs="+", choices=("16bit", "fp4", "fp8"), default=["16bit"], help="fp8_block has fp8 alone"
@@ -336,9 +338,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=llama.TOKENS, help="of a prefill")
     parser.add_argument("--layers", type=int, help="cut models to this number of layers, without targets")
     parser.add_argument(
-        "--attention", choices=tuple(ATTENTION), default=UNMASKED, help="of decode and prefill (default: %(default)s)"
+        "--attention",
+        choices=tuple(ATTENTION),
+        default=UNMASKED,
+        help="for decode and prefill (default: %(default)s)",
     )
-    parser.add_argument("--compiled", action="store_true", help="decode and prefill with compiled models")
+    parser.add_argument("--compiled", action="store_true", help="compile the models of decode and prefill")
     parser.add_argument(
         "--fuse-attention", action="store_true", help="call qkv_norm_rope_append in our models' attention"
     )

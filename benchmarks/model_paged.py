@@ -7,7 +7,8 @@ separate  plain torch operations rotate q and k and write k and v to the cache. 
 All other operations are equal in both ways. Attention reads the cache by `scaled_dot_product_attention`: the pages of a
 sequence follow each other, so the cache is viewed as (sequences, tokens, heads, D) and nothing is gathered. The new
 token takes the last position of a full context. By default, `torch.compile` compiles the whole model as for `python -m
-benchmarks model --compiled`; Inductor then may fuse the separate steps with each other and with their neighbours.
+benchmarks model --compiled`; In this case, Inductor may fuse the separate steps with each other and with neighbouring
+operations.
 
 Models of few layers are timed, and the time of the whole model is extrapolated linearly.
 """
@@ -142,8 +143,8 @@ class Step:
 
     Args:
         model: model of transformers with merged projections. The attention blocks are replaced.
-        is_compiled: True if `torch.compile` compiles the model; otherwise it compiles the rotation and the write to the
-            cache, each on its own.
+        is_compiled: True if `torch.compile` compiles the whole model. If False, it compiles only the rotation and the
+            write to the cache, as two separate functions.
     """
 
     def __init__(self, model: Any, pages: Pages, way: str, is_compiled: bool) -> None:

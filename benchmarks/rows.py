@@ -127,9 +127,9 @@ class RowBenchmark(Benchmark):
         """Return the op's tensor arguments by name. The argument `scale` is named "given", because "scale" is an
         output."""
         # Repeated calls add x to the same residual. The residual grows until x is less than half an ulp of the
-        # residual, and then does not change. In bfloat16 this happens at 256 to 512 times |x|. So after any number of
-        # replays the sums of squares are far inside 2^-80 to 2^80, and the time of a kernel does not depend on the
-        # values.
+        # residual, and then does not change. In bfloat16 this happens at 256 to 512 times |x|. After any number of
+        # replays, the sums of squares are therefore far inside 2^-80 to 2^80, and the time of a kernel does not depend
+        # on the values.
         m, width = case["M"], case[self.width]
         tensors = {"input": torch.randn(m, width * self.inputs_per_row, dtype=DTYPE, device=device)}
         if self.adds:

@@ -1,6 +1,6 @@
 """`python -m benchmarks tactics`: measure every tactic of a GEMM, and print the time next to the cost model's estimate.
 
-The constants of the estimates in `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for
+The constants of the cost model in `torch_cute_ops.gemm.backends` are fitted to these times. Calls are named as for
 `python -m torch_cute_ops tune`, for example `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. As in tuning, operands are
 random, L2 is cold, and calls are replayed from a CUDA graph. In the packed layout, rows belong to random experts.
 """

@@ -86,8 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(SCHEMES), default="deepseek-v3")
-    parser.add_argument("--layers", type=multiple_of(1, least=2), help="of the model, at least 2")
-    parser.add_argument("--experts", type=multiple_of(8), help="of a layer, a multiple of 8")
+    parser.add_argument("--layers", type=multiple_of(1, least=2), help="number of layers, at least 2")
+    parser.add_argument("--experts", type=multiple_of(8), help="number of experts per layer, a multiple of 8")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens of each sequence (default: 16)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="numbers of sequences (default: 1 8)")
     return parser.parse_args(arguments)

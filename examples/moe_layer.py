@@ -162,15 +162,15 @@ def layer_parser(
     """Return a parser of options for the sizes of an expert layer and its numbers of tokens."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
-    parser.add_argument(
-        "--hidden", type=multiple_of(hidden_step), help=f"elements of a token, a multiple of {hidden_step}"
-    )
+    parser.add_argument("--hidden", type=multiple_of(hidden_step), help=f"hidden size, a multiple of {hidden_step}")
     parser.add_argument("--experts", type=multiple_of(1))
     parser.add_argument(
-        "--intermediate", type=multiple_of(intermediate_step), help=f"of an expert, a multiple of {intermediate_step}"
+        "--intermediate",
+        type=multiple_of(intermediate_step),
+        help=f"intermediate size, a multiple of {intermediate_step}",
     )
     parser.add_argument(
-        "--top", type=multiple_of(1), default=top, help=f"experts of a token (default: {top or 'as the model'})"
+        "--top", type=multiple_of(1), default=top, help=f"experts per token (default: {top or 'as in the model'})"
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hidden", type=multiple_of(256), default=256, help="width of the model, a multiple of 256 (default: 256)"
     )
-    parser.add_argument("--tokens", type=multiple_of(1), default=16, help="of a sequence (default: 16)")
+    parser.add_argument("--tokens", type=multiple_of(1), default=16, help="tokens per sequence (default: 16)")
     parser.add_argument("--out", type=Path, help="folder for the checkpoints; without it they are deleted")
     options = parser.parse_args(arguments)
     refuse_activations(parser, options)

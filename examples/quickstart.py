@@ -85,7 +85,9 @@ def conclude(problems: list[str]) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024, help="rows (tokens), of a model at the most (default: 1024)")
+    parser.add_argument(
+        "--rows", type=int, default=1024, help="rows (tokens); with --model, the maximum (default: 1024)"
+    )
     parser.add_argument("--hidden", type=int, default=4096, help="row length of synthetic input (default: 4096)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the input")
     parser.add_argument("--format", choices=tuple(FORMATS), default="nvfp4")
@@ -94,7 +96,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="'minilm', or a .safetensors file")
     parser.add_argument("--text", type=Path, help="file with the text for minilm (default: a few paragraphs)")
     parser.add_argument("--weight", help="norm weight in the file (default: the largest (H,) named *norm*weight)")
-    parser.add_argument("--tensor", help="rows in the file (default: an (N, H), named *embed* or the largest)")
+    parser.add_argument("--tensor", help="matrix in the file (default: the largest named *embed*, else the largest)")
     return parser.parse_args(arguments)
 
 

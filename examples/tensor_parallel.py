@@ -7,11 +7,11 @@
         --kv-heads 8 --layers 4 --tokens 4096                                    # Llama 3 70B's layers
 
 Rank 0 writes a checkpoint with random codes, and every rank reads only its slices. Between the layers each rank stores
-some of the tokens. It adds the residual to these tokens, normalises them and quantises them in one pass. The ranks
-gather the codes and scales of all tokens. Each rank multiplies them by its rows of the weights q, k, v, gate and up. It
-multiplies the attention's and the gate's results by its columns of the weights o and down. The sums over the ranks are
-scattered to the ranks again. The expert layer sends each token to the ranks of its experts as FP8 rows, and these ranks
-send their results back.
+some of the tokens. Each rank adds the residual to its tokens, normalises them and quantises them in one pass. The ranks
+gather the codes and scales of all tokens. Each rank multiplies the gathered rows by its rows of the weights q, k, v,
+gate and up, and multiplies the results of the attention and of the gate by its columns of the weights o and down. The
+sums over the ranks are then scattered, so that each rank gets its tokens again. The expert layer sends each token to
+the ranks of its experts as FP8 rows, and these ranks send their results back.
 
 The results of both layers are compared with the results of a single rank that reads the whole checkpoint. On GPUs the
 layers are captured as CUDA graphs, compared again, and timed. Before the layers run, the ranks check that their

@@ -1,12 +1,12 @@
 """Run kernels of other projects, known to be correct, in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
-Results are compared bit for bit with float64, on inputs whose partial sums are exact. These kernels work on GPUs. So if
-a result differs, or the emulator reports a fault, the emulator is wrong. ``--on-gpu`` compares the emulator with this
+Results are compared bit for bit with float64, on inputs whose partial sums are exact. These kernels work on GPUs, so
+the emulator is wrong if a result differs or the emulator reports a fault. ``--on-gpu`` compares the emulator with this
 machine's GPU, bit for bit, on the same kernel and inputs. Without a path, our own Hopper kernels run
 (``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs only the GPU and this repository.
 
-``--peers FOLDER`` runs the kernels of the packages in a folder (``peer_kernels.py``). Each kernel runs in the
-strictest mode of the emulator in which it has no fault.
+``--peers FOLDER`` runs the kernels of the packages in a folder (``peer_kernels.py``). Each of them runs in the
+strictest mode of the emulator in which the kernel has no fault.
 
 ``--write`` saves the table. Four tables exist, each with its own page: CUTLASS's kernels without a GPU, CUTLASS's
 kernels on a GPU, the kernels of packages, and our kernels on a GPU.
@@ -78,7 +78,7 @@ def problem(case: Case, m: int, n: int, k: int) -> Problem:
 
 
 class Emulated(NamedTuple):
-    """Bits of C that the emulator computed, and the time that it took."""
+    """Bits of C that the emulator computed, and the emulator's run time."""
 
     bits: Any
     seconds: float

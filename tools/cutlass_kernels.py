@@ -21,8 +21,8 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 EXAMPLES = "examples/python/CuTeDSL/cute"
 CLUSTERS = 2
-"""Number of clusters of persistent kernels. It is small, so that a cluster computes several tiles even of a small
-problem."""
+"""Number of clusters of persistent kernels. The number is small, so that each cluster computes several tiles even if
+the problem is small."""
 
 
 class Case(NamedTuple):

@@ -30,7 +30,8 @@ Tensor = torch.Tensor
 ARCH = "sm_90a"
 CPU = torch.device("cpu")
 SMS = 6
-"""Number of SMs that backends plan for, also on a GPU, because the order of additions depends on it."""
+"""Number of SMs for which backends plan, both in the emulator and on a GPU: the order of additions depends on this
+number."""
 FP32 = torch.float32
 
 

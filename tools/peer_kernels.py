@@ -1,7 +1,7 @@
 """Compile GEMMs of other projects' packages without a GPU, for ``calibrate_ptx.py --peers``.
 
-NVIDIA, FlashInfer and QuACK publish kernels in CuTe DSL as Python packages. Install these packages, without what they
-depend on, into a folder: ``pip install --no-deps --target FOLDER nvidia-cutlass-operators flashinfer-python
+NVIDIA, FlashInfer and QuACK publish kernels in CuTe DSL as Python packages. Install these packages, without their
+dependencies, into a folder: ``pip install --no-deps --target FOLDER nvidia-cutlass-operators flashinfer-python
 quack-kernels``. The kernels are used unchanged. Host code of the packages, which needs a GPU or other packages, is not
 imported.
 
@@ -68,7 +68,8 @@ class PeerCase(NamedTuple):
 
 
 class _HostCode(types.ModuleType):
-    """Stand-in for a module that only the package's host code needs. Its attributes are functions that do nothing."""
+    """Replacement for a module that only the package's host code needs. Its attributes are functions that do
+    nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

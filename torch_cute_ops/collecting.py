@@ -14,9 +14,7 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 class CollectKernels(TorchDispatchMode):
     """Context manager that collects the kernels of calls of this package's ops and launches nothing. The outputs are
-    zeros.
-
-    Later calls accept these zeros as ids, offsets and counts. Ops of PyTorch run as usual.
+    zeros, which later calls accept as ids, offsets and counts. PyTorch's own ops run as usual.
 
     Args:
         arch: architecture whose kernels are collected; the tensors may then be on any device. By default, kernels are
@@ -25,8 +23,8 @@ class CollectKernels(TorchDispatchMode):
 
     Attributes:
         kernels: kernels by architecture, each once, in the order of the calls.
-        refused: name of the op, and error, of each call that ``arch`` does not support. Without ``arch``, such a call
-            raises the error.
+        refused: pair (name of the op, error) for each call that ``arch`` does not support. Without ``arch``, an
+            unsupported call raises its error.
         served: names of the ops whose kernels were collected.
     """
 

@@ -1,7 +1,9 @@
-"""Prepare the kernels of a deployment: a file lists the calls, whose kernels are compiled in parallel and then loaded.
+"""Compile and load the kernels of a deployment. A file lists the deployment's calls. Their kernels are compiled in
+parallel processes, then loaded.
 
-The file (TOML) contains a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
-``torch_cute_ops.warmup``, with dtypes by name. A list of values stands for one call per value:
+The TOML file contains one table ``[[kernel]]`` for each kind of call. The keys of the table are ``op`` and the static
+properties that ``torch_cute_ops.warmup`` takes; dtypes are written as names. A list of values stands for one call per
+value:
 
     [[kernel]]
     op = "add_rmsnorm_fp4quant"
@@ -215,7 +217,8 @@ def compile_jobs(
     jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None
 ) -> Generator[Outcome, None, None]:
     """Compile the kernels of jobs for architectures into the cache on disk, in parallel processes. Yield each outcome
-    as soon as it is known. Kernels that are in the cache are only loaded, to check them, and start no process.
+    as soon as it is known. Kernels that the cache already contains are only loaded, as a check; no process is started
+    for them.
 
     No GPU is needed. The processes end when the iterator is closed, or when an exception such as ``KeyboardInterrupt``
     occurs in it.
@@ -260,7 +263,7 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
     """Compile and load, on the current CUDA device, every kernel in a deployment's file.
 
     Kernels that the cache on disk lacks are first compiled in parallel processes. Afterwards, the calls that the file
-    lists neither compile nor load nor synchronise.
+    lists run without compiling, loading or synchronising.
 
     Args:
         path: deployment's file.

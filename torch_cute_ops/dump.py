@@ -1,8 +1,8 @@
-"""Dumps of calls, ``TORCH_CUTE_OPS_DUMP=folder``: the last call of each op on disk, and its replay.
+"""Write the last call of each op to a file (``TORCH_CUTE_OPS_DUMP=folder``), and replay a call from its file.
 
 A dump is a safetensors file with the call's tensors as they were before the call, and a description in the metadata. It
-is written before the op runs, so it survives a CUDA error, a time-out and the end of the process. If the setting is on,
-the registry wraps each op with a :class:`Recorder`.
+is written before the op runs, so it survives a CUDA error, a time-out and the end of the process. If
+``TORCH_CUTE_OPS_DUMP`` is set, the registry wraps each op with a :class:`Recorder`.
 """
 
 import functools
@@ -34,9 +34,9 @@ log = logging.getLogger("torch_cute_ops")
 
 FORMAT: Final = 1
 KEY: Final = "torch_cute_ops"
-"""Key of the description, JSON, in a file's metadata."""
+"""Key in a file's metadata that holds the description of the call as JSON."""
 ADDRESS: Final = 256
-"""Addresses are kept modulo this number of bytes: kernels distinguish alignments up to 128."""
+"""A dump stores each tensor's address modulo this number of bytes. Kernels distinguish alignments up to 128 bytes."""
 NATIVE: Final = frozenset(
     (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.bool)
 )
@@ -51,8 +51,8 @@ class Recorder:
     Args:
         spec: op.
         folder: folder of the dumps; created at the first call.
-        limit: maximum size of a call's tensors in a dump, bytes. If they are larger, the dump describes the largest
-            tensors without their contents.
+        limit: maximum total size of the tensors in a dump, bytes. If a call's tensors exceed the limit, the dump
+            contains only the descriptions of the largest tensors, without their contents.
     """
 
     def __init__(self, spec: OpSpec, folder: Path, limit: int) -> None:
@@ -60,8 +60,8 @@ class Recorder:
 
     @property
     def path(self) -> Path:
-        """File of the dump. Each process has its own last call, so the name contains the host's name, the rank (if
-        any), and the process's id: containers that share a folder may use equal ids."""
+        """File of the dump. Each process writes a separate file, whose name contains the host's name, the rank (if any)
+        and the process's id. The id alone would not be unique if containers share the folder."""
         return self.folder / f"{self.spec.name}-{_process_name()}.safetensors"
 
     def recorded(self, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,8 +101,8 @@ class Recorder:
                 "outputs": self._described(outputs, 0)[0],
             }
             files.make_folder(self.folder)
-            # Do not follow links: the name is predictable, so others who can write to the folder could link it to any
-            # file.
+            # Do not follow symbolic links. The file name is predictable, so another user who can write to the folder
+            # could create a link with this name to any file.
             files.replace(self.path, save(stored, {KEY: json.dumps(about)}), mode=0o600, follow_links=False)
         except Exception as error:  # any exception: after a CUDA error, no tensor can be read
             log.error("cute::%s: the call is not dumped: %s: %s", self.spec.name, type(error).__name__, error)
@@ -152,7 +152,7 @@ def _process_name() -> str:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor without the repetitions of expanded dimensions."""
+    """Return a view that contains each stored element once: expanded dimensions (stride 0) get length 1."""
     for dim, (extent, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and extent > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -254,7 +254,8 @@ class Dump:
         return found
 
     def outputs(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return uninitialised tensors like the outputs that the call was given, or an empty tuple."""
+        """Allocate outputs like the tensors that the caller passed as ``out``, or return an empty tuple if there were
+        none."""
         return tuple(_tensor(value, None, device) for value in self.about["outputs"].values())
 
 
@@ -287,12 +288,12 @@ def replay(dump: Dump, spec: OpSpec, device: torch.device, backend: str | None =
         backend: backend to use instead of the call's, for a GEMM.
 
     Returns:
-        The call (a ``call_type`` of the op's call path), copies of the updated arguments from before the call, and the
-        outputs.
+        The call (an object of the call path's ``call_type``), copies of the updated arguments from before the call, and
+        the outputs.
 
     Raises:
         DumpError: for ``backend`` with an op without backends.
-        Exception: that the op raises.
+        Exception: any exception that the op raises.
     """
     given = dump.arguments(device)
     if backend is not None:

@@ -49,8 +49,8 @@ def _rows() -> Iterator[int]:
 
 
 ROWS: Final = tuple(_rows())
-"""Numbers of rows that kernels are built for by default. They lead to the kernels of all numbers of rows up to
-``MOST_ROWS``: calls are planned for buckets of rows, and calls with experts also differ for the fewest tokens."""
+"""Numbers of rows for which kernels are built by default: each number below 8, because calls with experts use different
+kernels for them, and one number per larger bucket. All calls with up to ``MOST_ROWS`` rows find their kernels."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Model:
         hidden: hidden size.
         linears: sizes of each kind of linear layer: the N of each merged projection, such as (N of q, N of k, N of v),
             and K.
-        formats: schemes with the activations' format, as in ``nn.quantize_``, that checkpoints of the model use.
+        formats: (scheme, activations) of each format in which checkpoints of the model exist; values as in
+            ``nn.quantize_``.
         experts: experts of a layer, or None.
     """
 
@@ -168,7 +169,7 @@ def _check_collected(model: str, collected: CollectKernels, arch: Arch) -> None:
     """Warn of each op that ``arch`` does not support.
 
     Raises:
-        ValueError: if it supports no GEMM.
+        ValueError: if ``arch`` supports no GEMM.
     """
     errors = {op: str(error).removeprefix(f"cute::{op}: ") for op, error in collected.refused}
     if not any(OPS[op].has_backends for op in collected.served):
@@ -250,7 +251,7 @@ def build_wheel(
 
 
 def _quoted(text: str) -> str:
-    """Return a text, which may name any path, as a string literal of TOML, and of Python."""
+    """Quote a text, which may contain any path, as a string literal that is valid in both TOML and Python."""
     valid = text.encode("utf-8", "replace").decode()  # a path may contain bytes that are not UTF-8
     return json.dumps(valid, ensure_ascii=False).replace("\x7f", "\\u007f")
 

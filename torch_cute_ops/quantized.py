@@ -46,7 +46,7 @@ FP4_FORMATS: Final[dict[str, FP4Format]] = {fmt.name: fmt for fmt in (NVFP4, MXF
 MXFP8_NAME: Final = "mxfp8"
 """Name of MXFP8 among the formats of weights."""
 FP8_BLOCK: Final = FP8_BLOCK128.block_size
-"""Rows and columns of an FP8 weight that share a scale."""
+"""Number of rows, and of columns, of the block of an FP8 weight that shares a scale."""
 
 
 class _Kind(NamedTuple):
@@ -81,10 +81,10 @@ class QuantizedWeight:
     Args:
         codes: (N, K/2) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble (FP4); (N, K)
             float8_e4m3fn (FP8).
-        scale: block scales: float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu (MXFP4), linear or tiled as
-            :func:`fp4_quantize` returns them; linear scales are converted. (⌈N/128⌉, ⌈K/128⌉) float32 or
-            float8_e8m0fnu, which is converted to float32: the factors of decoded blocks (FP8 blocks). uint8 or
-            float8_e8m0fnu, linear or tiled, kept in the given layout (MXFP8).
+        scale: block scales. NVFP4: float8_e4m3fn. MXFP4: uint8 or float8_e8m0fnu. FP4 scales may be linear or tiled, as
+            :func:`fp4_quantize` returns them; linear scales are converted to the 128x4 layout. FP8 blocks: (⌈N/128⌉,
+            ⌈K/128⌉) float32, or float8_e8m0fnu, which is converted to float32; decoded blocks are multiplied by these
+            scales. MXFP8: uint8 or float8_e8m0fnu, linear or tiled; the layout is kept.
         global_scale: float32, one element, positive and finite, by which the matrix was multiplied before it was
             encoded. It equals compressed-tensors' ``weight_global_scale``, and 1 / ModelOpt's ``weight_scale_2``. NVFP4
             requires it; other formats take None. The value is checked on a CPU, and on a GPU if

@@ -179,7 +179,7 @@ def _generate(_dynamo: ModuleType) -> None:
 configure_log()
 for _spec in OPS.values():
     _register(_spec)
-# Generate all code before Dynamo traces a call: it must not trace the stubs that generate code on first use.
+# Generate all code before Dynamo traces a call: Dynamo must not trace the stubs, which generate code on first use.
 when_imported("torch._dynamo", _generate)
 # Wait for the module's first import: importing the flop counter here would import Triton, which takes as long as
 # importing the rest of this package.
@@ -273,10 +273,11 @@ def kernels_of(op: str, where: str | torch.device, **properties: Any) -> tuple[K
 
 
 def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, str | None]:
-    """Return each backend of a GEMM with the reason that it cannot compute calls with these static properties, or None.
+    """Return, for each backend of a GEMM, the reason why it cannot compute calls with these static properties, or None.
 
-    None means that the backend's kernels support the calls. Our kernels have run on GPUs of compute capability 9.0. For
-    other GPUs they have only run in a PTX emulator, and ``"auto"`` chooses among them by data sheets.
+    None means that the backend supports the calls. The kernels of this package were tested on GPUs of compute
+    capability 9.0. Kernels for other GPUs were tested only in a PTX emulator; ``"auto"`` chooses among these kernels by
+    the GPUs' data sheets.
 
     Example:
         ``backends("mm_fp4", n=4096, k=7168, m=16)``, ``backends("mm_fp4", "sm_100a", n=4096, k=7168, m=16)``

@@ -1,8 +1,8 @@
 """Checks of every call in debug mode, ``TORCH_CUTE_OPS_CHECK=1``.
 
 Before a call, index tensors and global scales are checked. After the call, four rows of each result are compared with
-the reference. The results of GEMMs may differ by the bounds of ``gemm.error_bounds``, and quantised rows by one step of
-a code. If the setting is on, the registry installs a :class:`Verifier` for each op.
+the reference. The results of GEMMs may differ by the bounds of ``gemm.error_bounds``, and codes of quantised rows by
+one step. If ``TORCH_CUTE_OPS_CHECK`` is set, the registry installs a :class:`Verifier` for each op.
 """
 
 import contextlib
@@ -44,20 +44,21 @@ ROWS: Final = 4
 """Number of rows of each result that are compared with the reference."""
 FP8_STEP: Final = 32
 FP8_STEP_ERROR: Final = 33 * 2.0**-13
-"""K of one step of FP8 tensor cores, and the error of a step, relative to the sum of all magnitudes. A step aligns the
-products and the accumulator to the largest of them and keeps 14 bits."""
+"""Number of products that FP8 tensor cores add in one step, and the error of one step, relative to the sum of all
+magnitudes. A step aligns the products and the accumulator to the largest among them, and keeps 14 bits."""
 PROMOTED_BLOCK: Final = 128
 PROMOTED_K: Final = 512
-"""Number of elements of K that tensor cores add up before promotion, with block scales, and with per-token scales
-unless ``fast_accum``. MXFP8 on Blackwell is not promoted: the bound assumes that its accumulators are fp32
-(docs/limits.md, "Rounding")."""
+"""Number of elements of K that FP8 tensor cores add up before promotion: with block scales, and with per-token scales
+unless ``fast_accum`` is set. MXFP8 GEMMs on Blackwell do not promote: their bound assumes fp32 accumulators in the
+tensor cores (docs/limits.md, "Rounding")."""
 RELATIVE: Final = 2.0**-16
 """Allowed relative error of fp32 results: a row may be summed in another order, and exponentials may be rounded
 differently."""
 CANCELLED: Final = 2.0**-18
 """Error of an element of a norm with a mean or a bias, relative to the largest terms of its row."""
 SHARE: Final = 100
-"""If sums are computed in another order, one code or scale out of this number may differ by one step."""
+"""A sum that is computed in another order may change a code or scale by one step. One code or scale out of this number
+may differ."""
 
 _calls = itertools.count()
 _compares_all: ContextVar[bool] = ContextVar("compares_all", default=False)
@@ -312,8 +313,9 @@ def _steps_of_fp8(got: Tensor, want: Tensor) -> Tensor:
 
 
 def _steps_of_codes(got: Tensor, want: Tensor, moved: Tensor | None, fmt: FP4Format | FP8Format) -> Tensor:
-    """Return the differences of codes in steps. If scales are compared, too, ``moved`` (rows, blocks) contains their
-    differences, and codes of a block with another scale may differ as the scale explains."""
+    """Return by how many steps each code differs from the expected code. If scales are also compared, ``moved`` (rows,
+    blocks) contains the steps by which they differ. Differences of codes that are explained by the different scale of
+    their block do not count."""
     by_element = None if moved is None else moved.repeat_interleave(fmt.block_size, 1)
     if isinstance(fmt, FP8Format):
         if by_element is not None:
@@ -326,7 +328,8 @@ def _steps_of_codes(got: Tensor, want: Tensor, moved: Tensor | None, fmt: FP4For
 
 
 def _steps_of_scales(got: Tensor, want: Tensor) -> Tensor:
-    """Return the differences of scales in steps: of their bytes, or of the exponents of fp32 powers of two."""
+    """Return by how many steps each scale differs. A step is 1 in the scale's byte, or 1 in the exponent of an fp32
+    scale that is a power of two."""
     if got.dtype.itemsize == 1:
         a, b = (each.view(torch.uint8).to(torch.int16) for each in (got, want))
         return a - b

@@ -44,10 +44,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"{', '.join(checkpoints.SIZES)} (default: %(default)s)",
     )
     parser.add_argument(
-        "--against", nargs="*", choices=PEERS, default=list(AGAINST), help="vLLM's own kernels, and decoded weights"
+        "--against",
+        nargs="*",
+        choices=PEERS,
+        default=list(AGAINST),
+        help="peers: vLLM's kernels, decoded weights",
     )
     parser.add_argument("--ours", nargs="*", choices=OURS, default=["ours"], help="this package's kernels")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is timed (default: all)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measurements (default: all)")
     parser.add_argument(
         "--batch", nargs="+", type=_positive, default=[1, 16, 64, 128], help="sequences of a decode step"
     )

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 GAP = 0.2
-"""Largest difference of log probabilities with which either of two tokens counts as right."""
+"""Largest difference between the reference's log probabilities of two tokens at which both tokens count as right."""
 WRONG_SHARE = 0.01
-"""Largest accepted fraction of wrong answers: the first token that differs from the reference is wrong (see `GAP`)."""
+"""Largest accepted fraction of wrong answers. In a wrong answer, the first token that differs from the reference's
+token is wrong (see `GAP`)."""
 
 Answer = Mapping[str, Any]
 """Answer to one prompt: "tokens", the greedy tokens, and "logprobs", a dict for each token with the log probabilities

@@ -62,7 +62,7 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def names_of(rows: Sequence[Row]) -> list[str]:
-    """Return the backends that were timed, this package's first."""
+    """Return the backends that were timed. This package's backends come first."""
     found = {name for row in rows for name in row["variants"]}
     return [name for name in (*OURS, *PEERS) if name in found]
 

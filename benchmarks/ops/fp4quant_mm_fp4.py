@@ -1,5 +1,5 @@
 """fp4quant_mm_fp4: the projection after attention, which quantises bfloat16 rows and multiplies by an NVFP4 weight. The
-column "apart" is fp4_quantize and mm_fp4."""
+column "apart" gives the time of fp4_quantize followed by mm_fp4."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ ROWS = {
 SUMS = {"promoted": False, "fast": True}
 """Values of `fast_accum` by name."""
 PEERS = {"rowwise": "promoted", "rowwise_fast": "fast"}
-"""Names of torch's GEMMs with one scale for each row and column. Each maps to the entry of `SUMS` that accumulates in
-the same way."""
+"""Entry of `SUMS` that accumulates in the same way, keyed by the name of torch's GEMM with one scale for each row and
+column."""
 ABOUT = """\
 "promoted" cases add sums of at most 512 elements of K in fp32 (`fast_accum=False`); "fast" cases accumulate all of K in
 the tensor cores. torch's GEMMs have the same scales: "rowwise" runs with `use_fast_accum=False`, "rowwise_fast" with

@@ -1,5 +1,5 @@
 """silu_mul_mm_fp4_weight_only: the down projection of a SwiGLU layer, which gates bfloat16 rows of gate and up, and
-multiplies by an NVFP4 weight. The column "apart" is silu_mul and mm_fp4_weight_only."""
+multiplies by an NVFP4 weight. The column "apart" gives the time of silu_mul followed by mm_fp4_weight_only."""
 
 from __future__ import annotations
 

@@ -50,9 +50,9 @@ def without_strides_read(op, sample):
 def backends_of_forms():
     """Return cases (op, names of samples, backend of ``torch.compile``) that together contain all forms of calls.
 
-    AOTAutograd, which takes half of the time, reads no strides of a tensor that the op only reads. So it compiles
-    samples that together have all features except these. The other samples, a third, differ from them only in such
-    strides, which Dynamo and the ops read.
+    AOTAutograd, which takes half of the time, does not read the strides of tensors that the op only reads. It therefore
+    compiles only samples that together have all features except these strides. The remaining third of the samples
+    differ only in these strides, which only Dynamo and the ops read.
     """
     cases = []
     for op, names in (case.values for case in form_groups(len(sample_cases()))):

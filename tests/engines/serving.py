@@ -29,7 +29,7 @@ from torch_cute_ops.integrations.vllm import METHODS
 PROMPTS = [[1, 5, 9, 33, 7], [1, *range(40, 61)], [1, 100]]
 TOKENS = 12
 GAP = 0.1
-"""Difference of log probabilities up to which either of two tokens counts as right."""
+"""Largest difference between the log probabilities of two tokens at which both tokens count as right."""
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,

@@ -65,7 +65,7 @@ def server(tmp_path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank(number: int = 0, tp: int = 1, ep: int = 1, **own: Any) -> Iterator[None]:
-    """Build layers of a rank that has a part of each expert, or some of the experts."""
+    """Build layers of a rank that stores a part of each expert, or some of the experts."""
     sizes = {
         "tp_size": tp * ep, "tp_rank": number, "moe_tp_size": tp, "moe_tp_rank": number % tp, "moe_ep_size": ep,
         "moe_ep_rank": number // tp, "attn_tp_size": tp * ep, "tp_group": None, **own,

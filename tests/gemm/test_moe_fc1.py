@@ -40,7 +40,7 @@ def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
     """Return arguments for which the gate is linear in ``half``, and the expected values (M, E, I) in float64.
 
     silu(g) equals g for g >= 32. The other half gets a zero weight and a bias of 1 (if it is up) or 32 (if it is the
-    gate). So the values are the sums of ``half``, multiplied by 32 if ``half`` is up.
+    gate). The values are therefore the sums of ``half``, multiplied by 32 if ``half`` is up.
 
     Args:
         sizes: M, number of experts, width of an expert, K.

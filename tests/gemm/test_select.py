@@ -232,7 +232,12 @@ def test_an_op_without_backends():
             "for 4 experts, and a column of w has",
         ),
         ("moe_fc1_fp4", {"n": 64, "k": 128}, TypeError, "needs the property experts"),
-        ("moe_fc1_fp4", {"n": 129, "k": 128, "experts": 2}, ValueError, "as many columns for each of 2 experts"),
+        (
+            "moe_fc1_fp4",
+            {"n": 129, "k": 128, "experts": 2},
+            ValueError,
+            "the same number of columns for each of 2 experts",
+        ),
         ("moe_fc1_fp4", {"n": 96, "k": 128, "experts": 1}, ValueError, "I a positive multiple of 64"),
         (
             "moe_fc1_fp4",

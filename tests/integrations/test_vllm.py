@@ -138,7 +138,7 @@ def test_method_of_a_layer(config, prefix, scheme, vllm):
         assert isinstance(method, vllm._linear.CuteLinearMethod)
         assert (method.scheme, method.prefix, method.activations) == (scheme, prefix, "fp4")
         assert method.preparation is made.get_quant_method(vllm_stub.LinearBase(), prefix).preparation
-    assert made.get_quant_method(nn.Module(), prefix) is None  # attention, embeddings, experts: vLLM's
+    assert made.get_quant_method(nn.Module(), prefix) is None  # vLLM's own method for attention, embeddings and experts
 
 
 def test_quantised_output_heads(vllm):
@@ -168,7 +168,8 @@ def test_layers_of_mla(vllm):
     "scheme", [LayerScheme("nvfp4", "modelopt", "fp4"), LayerScheme("fp8_tensor", "modelopt", "fp8_static")]
 )
 def test_weights_decoded_by_an_identity_matrix(scheme, vllm, device):
-    """Check that the product is the weight, even if the number 1 saturates with the checkpoint's input scale."""
+    """Check that an identity matrix times the weight gives the weight, even if the number 1 saturates with the
+    checkpoint's input scale."""
     layer = vllm_stub.LinearBase()
     layer.input_size, k = 128, 128
     config = NVFP4 if scheme.format == "nvfp4" else {**NVFP4, "quant_algo": "FP8"}

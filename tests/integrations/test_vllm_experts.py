@@ -171,8 +171,8 @@ def test_values(fmt, style, stored_for, hidden, width, vllm, device):
         is_few = has_few and tokens == FEW
         assert method.form.is_few(tokens) == is_few
         if not is_few:
-            # FP8 represents powers of two exactly. Otherwise sums of gate and up with cancellation, times the large
-            # scales of some channels, would differ by more than the bound in some draws.
+            # Use powers of two, which FP8 represents exactly. With other numbers, sums of gate and up whose terms
+            # cancel, times the large scales of some channels, would sometimes differ by more than the bound.
             x = x.sign() * torch.exp2(torch.randint_like(x, -2, 4))
         check(stored, x, *given, applied(method, layer, x, *given), SwiGLU(), BOUNDS["16bit" if is_few else "fp8"])
 
@@ -204,8 +204,9 @@ def module_of(stored: Stored, device: str) -> QuantExperts:
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
 def test_fp4_activations_of_few_tokens(fmt, vllm, device):
-    """Check that activations keep 16 bits if NVFP4 experts lack input scales. Results equal ``QuantExperts`` bit for
-    bit, with the largest input scale of all gates and ups, and each expert's own scale before its down layer."""
+    """Check that activations keep 16 bits if NVFP4 experts lack input scales. With input scales, results must equal
+    ``QuantExperts`` bit for bit, for tokens with the largest input scale of all gate and up layers, and for each down
+    layer with the expert's own input scale."""
     style = "modelopt" if fmt == "nvfp4" else "compressed-tensors"
     stored, layer = Stored(LayerScheme(fmt, style, "fp4"), 128, 64), layer_of()
     given = routed(24, 128, device)  # many tokens, because the error of a single token varies much

@@ -65,18 +65,19 @@ class Run(NamedTuple):
 
 TILES = SCALE_LAYOUTS["128x4"]
 RUNS = {
-    # Two ranks: the first and the second; several rows per group, so that rows are sent ahead.
+    # Two ranks, of which the first or the second runs. A group of threads processes several rows, so it sends rows
+    # ahead.
     "nvfp4": Run(NVFP4, TILES, 1024, 7, 2, 0),
     "nvfp4-odd-epoch": Run(NVFP4, TILES, 1024, 132, 2, 1, epoch=7, seed=1),
     "rows-share-a-warp": Run(MXFP4, SCALE_LAYOUTS["8x4"], 128, 19, 2, 1, weight=FP32, arch=BLACKWELL, max_ctas=1),
     "short-block": Run(FP8_BLOCK128, COLUMN, 576, 5, 2, 0, arch=CONSUMER),
     "powers-of-two": Run(FP8_BLOCK128_UE8M0, COLUMN, 576, 5, 2, 1),
     "mxfp8": Run(MXFP8, TILES, 1024, 7, 2, 0, arch=BLACKWELL),
-    # More ranks: the sum depends on the order.
+    # More than two ranks, so that the sum depends on the order of the additions
     "middle-of-three": Run(FP8_TOKEN, ROW, 1040, 5, 3, 1, dtype=FP16, weight=FP16, epoch=2**31 + 1),
     "last-of-four": Run(None, ROW, 1536, 5, 4, 3, dtype=FP32, weight=FP32, seed=None),
     "first-of-eight": Run(NVFP4, SCALE_LAYOUTS["linear"], 512, 3, 8, 0, arch=BLACKWELL),
-    # Rows that are exchanged in two shots: with their owner, which sends the sum.
+    # Rows that are exchanged in two shots: each row is sent to its owner, which sends back the sum.
     "two-shots-of-four": Run(None, ROW, 8192, 23, 4, 2, dtype=FP32, weight=FP32, epoch=3),
     "two-shots-of-eight": Run(NVFP4, TILES, 16_384, 9, 8, 0, max_ctas=4),
     "two-shots-share-a-warp": Run(MXFP4, SCALE_LAYOUTS["8x4"], 128, 790, 8, 3, arch=BLACKWELL),

@@ -140,9 +140,9 @@ WARPS = [
 ]
 
 # Kernels for sm_120a whose MMAs multiply the codes of both operands. The ids do not show the shapes: four pipelines, or
-# two or one whose k two or four warps divide, with k tiles of 256 or 128 elements. In the first two cases, each
-# pipeline gets more k tiles than stages. The last k tile of an expert is partial in the cases with a width that is no
-# multiple of 128. Experts begin in the middle of a scale tile in the cases of MXFP4 with a width of 192 or 320.
+# one or two pipelines in which two or four warps divide k, with k tiles of 256 or 128 elements. In the first two cases,
+# each pipeline gets more k tiles than stages. The last k tile of an expert is partial in the cases with a width that is
+# no multiple of 128. Experts begin in the middle of a scale tile in the cases of MXFP4 with a width of 192 or 320.
 CODES = [
     Experts(ExpertsCase(U8, NVFP4, "128x4", "128x4", 8, 16, BF16, arch=DESKTOP), 13, 136, 7, 832, "few", 1),
     Experts(

@@ -668,8 +668,7 @@ def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> Non
     pytest.param(256, 0, False, 1, id="after a kernel, 256 rows"),
 ])  # fmt: skip
 def test_how_much_is_copied_before_the_wait(tile_m: int, split_k: int, static: bool, ahead: int | str | None) -> None:
-    """Check how much the producer copies before the wait: nothing, one k tile, or as many k tiles as there are
-    stages."""
+    """Check how much the producer copies before the wait: nothing, one k tile, or one k tile per stage."""
     case = WgmmaCase(BF16, NVFP4, "128x4", None, tile_m, Epilogue(BF16), split_k, static_weight=static)
     config = case.kernel.config
     assert config.ahead == (config.stages if ahead == "stages" else ahead)
@@ -718,10 +717,10 @@ def half_a_group(ptx: str) -> str:
 MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
 PARTIAL_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
-# A CTA multiplies more k tiles than its pipelines' stages. Its waits, from the end of the PTX: for the other CTAs'
-# partial sums, for activations, for codes, for an empty stage of activations. A warp synchronises after rearranging
-# activations, after reading codes, and after reading activations. The consumers synchronise after rearranging the first
-# activations, after reading all codes, and after storing partial sums.
+# A CTA multiplies more k tiles than its pipelines have stages. The kernel waits, in this order from the end of the PTX,
+# for the other CTAs' partial sums, for activations, for codes, and for an empty stage of activations. A warp
+# synchronises after rearranging activations, after reading codes, and after reading activations. The consumers
+# synchronise after rearranging the first activations, after reading all codes, and after storing partial sums.
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
 STREAM_K = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)

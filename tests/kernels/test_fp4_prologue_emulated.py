@@ -154,7 +154,7 @@ def test_a_gate_of_special_values(tile_m: int, dtype: torch.dtype, gate: Gate, v
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-# A CTA multiplies more k tiles than its pipelines' stages. ``test_fp4_gemm_emulated`` lists its waits.
+# A CTA multiplies more k tiles than its pipelines have stages. ``test_fp4_gemm_emulated`` lists the kernel's waits.
 ROW = Wgmma(
     WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, prologue_gate="silu"), (1, 136, 7168), 0, False, None
 )

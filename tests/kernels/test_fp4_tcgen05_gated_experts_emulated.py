@@ -61,7 +61,8 @@ COVERING = [
     ),
     gated(*(NVFP4, "128x4", 64), epilogue=(FP16, None, None, None, None, "swiglu"), sizes=(1027, 64, 40, 64, "two", 3)),
     gated(*(NVFP4, "128x4", 64), epilogue=(NVFP4, TILED, None, None, None, "swiglu"), sizes=(3, 128, 2, 64, "none", 2)),
-    # A token block without touched m tiles between two others; and experts in as many words as warps, or in 17 words
+    # The first launch has a token block without touched m tiles between two others. In the second, the bits of the
+    # experts take as many words as there are warps; in the third, 17 words.
     gated(*(NVFP4, "128x4", 64), epilogue=(FP16, None, None, None, None, "swiglu"), sizes=(2049, 64, 1, 64, "ends", 2)),
     gated(
         *(NVFP4, "linear", 128),
@@ -136,7 +137,8 @@ def test_every_launch_waits_for_the_one_before() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """Check that a token's results equal those of the token alone, although all tokens of an m tile are multiplied."""
+    """Check that a token's results equal the results of the token alone, although all tokens of an m tile are
+    multiplied."""
     one = COVERING[2]
     given = operands(one, is_exact=False)
     got = results(one, given)

@@ -40,7 +40,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 EXACT = {"nvfp4": (0, 0x30, 0x38, 0x40, 0xB8), "mxfp4": (126, 127, 128)}
-"""Scale bytes with which sums are exact: 1/2, 1 and 2, for NVFP4 also 0 and -1; keyed by format."""
+"""Scale bytes, keyed by format, with which sums are exact: 1/2, 1 and 2, and for NVFP4 also 0 and -1."""
 NAN_SCALE = {"nvfp4": 0x7F, "mxfp4": 0xFF}
 SPARE = 8
 """Number of weight rows that follow the weight. Their scales are NaN."""
@@ -153,7 +153,8 @@ def case(
     return WeightTcgen05Case(dtype, fmt, layout, tile_m, split_k, Epilogue(*epilogue), stages=stages)
 
 
-# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
+# Launches with partial tiles along M, N and K, more k tiles than stages, and, except with split-K, at least three tiles
+# for each CTA
 COVERING = [
     Run(case(BF16, NVFP4, "128x4", 16, BF16, "column", BF16), 5, 328, 608),
     Run(case(FP16, NVFP4, "linear", 16, FP16, "one", FP32, stages=6), 21, 264, 1088, 2),
@@ -168,7 +169,8 @@ COVERING = [
     Run(case(BF16, MXFP4, "linear", 32, FP32, split_k=4), 40, 72, 1920),
     Run(case(FP16, NVFP4, "linear", 64, FP32, "one", FP32, split_k=2), 70, 136, 1088),
     Run(case(BF16, MXFP4, "128x4", 128, FP16, "column", FP16, split_k=2), 130, 72, 1056),
-    # Stream-K: parts of four tiles for each CTA, up to nine CTAs for a tile, several m tiles
+    # Launches with stream-K: a CTA computes parts of four tiles, up to nine CTAs share a tile, and there are several m
+    # tiles
     Run(case(BF16, NVFP4, "128x4", 16, BF16, "column", BF16, split_k=STREAM_K), 5, 1096, 480, 3),
     Run(case(FP16, NVFP4, "linear", 32, FP32, "one", FP32, split_k=STREAM_K, stages=4), 21, 264, 1088, 20),
     Run(case(BF16, MXFP4, "linear", 64, FP16, "column", FP16, split_k=STREAM_K), 150, 136, 640, 4),
@@ -192,7 +194,8 @@ def test_every_scale(covering: int) -> None:
     """Check one-hot rows of activations with all scales (in MXFP4 up to 2^125): row m of the result is a column of the
     weight.
 
-    Scales are negative, zero, subnormal and NaN. Expected are the exact products, and the bits of the CPU reference.
+    Scales include negative numbers, zero, subnormal numbers and NaN. The result must equal the exact products, and the
+    result of the CPU reference bit for bit.
     """
     run = COVERING[covering]._replace(m=40, n=136, k=320)
     run = run._replace(case=replace(run.case, epilogue=Epilogue(FP32)))
@@ -249,7 +252,8 @@ def test_stream_k_sums_a_row_in_one_order() -> None:
 
 @pytest.mark.parametrize("run", EVERY)
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check the registers and spills of kernels with these warp roles, which ``test_compile_kernels`` does not
+    check."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -277,7 +281,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # For 300 x 400: m tiles, times n tiles, times CTAs that split k
+        # Expected number of CTAs for M = 300 and N = 400: m tiles times n tiles times CTAs that split K
         (0, 148, 19 * 4),
         (0, 7, 7),
         (9, 7, 19 * 4 * 8),

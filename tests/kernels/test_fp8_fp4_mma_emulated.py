@@ -34,8 +34,8 @@ def interleaved(layout: str, fmt: FP4Format, tile_m: int, *epilogue: Any, arch: 
     return FP8FP4MmaCase(layout, None, fmt, tile_m, Epilogue(*epilogue), arch, is_interleaved=True)
 
 
-# Partial tiles along M and N, last k tiles of 64 elements, more k tiles than stages, several tiles for each CTA, and
-# experts without rows
+# Launches with partial tiles along M and N, last k tiles of 64 elements, more k tiles than stages, several tiles for
+# each CTA, and experts without rows
 COVERING = [
     Run(case("plain", "128x4", NVFP4, 16, FP32, "column", FP32), (19,), 136, 704),
     Run(case("plain", "linear", MXFP4, 16, BF16, "column", BF16), (5,), 72, 192),
@@ -82,7 +82,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 
 @pytest.mark.parametrize(("covering", "sms", "ctas"), [(0, 170, 19 * 4), (0, 7, 7), (7, 170, 5 * 4)])
 def test_ctas(covering: int, sms: int, ctas: int) -> None:
-    """Check the number of CTAs for 300 x 400: at most ``max_ctas``, and one for each tile."""
+    """Check the number of CTAs for M = 300 and N = 400: one for each tile, but at most ``max_ctas``."""
     check_ctas(COVERING[covering].case, ctas, n=400, rows=300, k=256, max_ctas=sms)
 
 

@@ -41,7 +41,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 LINEAR = SCALE_LAYOUTS["linear"]
 EXACT = {"nvfp4": (0, 48, 56, 64), "mxfp4": (126, 127, 128)}
-"""Scale bytes with which sums are exact: 1/2, 1 and 2, for NVFP4 also 0; keyed by format."""
+"""Scale bytes, keyed by format, with which sums are exact: 1/2, 1 and 2, and for NVFP4 also 0."""
 NAN_SCALE = {"nvfp4": 127, "mxfp4": 255}
 SPARE = 8
 """Number of weight rows that follow the weight of each expert."""
@@ -100,7 +100,8 @@ def mx(layout: str, scales: str | None, tile_m: int, *epilogue: Any, **given: in
     return replace(case(layout, scales, MXFP4, tile_m, *epilogue, **given), family="fp8_mxfp4_tcgen05")
 
 
-# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
+# Launches with partial tiles along M, N and K, more k tiles than stages, and, except with split-K, at least three tiles
+# for each CTA
 COVERING = [
     Run(case("plain", None, NVFP4, 16, BF16, "column", BF16), (5,), 328, 576),
     Run(case("plain", None, MXFP4, 32, FP32, "one", FP32, stages=4), (90,), 136, 832, 2),
@@ -160,7 +161,8 @@ def test_gemm(run: Run) -> None:
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check the registers and spills of kernels with these warp roles, which ``test_compile_kernels`` does not
+    check."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -197,7 +199,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # For 300 x 400: m tiles, times n tiles, times CTAs that split k
+        # Expected number of CTAs for M = 300 and N = 400: m tiles times n tiles times CTAs that split K
         (0, 148, 19 * 4),
         (0, 7, 7),
         (5, 7, 19 * 4 * 8),

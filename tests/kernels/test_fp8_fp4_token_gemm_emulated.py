@@ -255,7 +255,8 @@ PAIRED = Run(case(NVFP4, "plain", (64, 128, 1), False, BF16), (70,), 120, 1792, 
 FAST = Run(case(MXFP4, "counted", (256, 128, 1), True, BF16), (130, 3), 72, 768, 1)
 K_GROUPS = Run(case(NVFP4, "masked", (16, 128, 1), True, BF16), (3, 5), 72, 2816, 1, room=8)
 BARRIER, BARRIERS = r"bar\.sync\s+(?:[1-9]|%)", 2
-"""Pattern of named barriers, and their number: of the tables, and of the scales of ``a``."""
+"""Pattern of named barriers in PTX, and how many named barriers there are: one for the tables, one for the scales of
+``a``."""
 MMAS_DONE = changed(r"wgmma\.wait_group\.sync\.aligned", None)
 
 

@@ -69,7 +69,8 @@ def case(
     return FP8Tcgen05Case(layout, scales == "block", tile_m, cta_group, split_k, Epilogue(*epilogue), stages=stages)
 
 
-# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
+# Launches with partial tiles along M, N and K, more k tiles than stages, and, except with split-K, at least three tiles
+# for each CTA
 COVERING = [
     Run(case("plain", "token", 16, BF16, "column", BF16), (5,), 328, 576),
     Run(case("plain", "token", 32, FP32, "one", FP32), (90,), 136, 448, 2),
@@ -110,7 +111,8 @@ def test_gemm(run: Run) -> None:
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check the registers and spills of kernels with these warp roles, which ``test_compile_kernels`` does not
+    check."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -137,7 +139,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # For 300 x 400: m tiles, times n tiles, times CTAs that split k
+        # Expected CTAs for M = 300 and N = 400: m tiles times n tiles times CTAs that split K
         (0, 148, 19 * 4),
         (0, 7, 7),
         (5, 7, 19 * 4 * 8),

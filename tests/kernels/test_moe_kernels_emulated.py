@@ -137,7 +137,8 @@ PERMUTE = {
     "dropped": Permute(FP32, 256, MASKED, 1),
     "wide": Permute(BF16, 2176, SOME, None),
     "wide-dropped": Permute(FP16, 1152, MASKED, 2),
-    # Four scales are loaded at once only if the number of scales per row is a multiple of four, as only here.
+    # The kernel loads four scales at once only if the number of scales per row is a multiple of four. Only this launch
+    # has such a number.
     "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
     "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
     "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),

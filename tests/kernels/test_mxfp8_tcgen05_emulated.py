@@ -88,8 +88,8 @@ def case(tile_m: int, *epilogue: Any, cta_group: int = 1, split_k: int = 1, stag
     return MXFP8Tcgen05Case(tile_m, cta_group, split_k, Epilogue(*epilogue), stages=stages)
 
 
-# Partial tiles along M, N and K; at least three tiles for each CTA, except with split-K; more k tiles than stages.
-# Tiles of fewer than 128 tokens begin at several rows of a scale tile.
+# Launches with partial tiles along M, N and K, more k tiles than stages, and, except with split-K, at least three tiles
+# for each CTA. Tiles of fewer than 128 tokens begin at several rows of a scale tile.
 COVERING = [
     Run(case(16, BF16, "column", BF16), 85, 136, 576),
     Run(case(32, FP32, "one", FP32), 150, 136, 448, 2),
@@ -138,7 +138,8 @@ def test_each_block_takes_its_own_scales() -> None:
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in COVERING])
 def test_compiles_without_spills(run: Run) -> None:
-    """Check registers and spills. ``test_compile_kernels`` leaves kernels with these roles to this test."""
+    """Check the registers and spills of kernels with these warp roles, which ``test_compile_kernels`` does not
+    check."""
     check_emulated(run.case, run.case.kernel)
 
 
@@ -164,7 +165,7 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # For 300 x 400: m tiles, times n tiles, times CTAs that split k
+        # Expected CTAs for M = 300 and N = 400: m tiles times n tiles times CTAs that split K
         (0, 148, 19 * 4),
         (0, 7, 7),
         (5, 7, 19 * 4 * 8),

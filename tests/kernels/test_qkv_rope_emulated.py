@@ -121,14 +121,14 @@ def check(run: Run, given: dict[str, Any], got: dict[str, torch.Tensor]) -> None
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in RUNS.items()])
 def test_results(run: Run) -> None:
-    """Check q and the whole caches bit for bit: slots of no row keep their contents."""
+    """Check q and the whole caches bit for bit: slots that belong to no row keep their contents."""
     given = arguments_of(run)
     check(run, given, execute(run, given))
     assert_fits(run.case)
 
 
 def test_inputs_are_read_after_the_previous_kernel() -> None:
-    """Check that a call is correct if the previous kernel writes all inputs, and what the caches contain, late."""
+    """Check that a call is correct if the previous kernel writes all inputs and the caches' old contents late."""
     run = RUNS["16-bit"]
     given = arguments_of(run)
     late = ("qkv", "cos_sin", "positions", "slots", "q_norm", "k_norm")

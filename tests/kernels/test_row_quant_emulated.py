@@ -621,9 +621,9 @@ def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
     [(BF, NVG[1], HOPPER), (F, MX[0], BLACKWELL), (F, TOKEN, HOPPER), (HF, ROUNDED, BLACKWELL), (F, ROUNDED, HOPPER)],
 )
 def test_special_values_of_gelu(what: str, dtypes: Any, target: tuple[str, str], arch: str) -> None:
-    """Check special values in gate and in up, gates from where the result is zero to where it is the gate, and
-    subnormal and small gates times every special row. A tiny gate is halved exactly: up to 3e38 times such a result,
-    any other rounding would change the scales."""
+    """Check special values in gate and in up. Gates cover the range from results of zero to results that equal the
+    gate; subnormal and small gates are multiplied by every special row. The kernel must halve a tiny gate exactly: the
+    result is multiplied by up to 3e38, so any other rounding would change the scales."""
     config = Run(what, dtypes, 192, target, arch, 0, 2, 0, {}).config
     special = special_rows(dtypes[0], CPU, 32)
     plain = torch.randn(special.shape).to(dtypes[0])
@@ -648,8 +648,8 @@ def test_special_values_of_gelu(what: str, dtypes: Any, target: tuple[str, str],
     ],
 )
 def test_accuracy_of_gelu(what: str, bounds: dict[int, float], arch: str) -> None:
-    """Check the largest relative error, as docs/numerics.md gives it, for gates from each key of ``bounds`` to the
-    next, compared with float64."""
+    """Check the largest relative errors that docs/numerics.md gives, compared with float64. There is one error for each
+    interval of gates, from one key of ``bounds`` to the next."""
     one = Run(what, F, 2048, ROUNDED, arch, 0, 4, None, {})
     gate = torch.cat((torch.linspace(-13, 0, 2048 * 6), torch.linspace(0, 10, 2048 * 2))).reshape(-1, 2048)
     given = (torch.cat((gate, torch.ones_like(gate)), 1), None, None, None)

@@ -68,7 +68,8 @@ def test_a_template_is_prepared_once():
 
 
 def collector(_):
-    """Return flags: the template collected garbage; this worker does; it ignores the template's objects."""
+    """Return whether the template collected garbage, whether this worker does, and whether this worker ignores the
+    template's objects."""
     return os.environ["COLLECTS"], gc.isenabled(), gc.get_freeze_count() > 10_000
 
 

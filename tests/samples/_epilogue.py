@@ -70,10 +70,12 @@ def epilogue_errors(n: int, device: torch.device, experts: int | None = None) ->
         wrong = torch.ones(*shape[:-1], count, device=device)
         text = "got alpha with shape .*; expected one element, or"
         yield bad(f"alpha-{count}-columns", ValueError, text, alpha=wrong)
-        yield bad(f"bias-{count}-columns", ValueError, "got bias with shape .*, one element a column", bias=wrong)
+        yield bad(f"bias-{count}-columns", ValueError, "got bias with shape .*, one element per column", bias=wrong)
     bias = torch.ones(shape, device=device)
     for name, value in {"0d": bias.sum(), "dimension": bias[None], "column": bias[..., None]}.items():
-        yield bad(f"bias-{name}", ValueError, "got bias with shape .*, one element a column of the result", bias=value)
+        yield bad(
+            f"bias-{name}", ValueError, "got bias with shape .*, one element per column of the result", bias=value
+        )
     yield bad("alpha-dimension", ValueError, "got alpha with shape .*; expected one element, or", alpha=bias[None])
     for dtype in (torch.float16, torch.float64, torch.int32):
         text = f"got bias with dtype {short(dtype)}; expected float32 or bfloat16"

@@ -357,7 +357,7 @@ class GemmSamples(FP4Samples):
         text = rf"got a with shape \(4, {a.shape[1] // 2}\); expected"
         yield bad("a-narrow", ValueError, text, a=a[:, : a.shape[1] // 2])
         for name, held, text in (("k-no-blocks", 40, "; expected a positive multiple"), ("k-zero", 0, "")):
-            yield bad(name, ValueError, f"holds {held} elements a row{text}", **{b_name: b[: held // 2]})
+            yield bad(name, ValueError, f"holds {held} elements per row{text}", **{b_name: b[: held // 2]})
         for error in self._epilogue_errors(m, n, device):
             yield replace(error, args=good.args, kwargs=kwargs | error.kwargs)
         for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn):

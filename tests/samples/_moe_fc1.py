@@ -212,10 +212,10 @@ class GatedSamples(FP4Samples):
             yield bad(f"w-{what}", ValueError, r"got w with shape .*; expected \(E, H/2, 2·I\)", w=value)
         yield bad("a-device", ValueError, " on meta", a=a.to("meta"))
         yield bad("w-device", ValueError, "w is on meta, a on", w=w.to("meta"))
-        yield bad("h-no-blocks", ValueError, "holds 40 elements a row; expected a positive multiple", w=w[:, :20])
-        yield bad("h-zero", ValueError, "holds 0 elements a row", w=w[:, :0])
+        yield bad("h-no-blocks", ValueError, "holds 40 elements per row; expected a positive multiple", w=w[:, :20])
+        yield bad("h-zero", ValueError, "holds 0 elements per row", w=w[:, :0])
         for rows in (0, 64, 126, 192):
-            text = f"w has {rows} columns of an expert; expected 2·I, I a positive multiple of 64"
+            text = f"w has {rows} columns per expert; expected 2·I, with I a positive multiple of 64"
             yield bad(f"columns-{rows}", ValueError, text, w=w.new_zeros(experts, rows, k // 2).mT)
         for count in (0, 1025):
             text = f"w is of {count} experts; expected 1 to 1024"
@@ -245,7 +245,7 @@ class GatedSamples(FP4Samples):
         shapes: dict[str, tuple[tuple[int, ...], str, list[tuple[int, ...]]]] = {
             "routing": (
                 (m, experts),
-                r"got routing with shape .*; expected \(4, 2\), a row for each of a",
+                r"got routing with shape .*; expected \(4, 2\), one row per row of a",
                 [(), (m,), (m - 1, experts), (m, experts + 1), (1, m, experts)],
             ),
             "alpha": (
@@ -255,7 +255,7 @@ class GatedSamples(FP4Samples):
             ),
             "bias": (
                 (experts, 128),
-                r"got bias with shape .*; expected \(2, 128\), one element a column of w",
+                r"got bias with shape .*; expected \(2, 128\), one element per column of w",
                 [(), (128,), (experts, 64), (experts, 127), (1, experts, 128)],
             ),
         }

@@ -185,7 +185,7 @@ class ExpertGemmSamples(GemmSamples):
             text = rf"got alpha with shape \({', '.join(map(str, shape))},?\); expected \(M, E\)"
             yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, device=device))
         for rows in (m - 1, m + 1, 1, 0):
-            text = rf"got alpha with shape \({rows}, {experts}\); expected \({m}, {experts}\), a row for each of a"
+            text = rf"got alpha with shape \({rows}, {experts}\); expected \({m}, {experts}\), one row per row of a"
             yield bad(f"rows-{rows}", ValueError, text, torch.ones(rows, experts, device=device))
         for count in (0, 3, 2 * experts, self.smallest_k, 2 * self.smallest_k):
             text = f"for {count} experts, and a column of w has {self.smallest_k} elements; expected the same .* of 64"
@@ -198,7 +198,7 @@ class ExpertGemmSamples(GemmSamples):
             if error.name.startswith("bias"):
                 yield replace(error, kwargs={"alpha": good, **error.kwargs})
         for bias in ((n,), (experts + 1, n), (1, n), (n, experts)):
-            text = r"got bias with shape .*, one element a column of the result"
+            text = r"got bias with shape .*, one element per column of the result"
             given = {"alpha": good, "bias": torch.ones(bias, device=device)}
             yield ErrorInput(f"bias-shape-{list(bias)}", (), given, ValueError, text)
 

@@ -145,9 +145,9 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         short = str(dtype).removeprefix("torch.")
         yield bad(f"y-{short}", TypeError, f"got y with dtype {short}; expected uint8 or float4", y=y.to(dtype))
     yield bad("y-0d", ValueError, "y has no dimension", y=y[0, 0])
-    yield bad("y-width", ValueError, "y holds 40 elements a row; .* 16", y=y[:, :20])
-    yield bad("y-width-mxfp4", ValueError, "y holds 48 elements a row; .* 32", y=y[:, :24], block_size=32)
-    yield bad("y-width-zero", ValueError, "y holds 0 elements a row", y=y[:, :0])
+    yield bad("y-width", ValueError, "y holds 40 elements per row; .* 16", y=y[:, :20])
+    yield bad("y-width-mxfp4", ValueError, "y holds 48 elements per row; .* 32", y=y[:, :24], block_size=32)
+    yield bad("y-width-zero", ValueError, "y holds 0 elements per row", y=y[:, :0])
     for wrong in (
         scale.view(torch.uint8),
         scale.float(),

@@ -113,7 +113,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     for topk in (0, -1, 33):
         yield bad(f"topk-{topk}", f"topk is {topk}; expected 1 to 32", rows, pairs, topk)
     for shape in ((8,), (2, 4), (8, 1), (4, 2, 1)):
-        text = r"got expanded_to_permuted with shape .*expected \(4, 2\), topk rows for each of input"
+        text = r"got expanded_to_permuted with shape .*expected \(4, 2\), topk elements per row of input"
         yield bad(f"inverse-shape-{list(shape)}", text, rows, pairs, 2, pairs.view(shape))
     for scale_format in ("e4m3", ""):
         text = f"scale_format='{scale_format}' does not fit granularity='block128'; use None or 'ue8m0'"

@@ -15,7 +15,7 @@ Style = Literal["modelopt", "compressed-tensors", "auto-round", "quark", "deepse
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """How one linear layer is quantised.
+    """Quantisation of one linear layer.
 
     Attributes:
         format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"mxfp8"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
@@ -34,7 +34,7 @@ class LayerScheme:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a checkpoint's linear layers are quantised, according to its configuration.
+    """Quantisation of a checkpoint's linear layers, according to its configuration.
 
     Attributes:
         path: configuration file.

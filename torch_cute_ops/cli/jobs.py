@@ -62,7 +62,7 @@ def read_gemm_jobs(options: argparse.Namespace) -> list[deployment.Job]:
 
 
 def _properties() -> dict[str, list[str]]:
-    """Return the static properties of all ops. Each property has the names of the ops that take it."""
+    """Return, for each static property, the names of the ops that take it."""
     found: dict[str, list[str]] = {}
     for op in registry.OPS:
         for name in registry.properties_of(op):

@@ -132,9 +132,9 @@ _rows: dict[str, _Rows] = {}
 def agree_on_rows(name: str, lead: tuple[int, ...], group: Group) -> None:
     """Before a collective, check that all ranks pass the same number of rows.
 
-    If the number of rows is the same as in this rank's last call, the ranks exchange nothing. If it has changed, it
-    must have changed on all ranks, which then compare it through the store. Compiled code does not check. A CUDA graph
-    checks only during capture.
+    A rank whose number of rows is the same as in its last call exchanges nothing. If the number has changed, it must
+    have changed on all ranks, which then compare it through the store. In compiled code this check does not run; in a
+    CUDA graph it runs only during capture.
 
     Args:
         name: name of the layer, for messages.

@@ -27,7 +27,7 @@ SHARING: Final = (1, 2, 16, 32)
 
 @dataclass(frozen=True)
 class WeightShard:
-    """Which rows (N) or columns (K) of a weight one rank stores.
+    """Shard of a weight: the rows (N) or columns (K) that one rank stores.
 
     Attributes:
         dim: 0 to shard rows, 1 to shard columns.

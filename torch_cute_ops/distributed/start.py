@@ -23,7 +23,7 @@ from torch_cute_ops.runtime.provenance import source_digest
 log = logging.getLogger("torch_cute_ops")
 
 LONGEST_WAIT: Final = 5.0
-"""Seconds for which the end of a block waits for a call to a store that may be unreachable."""
+"""Seconds that the end of a ``watched_ranks`` block waits for a pending call to the store, which may be unreachable."""
 _blocks = 0
 """Number of ``watched_ranks`` blocks so far. All ranks enter the same blocks in the same order, so the number
 identifies a block on all ranks."""
@@ -85,13 +85,13 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
     """Watch for dead ranks during a block, so that errors on the other ranks name the dead ranks.
 
     Every rank must enter the block. Each rank regularly writes a heartbeat to the store of the default process
-    group. If a rank writes none for ``timeout_s``, or ends with an error, the other ranks log its number, host and
-    process. With gloo, a collective that waits for the dead rank raises an error at once. The block raises this error
-    again and adds the name of the dead rank. With NCCL, the watchdog ends the process after the group's time-out.
+    group. If a rank writes no heartbeat for ``timeout_s``, or ends with an error, the other ranks log its number, host
+    and process. With gloo, a collective that waits for the dead rank raises an error at once. The block raises this
+    error again and adds the name of the dead rank. With NCCL, the watchdog ends the process after the group's time-out.
     ``timeout_s`` must be shorter than the time-out of the process group.
 
     Args:
-        timeout_s: seconds without a sign after which a rank counts as dead.
+        timeout_s: seconds without a heartbeat after which a rank counts as dead.
 
     Raises:
         RuntimeError: from an error in the block, if other ranks are dead.

@@ -19,7 +19,8 @@ UE8M0_NAN: Final = 0xFF
 NVFP4_MAX: Final = E4M3_MAX * E2M1_MAX
 """Largest magnitude of an NVFP4 element times its block scale."""
 FOUR_OVER_SIX: Final = 1.5
-"""Ratio of the two scales between which "4 over 6" chooses: the block's amax becomes 4 instead of 6."""
+"""Ratio of the larger to the smaller scale between which "4 over 6" chooses. With the larger scale, the block's amax is
+encoded as 4 instead of 6."""
 FOUR_OVER_SIX_MAX: Final = 256 * E2M1_MAX
 """Largest magnitude of an element times its smaller block scale with "4 over 6". The smaller scale is at most 256, so
 the larger scale is at most 384, which e4m3 represents."""

@@ -21,8 +21,8 @@ class Norm(NamedTuple):
 
     Attributes:
         input: tensor that is normalised.
-        weight: factor of each column, or None. If the input is float32, the weight may have 16 bits, which our ops
-            take only after the addition of 16-bit rows to a float32 residual.
+        weight: factor of each column, or None. A float32 input may have a 16-bit weight; the ops of this package
+            support this combination only if they also add 16-bit rows to a float32 residual.
         eps: number added to the mean square or the variance.
         weight_plus_one: True if the factor is ``1 + weight``.
         bias: summand of each column, in the dtype of the weight, or None.
@@ -72,7 +72,7 @@ def match_layer_norm(node: Node) -> Norm | None:
 
 
 def _is_vector(node: Any) -> bool:
-    # The value of a symbolic size is no tensor.
+    # A node may also stand for a symbolic size, whose value is not a tensor.
     return isinstance(node, fx.Node) and isinstance(value_of(node), torch.Tensor) and value_of(node).dim() == 1
 
 

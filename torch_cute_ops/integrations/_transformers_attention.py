@@ -29,11 +29,11 @@ def fuse_attention_(model: Any) -> Any:
 
     An attention block with the layers ``q_proj``, ``k_proj`` and ``v_proj`` of this package, or with a ``qkv_proj``
     that merges them, then calls one GEMM and :func:`torch_cute_ops.qkv_norm_rope_append`. The op normalises the heads
-    of q and k if the block does, rotates them, and writes k and v to the cache. The op rounds once, where the block
+    of q and k if the block does, rotates them, and writes k and v to the cache. The op rounds once, whereas the block
     rounds after each step, so the results differ in their last bits.
 
-    - With a ``StaticCache``, the op writes k and v to the cache. This includes layers with a sliding window, as long as
-      the new tokens fit into the window.
+    - With a ``StaticCache``, the op writes k and v to the cache, also in layers with a sliding window, as long as the
+      new tokens fit into the window.
     - With any other cache, such as ``DynamicCache`` or the paged cache of ``generate_batch``, and without a cache, the
       op writes k and v to a temporary tensor, and the cache's own ``update`` copies them.
     - A static cache that is full takes no further token: on a CPU the call raises ``ValueError``; on a GPU the op drops
@@ -47,7 +47,8 @@ def fuse_attention_(model: Any) -> Any:
     reasons why others stay unchanged.
 
     Arguments that a block adds to the call of attention, such as its ``scaling``, and the norms' eps are read when the
-    block is changed. If you set these attributes afterwards, only separate steps use the new values.
+    block is changed. If you set these attributes afterwards, the fused op does not use the new values; only calls that
+    compute the steps one by one do.
 
     Args:
         model: model of transformers with layers of this package, such as after
@@ -73,7 +74,8 @@ def fuse_attention_(model: Any) -> Any:
         decoder = _decoder_of(model, name)
         found = _reason_unlike(module) or _names.reason_bound(module) or found_block(module, decoder)
         if not isinstance(found, str):
-            # Only now, because layers of other blocks, as in cross-attention, can have different inputs.
+            # Merge only after the check: in other blocks, such as cross-attention, q, k and v can have different
+            # inputs.
             merge_(module, dict(MERGED_QKV))
         if isinstance(found, str) or decoder is None or "qkv_proj" not in module._modules:
             left[name] = found if isinstance(found, str) else "q_proj, k_proj and v_proj cannot be merged"
@@ -135,7 +137,7 @@ class Tables:
 
     Attributes:
         cos, sin: (B or 1, S, width), cosines and sines that the decoder passes to each block.
-        table: how they repeat the cosines, as in ``Block``.
+        table: how ``cos`` and ``sin`` repeat each value, as in ``Block``.
         cos_sin: (B · S, rotary_dim), a row for each token: cosines, then sines.
         rows: (B · S,) int64, 0 to B · S - 1.
         slots: slots of the tokens in a static cache, keyed by the cache's layer class and number of positions.
@@ -221,7 +223,8 @@ def _fused(base: Any) -> Any:
         made: Any = object.__reduce_ex__(self, protocol)
         return (_blank, getattr(base, MERGED_FROM, (base,)), *made[2:])
 
-    # As in ``nn.merging``: the subclass has the name of ``base``, under which pickle would find another class.
+    # As in ``nn.merging``, the subclass has the name of ``base``. Pickle would look up this name and find ``base``, so
+    # ``__reduce_ex__`` must create the subclass again.
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
@@ -306,7 +309,7 @@ def _static_layer(cache: Any, index: int, tokens: int) -> Any:
     layer = cache.layers[index]
     if type(layer) is StaticLayer:
         return layer
-    # A full window is shifted by one token, which needs a copy.
+    # A full sliding window must be shifted by one token, which the op cannot do because it needs a copy.
     is_roomy = type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int + tokens <= layer.max_cache_len
     return layer if is_roomy else None
 
@@ -322,12 +325,13 @@ def _fits(layer: Any, qkv: Tensor, shape: tuple[int, ...]) -> bool:
 def _slots(layer: Any, tables: Tables, batch: int, tokens: int) -> Tensor:
     """Return the slots of the new tokens, (B · S,) int64. The cache has ``max_cache_len`` slots for each sequence.
 
-    All layers of a static cache contain equally many tokens, and one mask of the decoder fits all of them. So layers of
-    the same size use the slots of the first layer.
+    All layers of a static cache contain the same number of tokens, as the decoder uses one mask for all of them. Layers
+    of equal size therefore share the slots that the first of them computes.
     """
     length: Tensor = layer.cumulative_length
     key = (type(layer), layer.max_cache_len)
-    # On a CPU without a compiler, another kernel costs little, and slots that do not fit the layer are found.
+    # In eager calls on a CPU, compute the slots for each layer: this costs little, and finds slots that do not fit the
+    # layer.
     is_shared = torch.compiler.is_compiling() or not length.is_cpu
     if is_shared and key in tables.slots:
         return tables.slots[key]
@@ -343,6 +347,6 @@ def _slots(layer: Any, tables: Tables, batch: int, tokens: int) -> Tensor:
 
 
 def _computed_once(vector: Tensor) -> Tensor:
-    """Return a view of a contiguous vector that Inductor computes once for all blocks. Without ``as_strided``, which
-    needs memory to view, Inductor would compute the vector again before each call of the op."""
+    """Return a view that makes Inductor compute a contiguous vector once for all blocks. ``as_strided`` forces Inductor
+    to store the vector in memory. Otherwise Inductor would compute the vector again before each call of the op."""
     return vector.as_strided(vector.shape, (1,))

@@ -2,7 +2,7 @@
 projections and attention: run the block on random tokens, and compare with a float64 formula.
 
 The block runs on the CPU, without its weights: its projections and its attention are replaced by functions that record
-their arguments and return random numbers. So a trial also works for blocks on the meta device. The block must
+their arguments and return random numbers. A trial therefore also works for blocks on the meta device. The block must
 
 - call ``q_proj``, ``k_proj`` and ``v_proj`` with the hidden states;
 - normalise the heads of q and k, rotate them, and pass k and v to ``cache.update``, or without a cache to attention;
@@ -36,13 +36,13 @@ _PARAMETERS: Final = ("self", "hidden_states", "position_embeddings", "attention
 CACHE_NAMES: Final = ("cache", "past_key_values")
 """Names of the argument for the KV cache: in transformers 5.24, and in 5.17."""
 _MAGNITUDES: Final = (1e-3, 0.02, 0.3, 1.0, 8.0, 300.0)
-"""Standard deviations of the rows of q, k and v, one for each token. The smallest show the norms' eps, the largest a
-clamp."""
+"""Standard deviations of the rows of q, k and v, one for each token. The smallest rows reveal the norms' eps, the
+largest rows reveal a clamp."""
 _TOLERANCE: Final = 1e-5
 """Largest relative error of a row, in the Frobenius norm. A block in float64 may compute its norms in float32."""
 _TABLES: Final = (("in halves", False), ("in pairs", True), ("in halves", True), ("once", False))
-"""Formulas of the rotation to try, as pairs (table, interleaved). Tables repeat the cosines in a second half, as in
-Llama; in pairs, as in Cohere; or contain them once, as in gpt-oss."""
+"""Formulas of the rotation to try, as pairs (table, interleaved). A table repeats all cosines in a second half, as in
+Llama; repeats each cosine next to itself, as in Cohere; or contains each cosine once, as in gpt-oss."""
 _BATCH: Final = 2
 MERGED_QKV: Final[Groups] = (("qkv_proj", MERGED["qkv_proj"]),)
 """Layers that a block's projection of q, k and v merges."""
@@ -177,7 +177,7 @@ class _Projection(nn.Module):
 
 
 class _Cache:
-    """Cache that records the keys and values that it gets, and returns other ones."""
+    """Cache that records the keys and values that it gets, and returns other keys and values."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.returned = keys, values

@@ -119,8 +119,8 @@ class FuseQuantization(CustomGraphPass):
       prologue. The number of rows must be static in the graph. On other GPUs the gate stays separate, because
       Inductor's kernel is as fast.
     - On Hopper, for NVFP4: if only an ``mm_fp4`` reads the result of ``fp4_quantize`` of up to 8 rows, or of
-      ``silu_mul_fp4quant`` of one row, the GEMM computes it in its prologue. Codes and scales are the same; the order
-      of additions in the GEMM can differ.
+      ``silu_mul_fp4quant`` of one row, the GEMM quantises in its prologue. Codes and scales are the same; the order of
+      additions in the GEMM can differ.
     - On Hopper, GEMMs of up to 16 rows, or up to 64 rows with an FP8 weight, load the next GEMM's weight into L2.
     - Counters that grow by the same number, such as the numbers of tokens in the layers of a static KV cache, are
       computed by one op.
@@ -130,9 +130,10 @@ class FuseQuantization(CustomGraphPass):
     - RMSNorm of the last dimension with a weight (H,), or without a weight, as computed by
       ``torch.nn.functional.rms_norm`` and Hugging Face decoders, with any rounding in between, or with ``1 + weight``,
       added in float32, as in Gemma. A bias (H,) may be added to the product with the weight. The fused ops round only
-      once, so results differ in the last bits of the normalised rows, or, if the bias cancels most of a product, in the
-      last bits of the product. If other nodes also read the normalised rows in the dtype of the norm's input, an FP4 op
-      writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so the norm is then not fused.
+      once, so results differ in the last bits of the normalised rows. If the bias cancels most of a product, the sum
+      differs by as much as the last bits of the product. If other nodes also read the normalised rows in the dtype of
+      the norm's input, an FP4 op writes them as an additional output (``…_with_norm``). FP8 ops cannot write them, so
+      the norm is then not fused.
     - LayerNorm of the last dimension, as computed by ``torch.nn.functional.layer_norm``, with weight and bias, with a
       weight alone, or without both. A sum over ranks is not fused with LayerNorm, nor with an RMSNorm that has a bias
       or no weight.
@@ -410,7 +411,8 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int, dtype: t
         for each in operands
         if value_of(each).dtype == value_of(total).dtype and value_of(each).stride() == value_of(total).stride()
     ]
-    # Rather overwrite the residual than a sum over ranks, which can then be fused, or than converted rows.
+    # Prefer the residual as the operand to overwrite. Then an all-reduce that computes the other operand can be fused,
+    # and 16-bit rows can be added without a conversion.
     alike.sort(key=lambda each: (_sum_over_ranks(each, total) is not None, unwidened(each) is not each))
     spent = next((each for each in alike if ends_at(each, total)), None)
     if spent is None or not are_before(total, named.values()):
@@ -441,7 +443,7 @@ def _add_norm(norm: Norm, name: str, named: dict[str, Any], count: int, dtype: t
     total.replace_all_uses_with(results[count])
     total.graph.erase_node(total)
     if summed is not None and summed.group == named.get("group"):
-        # Erase the all-reduce, which the graph's elimination of dead code would keep, from the last node on.
+        # Erase the nodes of the all-reduce, from its last node to its first. Dead-code elimination would keep them.
         while unused is not summed.input and not unused.users:
             unused, erased = unused.args[0], unused
             erased.graph.erase_node(erased)
@@ -457,7 +459,7 @@ class _Sum(NamedTuple):
 
 def _sum_over_ranks(node: Node, reader: Node) -> _Sum | None:
     """Match the result of an all-reduce, perhaps with other leading dimensions, that only ``reader`` reads. Return None
-    if the node is something else, or if ops of this package cannot sum over the group."""
+    for any other node, or if ops of this package cannot sum over the group."""
     waited, _ = without_reshape(node)
     if not is_call(waited, c10d.wait_tensor.default) or [*readers_of(waited)] != [reader]:
         return None
@@ -543,8 +545,9 @@ def _weight_rows(b: Node) -> Node | None:
 
 
 def _count_at_once(graph: fx.Graph) -> bool:
-    """Add a number to all counters in one op, instead of one op for each. A counter is an integer, an input of
-    the graph, which the sum overwrites at the end. Return True if any additions were merged."""
+    """Increment all counters that grow by the same number in one op instead of one op per counter. A counter is an
+    integer input of the graph that the sum overwrites at the end of the graph. Return True if any additions were
+    merged."""
     groups: defaultdict[Any, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if not is_call(node, aten.add.Tensor) or node.kwargs or len(node.args) != 2:
@@ -557,7 +560,7 @@ def _count_at_once(graph: fx.Graph) -> bool:
         is_written_back = len(users) == 1 and is_call(users[0], aten.copy_.default) and users[0].args == (counter, node)
         if is_written_back and value.dim() == 0 and value.dtype in _INTEGERS:
             groups[value.device, value.dtype, number].append(node)
-    # A counter with two additions stays apart: Inductor updates no list in place that contains a tensor twice.
+    # Leave out counters with two additions: Inductor does not update a list in place if it contains a tensor twice.
     sums = Counter(node.args[0] for nodes in groups.values() for node in nodes)
     changed = False
     for (_, _, number), counted in groups.items():

@@ -36,7 +36,7 @@ _SCALE_ARGUMENT: Final = {"fp4": "global_scale", "fp8": "scale"}
 
 
 class Quantization(NamedTuple):
-    """How a layer quantises its input.
+    """Quantisation of a layer's input.
 
     Attributes:
         to: ``"fp4"`` for ``fp4_quantize``, ``"fp4_token"`` for ``fp4_quantize_per_token``, ``"fp8"`` for
@@ -155,7 +155,8 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
-        # Leave out the activations' scale, because it is a buffer that may be moved or replaced later.
+        # The stored quantisation does not contain the activations' scale, because this buffer may be moved or replaced
+        # later.
         self._input_quantization = self._quantization()
         self._derive()
 
@@ -395,7 +396,7 @@ class QuantLinear(nn.Module):
         return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
-        """Return the number of input rows for which the GEMM multiplies at least ``rows`` rows.
+        """Return how many input rows a call needs so that the GEMM multiplies at least ``rows`` rows.
 
         The result is smaller than ``rows`` if the layer gathers the input rows of several ranks.
         """
@@ -582,8 +583,8 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
         new: layer whose tensors are copied.
 
     Returns:
-        False, with nothing copied, if the layers differ in class, sizes, parts, activations, or the shape, dtype or
-        device of a tensor.
+        True if the tensors were copied. False, with nothing copied, if the layers differ in class, sizes, parts,
+        activations, or the shape, dtype or device of a tensor.
     """
 
     def described(each: QuantLinear) -> tuple[Any, ...]:
@@ -610,7 +611,7 @@ def overwrite_(layer: QuantLinear, new: QuantLinear) -> bool:
 
 
 def prefetch_(layers: Iterable[QuantLinear]) -> None:
-    """Make the GEMM of each layer load the weight of the next layer into L2 while it runs, if it has few rows.
+    """Make each layer's GEMM, if it has few rows, also load the weight of the next layer into L2.
 
     Results do not change. A second call replaces the settings of the first. If you copy or replace a layer, call
     ``prefetch_`` again. Compiled models ignore these settings: there, the pass of ``integrations.inductor`` finds the

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FewActivations = Literal["16bit", "fp4", "fp4_token"]
 """Formats of the activations for ``QuantExperts.route_few_``."""
 _SMALLEST_FACTOR: Final = 2.0**-100
-"""Smallest factor of an expert with a bias. The bias is divided by the factor, and dividing by less could overflow."""
+"""Smallest factor of an expert with a bias. The bias is divided by the factor; a smaller divisor could overflow."""
 
 
 class PreparedScales(nn.Module):
@@ -65,8 +65,8 @@ class SideBySide(nn.Module):
 
     - ``weight``, uint8 (H, E · I/2): the codes of all down layers, side by side.
     - ``weight_scale``: the 128x4 block scales of this matrix (H, E · I).
-    - ``input_global_scale`` (1,), unless tokens have their own, and ``hidden_global_scale`` (E,) float32, for NVFP4
-      activations, or ``None``.
+    - ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,), float32: global scales of NVFP4 activations. For
+      other activations both are ``None``; if each token has its own global scale, the first is ``None``.
     - ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, which undo global scales of weights and activations, or
       ``None``.
     - ``gate_up_bias`` (E, 2I) and ``bias`` (E, H) float32, or ``None``. ``bias`` is divided by ``alpha``, because the

@@ -63,7 +63,8 @@ _HOOKS: Final = (
 
 
 def reason_bound(module: nn.Module) -> str | None:
-    """Return a reason if replacing this module would lose a hook or a changed ``forward``, or None if it would not.
+    """Return the hook or changed ``forward`` that would be lost if this module was replaced, or None if nothing would
+    be lost.
 
     Hooks are not moved to a new module, because they may read ``weight``, which would then contain codes.
     """
@@ -76,7 +77,8 @@ def reason_bound(module: nn.Module) -> str | None:
 
 
 def reason_holds_more(module: nn.Module) -> str | None:
-    """Return a reason if an ``nn.Linear`` got an addition that a quantised layer cannot take over, or None if it can.
+    """Return the reason why a quantised layer could not take over something that was added to an ``nn.Linear``, or None
+    if it can take over everything.
 
     :func:`replace` copies all other attributes.
     """

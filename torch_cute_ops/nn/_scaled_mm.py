@@ -47,7 +47,7 @@ def scaled_mm(
 
 def reason_refused(weight: Tensor, is_by_row: bool, bias: Tensor | None, out_dtype: torch.dtype) -> str | None:
     """Return the reason why torch's scaled GEMM does not support a weight of shape (N, K), or None if it does. The
-    result holds for every M."""
+    reason does not depend on M."""
     reason = _reason_no_device(weight.device)
     if reason is not None:
         return reason

@@ -165,7 +165,7 @@ def _has_a_result_for_each_expert(parent: nn.Module, name: str, module: nn.Modul
     if any(_like_modules(each, width) == count for each in siblings.values()):
         return True
     nearby = [parent, *siblings.values()]
-    if _GATE_NAME.search(name):  # by its name, the layer may also route to experts inside of a sibling module
+    if _GATE_NAME.search(name):  # a layer with a gate's name may also route to experts inside a sibling module
         inner = [item for sibling in siblings.values() for item in sibling.named_children()]
         if any(_is_called_experts(key, each) and _experts_in(each) == count for key, each in inner):
             return True

@@ -48,12 +48,14 @@ GREATEST_HALF: Final = 12.0
 CROWD: Final = (64, 256)
 """Smallest and largest number of tokens in a trial that sends all tokens to two experts."""
 CROWD_WORK: Final = 2**33
-"""Maximum number of multiplications of such a trial, unless the smallest number of tokens needs more."""
+"""Maximum number of multiplications in the trial that sends all tokens to two experts. The trial exceeds it only if the
+smallest number of tokens needs more."""
 SPREAD_WORK: Final = 2**30
-"""Maximum number of weight elements that the trial with different experts reads, unless ``LEAST_SPREAD`` experts have
-more."""
+"""Maximum number of weight elements that are read by the trial whose tokens choose many different experts. The trial
+exceeds it only if ``LEAST_SPREAD`` experts have more elements."""
 LEAST_SPREAD: Final = 8
-"""Number of different experts that a trial uses at least, if the module has as many."""
+"""Minimum number of different experts in the trial whose tokens choose many experts, or all experts if the module has
+fewer."""
 UNKNOWN_TOPK: Final = 3
 """Number of experts per token to try if neither the module nor its configuration names one. Other trials use 2."""
 _TOPK_NAMES: Final = ("top_k", "topk", "num_experts_per_tok", "moe_topk")
@@ -71,9 +73,9 @@ _MOST_FOUND: Final = 256
 def found_swiglu(given: "FloatExperts") -> SwiGLU | str:
     """Return the gate with which ``QuantExperts`` computes the same as the module, or the reason why none was found.
 
-    A copy of the module runs with synthetic weights of the module's sizes, on the CPU. Some of its tokens are so large
-    that gate and up exceed every clamp. Therefore the trial also works for modules on the meta device. The trial needs
-    memory for one expert in float64. docs/models.md lists what a trial cannot show.
+    A copy of the module runs on the CPU, with synthetic weights of the module's sizes, so the trial also works for
+    modules on the meta device. Some tokens are so large that gate and up exceed every clamp. The trial needs memory for
+    one expert in float64. docs/models.md lists the differences that a trial cannot detect.
     """
     key = _key_of(given.module)
     if key is None:
@@ -313,8 +315,8 @@ def _size_of_gather(source: Tensor, *where: Any) -> int:
 
 
 def _synthetic(given: "FloatExperts", dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return random tensors in the shapes of the module's parameters. All together need little more memory than one
-    expert.
+    """Return random tensors in the shapes of the module's parameters. Together, the tensors need little more memory
+    than one expert.
 
     The weights are overlapping windows of one vector, which repeats a shorter random vector. All matrices differ, and a
     GEMM can read each of them in place.

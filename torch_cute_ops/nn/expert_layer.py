@@ -101,9 +101,8 @@ class ExpertLayer(nn.Module):
     rounding. The host never waits for the device, and no shape depends on the routing. Calls can therefore be captured,
     and a replay uses the current routing.
 
-    As with ``route_few_``, a token's result does not depend, not even in its last bit, on the other tokens and their
-    experts. It can depend on the number of tokens, which selects the ops, the GEMMs' tactics, and cuBLAS's algorithm
-    for the router.
+    A token's result is bitwise independent of the other tokens and their experts, as with ``route_few_``. It can depend
+    on the number of tokens, which selects the ops, the GEMMs' tactics, and cuBLAS's algorithm for the router.
 
     The state dict contains ``router``, ``router_bias`` and ``bias`` if given, ``experts`` and ``shared``. Call
     ``layer.experts.route_few_()`` to speed up calls with few tokens.

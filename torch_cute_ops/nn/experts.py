@@ -42,7 +42,7 @@ FORMATS: Final[dict[str, type[QuantLinear]]] = {
 MULTIPLE: Final = 64
 """Widths of experts must be multiples of this number, or of 128 if FP8 scales are per block."""
 _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
-"""Number of an expert's linear layers in each stacked layer."""
+"""Number of linear layers per expert in each stacked layer: gate and up, or down."""
 
 
 MOST_FEW: Final = 512
@@ -51,8 +51,8 @@ expert's tokens. Each additional token block reads the weights again. On desktop
 
 
 def few_tokens(width: int) -> int:
-    """Return the largest average number of tokens per expert for which ``route_few_`` computes only routed pairs. The
-    result 0 means that it never does.
+    """Return the largest average number of tokens per expert for which ``route_few_`` computes only routed pairs. A
+    result of 0 means that it never does.
 
     Measured on an H200: for I = 256 the routed path is faster than the permuted path up to ``MOST_FEW`` tokens, for any
     routing; for I = 768, it is faster up to 27 tokens per expert. For I = 2,880 the routed path is slower: by up to a
@@ -183,10 +183,10 @@ class QuantExperts(nn.Module):
     def scale_tokens_(self) -> Self:
         """Quantise the FP8 activations of FP4 weights with one scale per token instead of one per 128 elements.
 
-        :func:`torch_cute_ops.prepare_scales` prepares the scales of the weights: 1/8 to 1/16 byte per element in
-        addition. The state dict does not change. After weights are loaded, the prepared scales are computed again, in
-        place. ``grouped_mm_fp8_fp4`` is called with ``fast_accum=False``. The calls that :meth:`route_few_` changes
-        take other activations and stay as they are.
+        :func:`torch_cute_ops.prepare_scales` makes prepared scales of the weights, which take another 1/16 to 1/8 byte
+        per weight element. The state dict does not change. After weights are loaded, the prepared scales are computed
+        again, in place. ``grouped_mm_fp8_fp4`` is called with ``fast_accum=False``. Calls with few tokens after
+        :meth:`route_few_` are not affected: their activations are not FP8.
 
         Returns:
             The module itself.
@@ -228,9 +228,9 @@ class QuantExperts(nn.Module):
         all. For 256 experts with I = 256, and 8 experts per token, the limit is 512 tokens. For large experts the limit
         is zero, for example for gpt-oss's experts with I = 2,880. Then nothing changes, and a warning says so.
 
-        Only the number of tokens selects the path (the ops of a call). The two paths round activations differently. In
-        each path, a token's result does not depend, not even in its last bit, on the other tokens and their experts.
-        It can depend on the number of tokens, which selects the path and, on a GPU, the GEMMs' tactics.
+        The number of tokens alone selects the path (the ops of a call). The two paths round activations differently. In
+        each path, a token's result is bitwise independent of the other tokens and their experts. It can depend on the
+        number of tokens, which selects the path and, on a GPU, the GEMMs' tactics.
 
         The down layers are stored a second time, side by side as (H, E · I/2), because these ops need this layout: one
         third more bytes in total. A call allocates a temporary tensor (M, E · I) and writes only its routed elements.
@@ -657,8 +657,8 @@ def stack(
         cls: class of linear layers of this package.
         in_features: K of every layer.
         parts: rows of each layer.
-        tensors_of: function from a layer's index to its tensors in checkpoint layout, by name; other tensors are
-            ignored.
+        tensors_of: function that takes a layer's index and returns the layer's tensors in checkpoint layout, by name.
+            Tensors with names that ``cls`` does not use are ignored.
         device: device of the result.
         bias: (sum of ``parts``,), or ``None``.
 
@@ -681,6 +681,6 @@ def stack(
 
 
 def as_int32(ids: Tensor, experts: int) -> Tensor:
-    """Convert ids of experts to int32. Ids of int64 that are out of range stay out of range, instead of being cut to
-    their low 32 bits, which may be the id of an expert."""
+    """Convert ids of experts to int32. Ids that are out of range stay out of range. A plain cast of int64 would keep
+    only the low 32 bits, which may be the id of an expert."""
     return ids if ids.dtype == torch.int32 else ids.clamp(-2, experts).to(torch.int32)

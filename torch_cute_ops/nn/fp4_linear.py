@@ -112,8 +112,8 @@ class _FP4Linear(QuantLinear):
         return self._quantises(rows, gated=False)
 
     def prologue_gates(self, rows: Tensor) -> bool:
-        """Return True if the layer's activations are in 16 bits, or if, for a single row, one kernel of the GPU gates,
-        quantises and multiplies."""
+        """Return True if the layer's activations are in 16 bits, or if ``rows`` is a single row and the GPU has one
+        kernel that gates, quantises and multiplies."""
         return self.activations == "16bit" or self._quantises(rows, gated=True)
 
     def _quantises(self, rows: Tensor, *, gated: bool) -> bool:
@@ -137,8 +137,8 @@ class _FP4Linear(QuantLinear):
         quantising: Callable[..., Tensor],
         **more: Any,
     ) -> Tensor:
-        """Multiply 16-bit rows ``a`` by calling the op ``weight_only``, or ``quantising`` for FP4 activations. ``more``
-        contains additional arguments of the op."""
+        """Multiply 16-bit rows ``a`` by the weight. Call the op ``quantising`` for FP4 activations, or else the op
+        ``weight_only``. ``more`` contains additional arguments of the op."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = (a, self.weight.t(), self.weight_scale)
         epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
@@ -335,7 +335,7 @@ class MXFP4Linear(_FP4Linear):
     - ``"fp4"``: ``fp4_quantize`` and ``mm_fp4``.
     - ``"fp8"``: ``fp8_quantize`` with a scale for each 128 elements of a row, and ``mm_fp8_fp4``; K is a multiple of
       64.
-    - ``"fp8_token"``: the same with a scale for each row, as in :class:`NVFP4Linear`.
+    - ``"fp8_token"``: ``fp8_quantize`` with a scale for each row, and ``mm_fp8_fp4``, as in :class:`NVFP4Linear`.
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32).
     """

@@ -40,9 +40,9 @@ def quantize_(
     Experts in two three-dimensional parameters (``gate_up_proj`` and ``down_proj``), as in Hugging Face models, become
     :class:`QuantExperts`. They support every scheme except ``"fp8_tensor"``, and their activations are always FP8.
 
-    Only modules whose computation is known are replaced. Experts first have to pass a trial: on random tokens, some of
-    them so large that gate and up exceed every clamp, their ``forward`` must give the same results as
-    :class:`QuantExperts`. These modules stay unchanged:
+    Only modules whose computation is known are replaced. Experts must first pass a trial: for random tokens, their
+    ``forward`` must give the same results as :class:`QuantExperts`. Some of these tokens are so large that gate and up
+    exceed every clamp. These modules stay unchanged:
 
     - modules with hooks, parametrizations or a replaced ``forward``, and subclasses of ``nn.Linear``;
     - layers to which a buffer, parameter or module was added, or an attribute with the name of an attribute of the

@@ -47,7 +47,8 @@ def warmup(
     workers: int | None = None,
 ) -> None:
     """Compile and load the kernels of a model's quantised layers, gated MLPs and experts, and of attention blocks that
-    call ``qkv_norm_rope_append``. Of layers that need the same kernels, only one is called, with zeros as input.
+    call ``qkv_norm_rope_append``. Layers are called with zeros as input; if several layers need the same kernels, only
+    one of them is called.
 
     Kernels that the cache on disk lacks are compiled in parallel processes; a progress bar shows the kernels done and
     the seconds left. Afterwards calls with these numbers of rows compile nothing and can be captured in a CUDA graph.
@@ -282,8 +283,8 @@ class _Norm(NamedTuple):
 
 
 def _norms_of(module: nn.Module) -> Iterator[_Norm]:
-    """Yield the norms of rows that a module may compute. There are none unless the module is torch's, or its only
-    parameters are a ``weight`` (K,) and perhaps a ``bias`` (K,)."""
+    """Yield the norms of rows that a module may compute. Yield nothing unless the module is a norm of torch, or its
+    only parameters are a ``weight`` (K,) and perhaps a ``bias`` (K,)."""
     own = dict(module.named_parameters(recurse=False))
     shape: Sequence[int] = ()
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -302,7 +303,8 @@ def _norms_of(module: nn.Module) -> Iterator[_Norm]:
         yield _Norm(shape[0], dtype, plus_one, has_bias=has_bias)
 
 
-# A wrong result of the following two functions costs the time to compile a kernel, at warm-up or at the first call.
+# The following two functions guess. A wrong guess costs only the time to compile a kernel, at warm-up or at the first
+# call.
 
 
 def _adds_one(norm: type[nn.Module]) -> bool:
@@ -327,7 +329,7 @@ def _source_of(module: type[nn.Module]) -> str:
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
-    """Return the widths that gates may have: half of each layer's columns."""
+    """Return the possible widths of a gate's result: half the number of columns of each layer."""
     return {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
 
 

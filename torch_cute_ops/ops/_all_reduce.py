@@ -1,4 +1,5 @@
-"""Call path of ops that sum rows over the ranks of a process group, and then process the sums like another op."""
+"""Call path of ops that sum rows over the ranks of a process group, and then normalise and possibly quantise the
+sums."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -106,7 +107,8 @@ class ReducedRowLauncher(RowLauncher):
         if rows <= most:
             self.compiled(input, residual, weight, factor, y, scale, norm, eps, max_ctas, *memory.arguments)
             return
-        # Allocate everything before the first launch: an error between launches would leave the ranks out of step.
+        # Allocate everything before the first launch: after an error between two launches, this rank would have
+        # launched fewer kernels than the other ranks.
         parts, copies = [slice(first, min(first + most, rows)) for first in range(0, rows, most)], []
         for part in parts:
             own = scale

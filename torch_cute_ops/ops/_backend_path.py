@@ -97,8 +97,8 @@ class BackendPath(CallPath[Call]):
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
         """Return the FP4 format, the scale layout of the activations, and the scale layout of the weight.
 
-        If the call names no layout, the layout is derived from the number of dimensions of the activations' scales, or
-        of the weight's scales if the activations have none.
+        If the call names no layout, the layout is derived from the number of dimensions of the activations' scales. If
+        the activations have no scales, it is derived from the weight's scales.
         """
         name = call.scale_layout
         if name is None:
@@ -198,8 +198,8 @@ class BackendPath(CallPath[Call]):
         choice = self._choose(problem, m, target, call.backend)
         kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
         self.require_loaded(kernels, call, device)
-        # Do not store the launcher while a CUDA graph is captured: a capture cannot tune, so a later call may still
-        # have to tune.
+        # Do not store the launcher while a CUDA graph is captured. Tuning is impossible during a capture, so a later
+        # call may still have to tune.
         launcher: Any = self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
         launcher.views_b_scale = launcher.b_scale_shape is not None and call.b_scale.shape != launcher.b_scale_shape
         return launcher
@@ -346,12 +346,12 @@ def check_bias(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     device: torch.device,
-    of: str = "a column of the result",
+    of: str = "column of the result",
 ) -> None:
     """Check that ``bias`` is None or has this shape, in float32 or ``dtype``, on ``device``."""
     if bias is not None:
         _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, dtype))))
-        _checks.check_shape(op, "bias", bias, shape, f"one element {of}")
+        _checks.check_shape(op, "bias", bias, shape, f"one element per {of}")
         _checks.check_device(op, "bias", bias, "a", device)
 
 

@@ -35,7 +35,7 @@ MOST_LAUNCHERS: Final = 4096
 
 _storing = threading.Lock()
 _launched: Final[set[tuple[KernelSpec, int]]] = set()
-"""Kernels that were launched, each with its device. Their modules are loaded, so CUDA graphs can capture them."""
+"""(kernel, device) of each kernel that was launched. Its module is loaded, so a CUDA graph can capture the kernel."""
 
 
 def _of_python(value: Any) -> Any:

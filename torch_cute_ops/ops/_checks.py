@@ -145,8 +145,8 @@ def is_transposed_scale(scale: torch.Tensor, layout: ScaleLayout) -> bool:
 
 
 def _is_transposed(tensor: torch.Tensor, outer: int, inner: int) -> bool:
-    """Return True if the stride of the dimension ``outer`` is smaller than the stride of ``inner``. Return False if one
-    of the two dimensions is expanded or has only one element."""
+    """Return True if the stride of the dimension ``outer`` is smaller than the stride of the dimension ``inner``.
+    Return False if one of the two dimensions is expanded or has only one element."""
     # Compare strides before shapes: comparing a symbolic number of rows first would add a guard for it.
     return 0 < tensor.stride(outer) < tensor.stride(inner) and tensor.shape[outer] > 1 and tensor.shape[inner] > 1
 
@@ -347,7 +347,7 @@ def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
         return False
     steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
-    # If the smallest stride divides all other strides, an element's address modulo this stride is its column.
+    # If the smallest stride divides all other strides, an element's address modulo the smallest stride is its column.
     if not steps or min(steps) == 0 or any(step % min(steps) for step in steps):
         return False
     mine, others = _place(one), _place(other)
@@ -471,7 +471,7 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
     width = tensor.shape[-1] * 2
     if width == 0 or width % fmt.block_size != 0:
         raise ValueError(
-            f"cute::{op}: {name} holds {width} elements a row; expected a positive multiple of {fmt.block_size}"
+            f"cute::{op}: {name} holds {width} elements per row; expected a positive multiple of {fmt.block_size}"
         )
 
 

@@ -83,7 +83,7 @@ class ExpertFP4Gemm(FP4Gemm):
         _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
         _checks.check_matrix(op, "alpha", alpha, "(M, E)")
         m, experts = alpha.shape
-        _checks.check_shape(op, "alpha", alpha, (call.a.shape[0], experts), "a row for each of a")
+        _checks.check_shape(op, "alpha", alpha, (call.a.shape[0], experts), "one row per row of a")
         if experts == 0 or k % (experts * EXPERT_MULTIPLE):
             raise ValueError(
                 f"cute::{op}: got alpha with shape {(m, experts)}, for {experts} experts, and a column of w has {k} "

@@ -128,14 +128,14 @@ class GatedGemm(BackendPath[GatedCall]):
             raise ValueError(f"cute::{op}: w is of {experts} experts; expected 1 to {MAX_EXPERTS}")
         if columns == 0 or columns % (2 * EXPERT_MULTIPLE):
             raise ValueError(
-                f"cute::{op}: w has {columns} columns of an expert; expected 2·I, I a positive multiple of "
+                f"cute::{op}: w has {columns} columns per expert; expected 2·I, with I a positive multiple of "
                 f"{EXPERT_MULTIPLE}"
             )
         self.check_activations(call, k, fmt, layout)
         self.check_fp4_scale("w_scale", call.b_scale, (experts, columns, k), fmt, b_layout, call)
         _checks.check_dtype(op, "routing", call.routing, (torch.float32,))
         matrix = a.shape[0], experts
-        _checks.check_shape(op, "routing", call.routing, matrix, "a row for each of a, an element an expert of w")
+        _checks.check_shape(op, "routing", call.routing, matrix, "one row per row of a, one element per expert of w")
         if call.alpha is not None:
             _checks.check_dtype(op, "alpha", call.alpha, (torch.float32,))
             if call.alpha.shape not in ((experts,), (experts, 2)):
@@ -151,7 +151,7 @@ class GatedGemm(BackendPath[GatedCall]):
         ):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
-        check_bias(op, call.bias, call.bias_dtype, (experts, columns), device, "a column of w")
+        check_bias(op, call.bias, call.bias_dtype, (experts, columns), device, "column of w")
         check_row_scale(op, call.row_scale, a)
         _checks.check_swiglu(op, *call.swiglu)
         _checks.check_gate(op, call.gate, *call.swiglu)
@@ -223,7 +223,9 @@ class GatedGemm(BackendPath[GatedCall]):
     def make_example(self, given: Any, device: torch.device) -> dict[str, Any]:
         n, k, m, experts = given.n, given.k, given.m, given.experts
         if n % experts:
-            raise ValueError(f"cute::{self.op}: n is {n}; expected as many columns for each of {experts} experts")
+            raise ValueError(
+                f"cute::{self.op}: n is {n}; expected the same number of columns for each of {experts} experts"
+            )
         rows = 2 * (n // experts)
         fmt, layout = self.example_format(given)
         b_layout = weight_layout(layout)

@@ -104,7 +104,8 @@ class Gemm(BackendPath[GemmCall]):
         )
 
     def _key_of_scale(self, a_scale: Tensor | None) -> Any:
-        """Return the entry of ``key`` for the shape of ``a_scale``, if it is None or ``by_a_scale`` is True."""
+        """Return the entry of ``key`` that describes the shape of ``a_scale``. The entry is needed if ``a_scale`` is
+        None or ``by_a_scale`` is True."""
         return None if a_scale is None else (a_scale.dim(), a_scale.shape[-1])
 
     def _key_of_rows(self, shape: Any, offsets: Tensor | None) -> Any:

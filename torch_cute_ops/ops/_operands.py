@@ -16,7 +16,8 @@ def cuda_device(device: torch.device | int | str | None) -> torch.device:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor if it is contiguous and starts at a multiple of 16 bytes, or else a copy that does."""
+    """Return the tensor if it is contiguous and starts at a multiple of 16 bytes, or else a contiguous, aligned
+    copy."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 

@@ -35,8 +35,8 @@ class Property:
         default: value for calls that do not name the property, or ``inspect.Parameter.empty`` if they must name it.
         is_optional: True if the value may be None.
         choices: all possible strings; empty if any string is possible.
-        of: function that returns the property's value for a call. It returns None if the ``warmup`` call that an error
-            message shows need not name the property.
+        of: function that returns the property's value for a call, or None if an error message that shows a ``warmup``
+            call may omit the property.
     """
 
     kind: type

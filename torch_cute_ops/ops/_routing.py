@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 SCORINGS: Final = ("softmax", "sigmoid")
 MAX_GROUPS: Final = 32
 MAX_ROWS: Final = 2**31 - 2**20
-"""Largest number of rows of the experts' buffer, and of (token, expert) pairs. Indices are int32, and the last step of
-a CTA may count beyond the last row; the margin to 2^31 covers this."""
+"""Largest number of rows of the experts' buffer, and of (token, expert) pairs. Indices are int32. In its last step, a
+CTA may count beyond the last row; the margin between this number and 2^31 covers this."""
 
 
 class ChoiceCall(NamedTuple):

@@ -77,7 +77,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         fmt, self.layout = problem.fmt, problem.layout
         self.width, self.source = problem.width, problem.source
         self.is_padded, self.is_interleaved = problem.width != problem.norm_width, problem.interleaved
-        # Rows of interleaved codes need no padded copy: the rows of the op's output are already padded.
+        # Interleaved codes need no padded copy, because the rows of the op's output are already padded.
         self.pads_output = self.is_padded and not self.is_interleaved
         self.also_linear, self.writes_norm = problem.also_linear, problem.writes_norm
         self.has_row_scale = problem.has_row_scale
@@ -117,7 +117,8 @@ class RowLauncher(KernelLauncher[RowCall]):
         return sizes
 
     def new_partials(self, rows: int) -> Tensor:
-        """Allocate the workspace for the amaxes that the CTAs find in a tensor with ``rows`` rows, one per CTA."""
+        """Allocate the workspace in which each CTA stores one float: the amax of the rows that it reads. The tensor has
+        ``rows`` rows."""
         return allocator(self.device)((self.config.tensor_ctas(rows, self.sms),), (1,), torch.float32)
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
@@ -221,7 +222,8 @@ class RowQuant(KernelPath[RowCall]):
     call_type: ClassVar[Any] = RowCall
     launcher_type: ClassVar[Any] = RowLauncher
     renames: ClassVar = {"global_scale": "factor", "scale": "factor"}
-    # The kernel stores these outputs one element at a time, so they need no alignment, except MXFP8's scales.
+    # These outputs need no alignment, because the kernel stores them one element at a time. Scales of MXFP8 are an
+    # exception.
     any_address = frozenset(("scale_linear", "scale_out", "row_scale"))
 
     def __init__(
@@ -390,7 +392,7 @@ class RowQuant(KernelPath[RowCall]):
         if call.weight is not None:
             _checks.check_dtype(op, "weight", call.weight, tuple(dict.fromkeys((input.dtype, torch.float32))))
             if not self.takes_general_norms or call.weight.shape != (0,):
-                _checks.check_shape(op, "weight", call.weight, (input.shape[-1],), "one element a column of input")
+                _checks.check_shape(op, "weight", call.weight, (input.shape[-1],), "one element per column of input")
             elif call.weight_plus_one:
                 raise ValueError(
                     f"cute::{op}: weight_plus_one is True, and weight has no elements; expected a weight to add 1 to"
@@ -399,7 +401,7 @@ class RowQuant(KernelPath[RowCall]):
             _checks.check_finite(op, "eps", call.eps, " of at least 0", call.eps >= 0)
             if call.bias is not None:
                 _checks.check_dtype(op, "bias", call.bias, (call.weight.dtype,))
-                _checks.check_shape(op, "bias", call.bias, (input.shape[-1],), "one element a column of input")
+                _checks.check_shape(op, "bias", call.bias, (input.shape[-1],), "one element per column of input")
                 _checks.check_device(op, "bias", call.bias, "input", device)
         if isinstance(fmt, FP4Format):
             _checks.check_global_scale(op, call.factor, fmt, "input", device)

@@ -21,8 +21,8 @@ PREFETCH_MULTIPLE: Final = 16
 """The bytes of a row of a prefetched matrix must be a multiple of this number."""
 MOST_PREFETCHING_ROWS: Final = 16
 MOST_PREFETCHING_FP8_ROWS: Final = 64
-"""Largest numbers of rows for which ``prefetches_with_gemm`` is True: the first with an FP4 weight, the second with an
-FP8 weight. Kernels have the same limits."""
+"""Largest numbers of rows for which ``prefetches_with_gemm`` returns True, for an FP4 weight (first) and an FP8 weight
+(second). The kernels have the same limits."""
 
 
 def is_prefetchable(matrix: torch.Tensor) -> bool:
@@ -35,9 +35,9 @@ def is_prefetchable(matrix: torch.Tensor) -> bool:
 def gates_with_gemm(rows: int, device: torch.device) -> bool:
     """Return True if a compiled model fuses a gate and the following GEMM with 16-bit activations into one op.
 
-    The answer is True for one row, on GPUs that can compute both in one launch. For weights with far more K than rows,
-    the fused op itself may still make two launches. On a CPU the function returns True for the same calls as on Hopper,
-    so that tests cover this case.
+    The answer is True for one row, on GPUs that can compute gate and GEMM in one launch. For weights whose K is far
+    larger than N, the fused op itself may still make two launches. On a CPU the function returns True for the same
+    calls as on Hopper, so that tests cover the fused ops.
     """
     return rows <= MOST_GATED_ROWS and _has_wgmma(device)
 
@@ -62,7 +62,7 @@ def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: boo
 
 
 def _has_wgmma(device: torch.device) -> bool:
-    """Return True for a GPU with warpgroup MMA, and for a CPU, so that tests on a CPU cover this case."""
+    """Return True for a GPU with warpgroup MMA, and for a CPU, so that tests on a CPU cover the fused ops."""
     if device.type not in ("cpu", "cuda"):
         return False
     arch = gemm_package().select.target_of(device).arch

@@ -47,28 +47,29 @@ def add_rmsnorm_fp8quant(
         scale: float32 tensor of one element, the static scale of the whole tensor. Required with
             ``granularity="tensor"``, otherwise ``None``.
         eps: number added to the mean square.
-        granularity: elements that share a scale: ``"tensor"`` (all elements; ``scale`` is given), ``"token"`` (one
+        granularity: elements that share a scale: ``"tensor"`` (all elements; requires ``scale``), ``"token"`` (one
             row), ``"block128"`` (128 neighbouring elements of a row; H is a multiple of 64, so the last block may
             contain 64 elements), or ``"block32"`` (MXFP8: 32 neighbouring elements of a row; H is a multiple of 32).
-        scale_layout: for ``"block128"``, strides of the scales: ``"column"``, which GEMMs read in place, or ``"row"``.
-            ``None`` means ``"column"``, or the layout of the scales in ``out``. For ``"block32"``, layout of the
-            scales: ``"128x4"`` (also ``None``), ``"8x4"`` or ``"linear"``, as for FP4. The argument has no effect if
-            ``granularity`` is ``"token"`` or ``"tensor"``.
+        scale_layout: layout of the scales. With granularity ``"block128"``: ``"column"`` (column-major, which GEMMs
+            read in place) or ``"row"`` (row-major); ``None`` means the layout of the scales in ``out``, or else
+            ``"column"``. With ``"block32"``: ``"128x4"``, ``"8x4"`` or ``"linear"``, as for FP4; ``None`` means
+            ``"128x4"``. With ``"token"`` or ``"tensor"``, the argument has no effect.
         interleaved: ``True`` to interleave k of ``y`` for ``mm_fp8_fp4``, as :func:`interleave_k` does. ``granularity``
             must be ``"token"`` or ``"tensor"``.
         weight_plus_one: ``True`` if the gain of each column is ``1 + weight``, added in fp32, as in Gemma's norms.
         bias: (H,) in the dtype of ``weight``, added to ``norm`` in fp32. ``None`` means no bias.
         subtract_mean: ``True`` to subtract the mean of each row first, in fp32, as LayerNorm does.
         scale_format: ``"ue8m0"`` for scales that are powers of two, with ``"block128"`` or ``"block32"``. ``None``
-            means ``"ue8m0"`` with ``"block32"``, and any float32 scale otherwise.
-        out: tensors to write ``(y, scale)`` into, contiguous except that block scales may be column-major, with any
-            distance between columns.
+            means ``"ue8m0"`` with ``"block32"``, and float32 scales of any value otherwise.
+        out: tensors to write ``(y, scale)`` into. They must be contiguous; block scales may instead be column-major,
+            with any distance between columns.
 
     Returns:
         ``y``: (..., H) float8_e4m3fn, or (..., ⌈H/256⌉, 256) with zeros beyond H if ``interleaved``.
-        ``scale``: float32 (1,) for a tensor, (..., 1) for tokens, (..., ⌈H/128⌉) for blocks of 128. Block scales of
-        128 are column-major by default: with M flattened rows, the strides of (M, ⌈H/128⌉) are (1, M). For blocks of
-        32, uint8 in the shape of the layout: (..., H/32) if it is linear.
+        ``scale``: float32 (1,) with granularity ``"tensor"``, (..., 1) with ``"token"``, (..., ⌈H/128⌉) with
+        ``"block128"``; uint8 with ``"block32"``, in the shape of ``scale_layout``, such as (..., H/32) for
+        ``"linear"``. Scales of ``"block128"`` are column-major by default: for M flattened rows, a matrix (M,
+        ⌈H/128⌉) with strides (1, M).
 
     Raises:
         ValueError: If a shape, device, format or layout is wrong, if ``residual`` overlaps itself or ``input``, or if

@@ -48,7 +48,8 @@ def fp4quant_mm_fp4(
         global_scale: float32 tensor of one element: factor by which values are multiplied before they are encoded. For
             NVFP4 only; usually :func:`nvfp4_global_scale` of the tensor's amax. ``None`` means 1.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
-            column. Pass ``1 / (global_scale · g_b)`` to divide out the global scales. ``None`` means 1.
+            column. To divide out the global scales, pass ``1 / (global_scale · g_b)``, where ``g_b`` is the global
+            scale of ``b``. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
@@ -56,8 +57,8 @@ def fp4quant_mm_fp4(
             means the format for ``block_size``.
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and

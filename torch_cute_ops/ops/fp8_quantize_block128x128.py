@@ -100,7 +100,7 @@ def fp8_quantize_block128x128(
     Args:
         input: (..., N, K) bfloat16, float16 or float32; K is a multiple of 64. Rows and matrices may be strided. If
             they do not start at multiples of 16 bytes, the op first copies them.
-        scale_format: ``"ue8m0"`` for scales that are powers of two. ``None`` means any float32 scale.
+        scale_format: ``"ue8m0"`` for scales that are powers of two. ``None`` means float32 scales of any value.
         out: contiguous tensors to write ``(y, scale)`` into.
 
     Returns:

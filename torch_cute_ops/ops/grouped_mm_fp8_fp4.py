@@ -44,11 +44,12 @@ def grouped_mm_fp8_fp4(
 
     ``t`` is the least integer with ``6 · block scale · 2^-t ≤ 448`` for all scales of a row and block, so that all
     numbers fit e4m3. ``u`` is the least integer with ``6 · block scale · 2^-u ≤ 448`` for all scales of a row. Codes
-    are rounded to nearest even. :func:`mm_fp8_fp4` gives the error. Sums are accumulated as in :func:`mm_fp8_fp4`.
+    are rounded to nearest even. The documentation of :func:`mm_fp8_fp4` gives the error of this conversion, and
+    describes how sums are accumulated.
 
-    Experts' rows are found on the device, and padding is treated, as in :func:`grouped_mm_fp8`. So this op can replace
-    :func:`grouped_mm_fp8` in an FP8 expert pipeline (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM,
-    ``moe_finalize``) whose weights are in FP4.
+    As in :func:`grouped_mm_fp8`, the kernel reads on the device which rows belong to each expert, and padding is
+    treated in the same way. This op can therefore replace :func:`grouped_mm_fp8` in an FP8 expert pipeline
+    (``moe_permute_fp8quant``, GEMM, ``moe_swiglu_fp8quant``, GEMM, ``moe_finalize``) whose weights are in FP4.
 
     Args:
         a: (R, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. Masked: (E,
@@ -82,9 +83,9 @@ def grouped_mm_fp8_fp4(
             means the format for ``block_size``.
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits. Tiles that are padded expert by expert are accepted if ``scale_layout`` is given and each expert
-            has a multiple of 128 rows. With prepared scales, pass ``None``.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales. Tiles that are padded expert by expert are accepted if ``scale_layout`` is
+            given and each expert has a multiple of 128 rows. With prepared scales, pass ``None``.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and

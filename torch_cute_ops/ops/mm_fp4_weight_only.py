@@ -31,10 +31,10 @@ def mm_fp4_weight_only(
 
         out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]
 
-    The weight is stored as checkpoints hold it; nothing is repacked. It is decoded exactly and without its global
-    scale, which ``alpha`` divides out: ``alpha = 1 / g_b``. FP4 tensor cores take both operands in FP4
-    (:func:`mm_fp4`), so the weight is decoded to 16 bits on Blackwell, too. With an MXFP4 weight, float16 activations
-    are first rounded to bfloat16, because MXFP4 scales exceed the range of float16.
+    The weight is stored as checkpoints hold it; nothing is repacked. The weight is decoded exactly, without its global
+    scale ``g_b``; pass ``alpha = 1 / g_b`` to divide by it. On Blackwell the weight is also decoded to 16 bits, because
+    FP4 tensor cores need both operands in FP4 (:func:`mm_fp4`). With an MXFP4 weight, float16 activations are first
+    rounded to bfloat16, because MXFP4 scales exceed the range of float16.
 
     Args:
         a: (M, K) bfloat16 or float16.
@@ -53,8 +53,8 @@ def mm_fp4_weight_only(
             means the format for ``block_size``.
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and

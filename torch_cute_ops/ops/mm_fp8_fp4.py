@@ -43,12 +43,13 @@ def mm_fp8_fp4(
 
     ``t`` is the least integer with ``6 · block scale · 2^-t ≤ 448`` for all scales of a row and block, so that all
     numbers fit e4m3. ``u`` is the least integer with ``6 · block scale · 2^-u ≤ 448`` for all scales of a row. Codes
-    are rounded to nearest even. For MXFP4, the conversion is exact for blocks whose scale is at most a factor of 2^14
-    below the largest scale of the 128 elements, or with per-token scales of the row. Smaller numbers are rounded by up
-    to 2^-10 · 2^t, or 2^-10 · 2^u. For NVFP4, elements of magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are
-    rounded by up to 4.8 %, because e4m3 holds 4 significant bits, and the product of such an element and a block scale
-    needs up to 6 bits. For a Gaussian weight, the relative rms error is 9.69 % with ``t`` and with ``u``, compared with
-    9.51 % before the weight is re-encoded. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never re-encode.
+    are rounded to nearest even. For MXFP4, the conversion of a block is exact if its scale is at least 2^-14 times the
+    largest scale among the same 128 elements (block scales) or in the same row (per-token scales). Numbers in other
+    blocks are rounded by up to 2^-10 · 2^t (block scales) or 2^-10 · 2^u (per-token scales). For NVFP4, elements of
+    magnitude 0.5, 1, 2 and 4 stay exact; 1.5, 3 and 6 are rounded by up to 4.8 %, because e4m3 holds 4 significant
+    bits, and the product of such an element and a block scale needs up to 6 bits. For a Gaussian weight, the relative
+    rms error is 9.69 % with ``t`` and with ``u``, compared with 9.51 % before the weight is re-encoded. :func:`mm_fp4`
+    and :func:`mm_fp4_weight_only` never re-encode.
 
     The weight stays in 4 bits in memory. With block scales and many rows, ``"auto"`` may take the backend ``recode``,
     which holds an FP8 copy of the weight for the duration of the call. Activations are stored as the quantising ops
@@ -58,8 +59,8 @@ def mm_fp8_fp4(
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements. With per-token
             scales, ``a`` may also be (M, ⌈K/256⌉, 256), as :func:`interleave_k` returns it; kernels then need not
-            reorder the rows. If K is 256, flatten ordinary activations (B, 1, 256) first, because they have the shape
-            of interleaved activations.
+            reorder the rows. If K is 256, flatten activations (B, 1, 256) that are not interleaved first, because they
+            have the shape of interleaved activations.
         b: (K/2, N) uint8 or float4_e2m1fn_x2, two e2m1 codes per byte, element 0 in the low nibble: the transposed view
             ``weight.t()`` of a row-major (N, K/2); N is a multiple of 8. A row-major tensor is refused. No check can
             detect a square weight that is stored transposed.
@@ -72,7 +73,7 @@ def mm_fp8_fp4(
             (NVFP4), or uint8 or float8_e8m0fnu (MXFP4). With per-token scales, ``b_scale`` may also be prepared scales,
             uint8 (1 + ⌈K/256⌉, N, 256/B), which :func:`prepare_scales` computes once from the block scales.
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
-            column. Pass ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
+            column. To divide out the weight's global scale ``g_b``, pass ``1 / g_b``. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means bfloat16.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
@@ -80,8 +81,8 @@ def mm_fp8_fp4(
             means the format for ``block_size``.
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits. With prepared scales, pass ``None``.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales. With prepared scales, pass ``None``.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and

@@ -61,8 +61,9 @@ def moe_fc1_fp4(
         routing: (M, E) float32 with any strides: a pair of a token and an expert is computed if the pair's element is
             not 0 (NaN is not 0). Normally this is the ``alpha`` of :func:`moe_fc2_fp4`. If an element is 0 or -0,
             nothing is computed or written for the pair. The weight of an expert without tokens is not read.
-        alpha: float32 (E,), each expert's ``1 / (g_a · g_w)``; or (E, 2), with separate factors for gate and up.
-            ``None`` means 1.
+        alpha: float32 (E,), one factor per expert; or (E, 2), separate factors for gate and up. To divide out the
+            global scales of ``a`` and of the expert's weight, ``g_a`` and ``g_w``, pass ``1 / (g_a · g_w)``. ``None``
+            means 1.
         bias: (E, 2·I) float32 or bfloat16, added after ``alpha``, before the gate.
         global_scale: float32 tensor of one element, or (E,), by which results are multiplied before they are encoded.
             NVFP4 only. ``None`` means 1.
@@ -71,9 +72,9 @@ def moe_fc1_fp4(
             means the format for ``block_size``.
         scale_layout: expected layout of the scales: ``"128x4"``, ``"8x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits. Tiles of ``w_scale`` that are padded expert by expert are accepted if ``scale_layout`` is given
-            and each expert has a multiple of 128 rows.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales. Tiles of ``w_scale`` that are padded expert by expert are accepted if
+            ``scale_layout`` is given and each expert has a multiple of 128 rows.
         swiglu_alpha, swiglu_beta: finite parameters of the gate; the defaults give SwiGLU.
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`

@@ -46,10 +46,10 @@ def moe_fc2_fp4_weight_only(
         w_scale: block scales of ``w`` as an (N, E·I) matrix: 128x4 (⌈N/128⌉, ⌈E·I/B/4⌉, 32, 4, 4) as
             :func:`fp4_quantize` writes them, or linear (N, E·I/B), with B the block size. The dtype is float8_e4m3fn
             (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
-        alpha: (M, E) float32 with any strides: an expert's weight for a token, times ``1 / g_w``, as
-            :func:`moe_route_dense` writes it. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are
-            skipped, even if the pair's elements or scales are NaN or uninitialised. If M = E, a transposed ``alpha``
-            cannot be detected.
+        alpha: (M, E) float32 with any strides: the routing weight of each token for each expert, as
+            :func:`moe_route_dense` writes it. If the expert's weight has the global scale ``g_w``, pass the routing
+            weight times ``1 / g_w``. Pairs of a token and an expert for which ``alpha`` is 0 or -0 are skipped, even if
+            the pair's elements or scales are NaN or uninitialised. If M = E, a transposed ``alpha`` cannot be detected.
         bias: (E, N) float32 or the dtype of the result, added to each expert's sum before the multiplication by
             ``alpha``. If ``alpha`` contains a factor that divides out global scales, divide the bias by this factor.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
@@ -58,8 +58,8 @@ def moe_fc2_fp4_weight_only(
             means the format for ``block_size``.
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``w`` and ``w_scale`` were written before the previous launch on the stream, and

@@ -69,7 +69,7 @@ class _Finalize(KernelPath[_Call]):
         _checks.check_device(op, "weights", weights, "input", input.device)
         if residual is not None:
             _checks.check_dtype(op, "residual", residual, (input.dtype,))
-            _checks.check_shape(op, "residual", residual, (tokens, width), "a row for each token, as long as input's")
+            _checks.check_shape(op, "residual", residual, (tokens, width), "one row per token, of the width of input")
             _checks.check_device(op, "residual", residual, "input", input.device)
 
     def check_values(self, call: _Call) -> None:
@@ -123,8 +123,8 @@ def moe_finalize(
         input: (R, H) bfloat16, float16 or float32, rows in the experts' order; H is a multiple of 8. Rows may be
             strided.
         expanded_to_permuted: (M, topk) int32, the row of ``input`` of each pair of a token and one of its experts, or
-            -1, as :func:`moe_route` returns it. An index below -1, or of R or more, is refused on a CPU; on a
-            GPU the pair adds nothing.
+            -1, as :func:`moe_route` returns it. An index below -1 or above R - 1 is refused on a CPU; on a GPU the pair
+            adds nothing.
         weights: (M, topk) float32, routing weights.
         residual: (M, H) in the dtype of ``input``, e.g. the result of a shared expert; ``None`` means 0.
         out: contiguous tensor to write the result into. It may be ``residual``, but must not overlap ``input``.

@@ -86,7 +86,7 @@ class _Permute(KernelPath[_Call]):
         if places is not None:
             _checks.check_dtype(op, "expanded_to_permuted", places, (torch.int32,))
             shape = (input.shape[0], topk)
-            _checks.check_shape(op, "expanded_to_permuted", places, shape, "topk rows for each of input")
+            _checks.check_shape(op, "expanded_to_permuted", places, shape, "topk elements per row of input")
             _checks.check_device(op, "expanded_to_permuted", places, "input", input.device)
 
     def check_values(self, call: _Call) -> None:
@@ -160,14 +160,14 @@ def moe_permute_fp8quant(
     Args:
         input: (M, H) bfloat16, float16 or float32; H is a multiple of 64. Rows may be strided.
         permuted_to_expanded: (R,) int32, the pair ``token · topk + j`` of each row, or -1, as :func:`moe_route` returns
-            it. No pair occurs twice. An index below -1, or of M · topk or more, is refused on a CPU; on a GPU the row
-            is not written.
+            it. No pair occurs twice. An index below -1 or above M · topk - 1 is refused on a CPU; on a GPU the row is
+            not written.
         topk: experts per token, at most 32.
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
-            :func:`moe_route` returns it. With any other content the result is unspecified. An index below -1, or
-            of R or more, is refused on a CPU; on a GPU the pair is not written.
-        scale_format: ``"ue8m0"`` for scales that are powers of two, as in :func:`fp8_quantize`. ``None`` means any
-            float32 scale.
+            :func:`moe_route` returns it. With any other content the result is unspecified. An index below -1 or above R
+            - 1 is refused on a CPU; on a GPU the pair is not written.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, as in :func:`fp8_quantize`. ``None`` means float32
+            scales of any value.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and a column-major or row-major ``scale``.
 
     Returns:

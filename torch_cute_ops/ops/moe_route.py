@@ -131,8 +131,9 @@ def moe_route(
         renormalize: ``True`` to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
         alignment: number that divides the index of each expert's first row, if ``max_rows`` is ``None``. GEMMs of other
-            libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens
-            and many experts: the GEMM chooses its tactic by R, which includes padding.
+            libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. With few tokens and
+            many experts, choose 1, because the GEMM selects its tactic by the number of rows R, which includes padding
+            rows.
         max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
             rows that each expert needs.
         finite: ``True`` to replace NaN and -inf among the logits by the most negative finite float32, and inf by the

@@ -107,8 +107,8 @@ def moe_route_dense(
         topk_groups: number of groups from which a token's experts are chosen.
         renormalize: ``True`` to divide a token's weights by their sum.
         scaling_factor: factor of all weights.
-        expert_factor: (E,) float32, factor of each expert's weights, e.g. ``1 / (g_a · g_w)`` for the expert's global
-            scales; ``None`` means 1.
+        expert_factor: (E,) float32, factor of each expert's weights, such as ``1 / (g_a · g_w)``, which divides out the
+            global scales of the expert's activations (``g_a``) and weight (``g_w``); ``None`` means 1.
         finite: ``True`` to replace NaN and -inf among the logits by the most negative finite float32, and inf by the
             largest finite float32.
         out: contiguous tensor to write the result into.

@@ -108,12 +108,13 @@ def moe_route_ids(
         permuted_to_expanded[row] = token · topk + j
 
     Args:
-        ids: (M, topk) int32, experts of each token, or -1; topk is at most 32. An id below -1, or of E or more,
-            is refused on a CPU; on a GPU the pair gets no row.
+        ids: (M, topk) int32, experts of each token, or -1; topk is at most 32. An id below -1 or above E - 1 is refused
+            on a CPU; on a GPU the pair gets no row.
         experts: number of experts E, at most 1,024.
         alignment: number that divides the index of each expert's first row, if ``max_rows`` is ``None``. GEMMs of other
-            libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. Choose 1 for few tokens
-            and many experts: the GEMM chooses its tactic by R, which includes padding.
+            libraries usually need 128; :func:`grouped_mm_fp8` takes 1, which leaves no padding. With few tokens and
+            many experts, choose 1, because the GEMM selects its tactic by the number of rows R, which includes padding
+            rows.
         max_rows: rows reserved for each expert (masked layout); ``None`` selects the contiguous layout, with only the
             rows that each expert needs.
         out: contiguous tensors to write ``(expanded_to_permuted, permuted_to_expanded, offsets, counts)`` into.

@@ -186,8 +186,8 @@ def moe_swiglu_fp8quant(
 
     ``gate`` is the first half of each row of ``input``, ``up`` the second half. By default ``h`` is ``silu(gate) · up``
     (SwiGLU). gpt-oss uses ``swiglu_alpha=1.702``, ``swiglu_beta=1`` and ``swiglu_limit=7``. Clamps propagate NaN. The
-    result equals :func:`silu_mul_fp8quant` with ``granularity="block128"``. Experts' rows are found on the device; rows
-    of padding are neither read nor written.
+    result equals :func:`silu_mul_fp8quant` with ``granularity="block128"``. The kernel reads ``offsets`` and ``counts``
+    on the device to find the experts' rows; rows of padding are neither read nor written.
 
     Args:
         input: (R, 2I) bfloat16, float16 or float32, in which the rows of expert e begin at ``offsets[e]``; or (E,
@@ -202,8 +202,8 @@ def moe_swiglu_fp8quant(
         swiglu_limit: positive clamp of gate and up; ``None`` means no clamp.
         gate: activation function: ``"silu"``, ``"gelu_tanh"`` (GELU, approximated by tanh as in Gemma), ``"gelu"``
             (GELU with the error function) or ``"relu2"`` (squared ReLU). Only ``"silu"`` takes ``swiglu_`` parameters.
-        scale_format: ``"ue8m0"`` for scales that are powers of two, as in :func:`fp8_quantize`. ``None`` means any
-            float32 scale.
+        scale_format: ``"ue8m0"`` for scales that are powers of two, as in :func:`fp8_quantize`. ``None`` means float32
+            scales of any value.
         out: tensors to write ``(y, scale)`` into: a contiguous ``y``, and a column-major or row-major ``scale``.
 
     Returns:

@@ -411,8 +411,8 @@ def qkv_norm_rope_append(
             not written. No slot may occur twice; a repeated slot is refused on a CPU and in debug mode.
         q_heads: number of heads of q.
         kv_heads: number of heads of k, and of v.
-        q_norm: (D,) in the dtype of ``qkv`` or float32: weight of q's RMSNorm. ``None``: q is not normalised.
-        k_norm: (D,) in the dtype of ``qkv`` or float32: weight of k's RMSNorm. ``None``: k is not normalised.
+        q_norm: (D,) in the dtype of ``qkv`` or float32: weight of q's RMSNorm. ``None`` means that q is not normalised.
+        k_norm: (D,) in the dtype of ``qkv`` or float32: weight of k's RMSNorm. ``None`` means that k is not normalised.
         eps: number added to the mean square.
         norm_plus_one: True if the weights of the RMSNorms are ``1 + q_norm`` and ``1 + k_norm``, as in Gemma.
         interleaved: False if the pairs are (i, i + rotary_dim/2), as in Llama and GPT-NeoX; True if they are

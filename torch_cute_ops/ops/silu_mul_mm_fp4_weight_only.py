@@ -48,7 +48,7 @@ def silu_mul_mm_fp4_weight_only(
             :func:`fp4_quantize` writes them, or linear (N, K/B), with B the block size. The dtype is float8_e4m3fn
             (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
         alpha: float32 tensor on the same device, one element or (N,): one factor for all columns, or one factor per
-            column. Pass ``1 / g_b`` to divide out the weight's global scale. ``None`` means 1.
+            column. To divide out the weight's global scale ``g_b``, pass ``1 / g_b``. ``None`` means 1.
         bias: (N,) float32 or the dtype of the result, added in fp32 after ``alpha``.
         out_dtype: dtype of the result: bfloat16, float16 or float32. ``None`` means the dtype of ``a``.
         block_size: elements per block scale: 16 for NVFP4, 32 for MXFP4.
@@ -56,8 +56,8 @@ def silu_mul_mm_fp4_weight_only(
             means the format for ``block_size``.
         scale_layout: expected layout of the weight's scales: ``"128x4"`` or ``"linear"``. ``None`` derives the layout
             from the shape. If a layout is given, tiled scales may also have another library's shape: flat (torchao), or
-            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix is read as linear scales if its
-            shape fits.
+            a padded matrix (FlashInfer, vLLM, cuBLAS). With ``None``, a padded matrix that has the shape of linear
+            scales is read as linear scales.
         backend: name of a backend that :func:`backends` lists. ``"auto"`` takes the backend that :func:`autotune`
             measured as fastest, or without measurements the backend with the least estimated time.
         static_weight: promise that ``b`` and ``b_scale`` were written before the previous launch on the stream, and

@@ -38,7 +38,7 @@ def grouped_token_gemm(
 
     Args:
         a_scale: (R, 1) or (E, rows of an expert, 1) float32, or (1,).
-        b_scale: (E, N) or (E,) float32, multiplied by ``alpha``.
+        b_scale: (E, N) or (E,) float32, scales of the weights, already multiplied by ``alpha``.
     """
     experts, n, k = weights.shape
     rows, dtype = a.reshape(-1, k), out_dtype or torch.bfloat16

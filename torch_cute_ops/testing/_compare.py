@@ -17,8 +17,8 @@ GATE_ERROR = 2.0**-17
 -89."""
 SMALLEST = 2.0**-149
 E4M3_STEPS_TO_DOUBLE = 8
-"""Number of e4m3 steps from a number to its double, the distance of the codes of a value with two neighbouring
-scales, apart from rounding."""
+"""Number of e4m3 steps from a number to its double. The codes of a value with two neighbouring power-of-two scales
+differ by this number of steps, apart from rounding."""
 
 
 def assert_fp4_close(

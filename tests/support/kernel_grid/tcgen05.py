@@ -204,7 +204,7 @@ class Tcgen05GatedCase(Tcgen05KernelCase):
 
     @property
     def a_layout(self) -> str:
-        """Scale layout of the activations, which is the weight's."""
+        """Scale layout of the activations, which equals the scale layout of the weight."""
         return self.layout
 
     @property

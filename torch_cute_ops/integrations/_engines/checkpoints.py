@@ -11,11 +11,11 @@ from torch_cute_ops.checkpoint.spec import LayerScheme, compressed_scheme, model
 from torch_cute_ops.nn._base import Activations
 
 METHODS: Final = {"auto": "torch_cute_ops", "fp4": "torch_cute_ops_fp4", "fp8": "torch_cute_ops_fp8"}
-"""Names for ``--quantization``, by the format of activations that are multiplied by FP4 weights."""
+"""Values of ``--quantization``, keyed by the format of the activations that are multiplied by FP4 weights."""
 LEAST_CAPABILITY: Final = 90
 """Compute capability, times ten, of the oldest GPUs that kernels support."""
 _CONFIG: Final = Path("config.json")
-"""File that error messages of the checkpoint reader name."""
+"""File name that the checkpoint reader shows in error messages."""
 
 
 class SupportedModels:
@@ -32,8 +32,10 @@ class SupportedModels:
 
 
 class RegisteredConfig(SupportedModels):
-    """Part of a configuration that an engine's registry names. :meth:`from_config` returns a subclass of the engine's
-    own configuration of the checkpoint's style, so that code of the engine that asks for that class works unchanged.
+    """Part of a configuration class in an engine's registry.
+
+    Each checkpoint style has a configuration class in the engine. :meth:`from_config` returns an object of a subclass
+    of this class, so the engine's code that tests for the class works unchanged.
 
     Attributes:
         activations: format of activations for FP4 weights; a key of ``METHODS``.
@@ -73,11 +75,11 @@ class RegisteredConfig(SupportedModels):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return the name of the file that ModelOpt writes next to ``config.json``."""
+        """Return the name of the quantisation file that ModelOpt writes next to ``config.json``."""
         return ["hf_quant_config.json"]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Raise: the engine asks the configuration that :meth:`from_config` returns."""
+        """Raise an error: an engine must ask the configuration that :meth:`from_config` returns instead."""
         raise NotImplementedError(
             f"{type(self).__name__} describes no layers; from_config returns a configuration that does"
         )

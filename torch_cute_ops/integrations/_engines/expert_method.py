@@ -29,7 +29,7 @@ from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK
 GPT_OSS: Final = "gpt-oss"
 """Style of checkpoints in which the rows of gate and up alternate."""
 SHARDS: Final = {"w13": 2, "w2": 1}
-"""Number of an expert's layers in each of the engine's parameters."""
+"""Number of linear layers per expert in each of the engine's parameters."""
 _READ: Final = {**READ, (GPT_OSS, "mxfp4"): tuple(each for each in READ["modelopt", "mxfp4"] if not each.is_optional)}
 """Tensors of a linear layer in a checkpoint. Engines give gpt-oss's tensors the same names."""
 
@@ -65,8 +65,8 @@ def reason_divided(scheme: LayerScheme, ranks: int, width: int) -> str | None:
 
 
 def divided(width: int, ranks: int) -> int:
-    """Return the width of gpt-oss's experts on each rank except the last, without padding: engines divide these experts
-    among ranks by blocks of scales, so that the last rank gets fewer columns."""
+    """Return the width of gpt-oss's experts on each rank except the last, without padding. Engines divide these experts
+    among ranks in whole blocks of scales, so the last rank may get fewer columns."""
     block = block_of("mxfp4")
     return -(-width // block // ranks) * block
 
@@ -88,7 +88,8 @@ class ExpertsMethod:
         scheme: format of the layer in the checkpoint.
         prefix: name of the layer, for messages.
         activations: format of activations for FP4 weights.
-        preparation: kernels of the model's layers; this layer adds its own.
+        preparation: collection of the kernels to compile for the model, to which this layer adds the kernels that it
+            needs.
         has_few_tokens: False if every call permutes the tokens.
 
     Attributes:
@@ -211,7 +212,7 @@ class ExpertsMethod:
         Args:
             field: stored tensor.
             count: number of experts.
-            shards: number of an expert's layers in the parameter.
+            shards: number of linear layers per expert in the parameter.
             n: rows of each of these layers.
             k: columns.
         """
@@ -310,7 +311,8 @@ def _adapted(
     """Wrap an engine's loader for stored forms that it does not support.
 
     Codes and e8m0 scales of any one-byte dtype are copied as bytes. ModelOpt's four-dimensional block scales become
-    matrices. ``input_scale`` is renamed for the loader, which would otherwise not keep the scales of gate and up apart.
+    matrices. ``input_scale`` is renamed before the loader is called, because under its own name the loader would not
+    keep separate scales of gate and up.
 
     Args:
         loader: the engine's function that copies this rank's part.

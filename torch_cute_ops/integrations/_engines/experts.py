@@ -27,7 +27,7 @@ from torch_cute_ops.nn.experts import (
 )
 
 MULTIPLES: Final = {"nvfp4": 64, "mxfp4": 64, "fp8_block": 128, "fp8_channel": 64}
-"""Number whose multiples the widths of experts must be, by format. Engines pad smaller experts with zeros."""
+"""Number that must divide the width of an expert, keyed by format. Engines pad other experts with zeros."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ExpertForm:
     def is_few(self, tokens: int) -> bool:
         """Return True if a call with this many tokens computes only routed pairs.
 
-        Tokens per expert are counted over all ranks, because experts of other ranks take their part of the pairs.
+        Tokens per expert are counted over all ranks, because the pairs are spread over the experts of all ranks.
         """
         return self.few is not None and tokens <= MOST_FEW and tokens * self.topk <= few_tokens(self.width) * self.of
 
@@ -185,14 +185,14 @@ def compute(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tenso
         weights: (M, topk), weights of the experts.
     """
     weights = weights.to(torch.float32)
-    # If the number of tokens is symbolic, for example when vLLM compiles for a CPU, the number with which the code is
-    # traced decides for all numbers. Both functions accept any number of tokens.
+    # If the number of tokens is symbolic, for example when vLLM compiles for a CPU, the choice made while tracing is
+    # used for all later calls. This is correct, because both functions accept any number of tokens.
     return (_few if form.is_few(len(x)) else _many)(layer, form, x, ids, weights)
 
 
 def _few(layer: Any, form: ExpertForm, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     ops = torch.ops.cute
-    # An additional column takes the pairs of other ranks. Without its sign bit, -1 is larger than E.
+    # Pairs of other ranks go to an additional column E: without the sign bit, -1 is larger than E and is clamped to E.
     places = torch.bitwise_and(ids, 2**31 - 1).clamp(max=form.experts).to(torch.int64)
     alpha = getattr(layer, "few_alpha", None)
     if alpha is not None:

@@ -23,10 +23,11 @@ BLOCK_SIZES: Final = {"nvfp4": NVFP4.block_size, "mxfp4": MXFP4.block_size}
 """Number of elements that share a scale, keyed by FP4 format."""
 AUTO: Final = "auto"
 INVARIANT_ROWS: Final = 128
-"""Number of rows of each GEMM of a layer whose results do not depend on the batch. For a layer of an 8B model in NVFP4
-on an H200, the cost model estimates 2.5 times the usual time for one row, and 1.7 times for 8,192 rows."""
+"""Number of rows of each GEMM in batch-invariant layers. For a layer of an 8B model in NVFP4 on an H200, the cost model
+estimates that such GEMMs take 2.5 times the usual time for 1 row, and 1.7 times for 8,192 rows."""
 STATIC: Final = {"static_weight": True}
-"""Promise that a weight is not written while the previous launch runs. Engines synchronise after they load weights."""
+"""Argument that promises that the previous launch does not write the weight. It is true because engines synchronise
+after they load weights."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Form:
         activations: ``"16bit"``, ``"fp4"`` or ``"fp8"``.
         n: rows of the weight on this rank.
         k: columns of the weight on this rank.
-        parts: number of merged layers, each with its own scale of the tensor if the format uses it.
+        parts: number of merged layers. If the format has a scale per tensor, each merged layer has a separate scale.
         has_input_scale: True if the checkpoint contains a scale of the input, which is used unless ``activations`` is
             ``"16bit"``.
         dtype: dtype of input, result and bias.
@@ -94,7 +95,7 @@ class Gemm(Protocol):
 
 
 def product_of(form: Form) -> "_Product":
-    """Return the product for a form, with as many rows as a call has."""
+    """Return the product for a form, which multiplies all rows of a call in one GEMM."""
     if form.scheme == "fp8_block":
         return _FP8Block(form.backend)
     if form.scheme not in BLOCK_SIZES:

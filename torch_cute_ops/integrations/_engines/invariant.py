@@ -1,8 +1,9 @@
-"""Products of a fixed number of rows, so that a row of the result does not depend on its batch.
+"""Products in GEMMs with a fixed number of rows, so that a row of the result does not depend on the other rows of the
+batch.
 
 With the same backend and tactic, a row of a GEMM's result does not depend on the other rows (docs/numerics.md,
-"Determinism"). The number of rows chooses the tactic. So each call is divided into GEMMs of ``ROWS`` rows; the last
-rows are padded with zeros.
+"Determinism"). The number of rows selects the tactic. Each call is therefore divided into GEMMs of ``ROWS`` rows; the
+last GEMM's rows are padded with zeros.
 """
 
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ from torch_cute_ops.integrations._engines.gemms import INVARIANT_ROWS as ROWS
 from torch_cute_ops.integrations._engines.gemms import Form, Gemm, product_of
 
 BACKENDS: Final = ("tcgen05", "wgmma", "wgmma_ss", "mma_sync")
-"""Backends whose rows do not depend on their batch, fastest for ``ROWS`` rows first. cuBLAS and ``torch._scaled_mm``
-make no promise."""
+"""Backends that compute each row of a result independently of the other rows, in order of their speed for ``ROWS``
+rows. cuBLAS and ``torch._scaled_mm`` do not guarantee this."""
 NAMESPACE: Final = "torch_cute_ops_engines"
 
 
@@ -94,7 +95,7 @@ def gemm_of(form: Form) -> Gemm:
 
 
 def backend_of(form: Form, arch: str | None) -> str:
-    """Return the backend whose rows do not depend on their batch, for the GEMM of a form.
+    """Return the backend that computes each row of a form's GEMM independently of the other rows.
 
     Args:
         form: form of the layer.

@@ -23,7 +23,7 @@ from torch_cute_ops.nn.quantize import SCHEMES
 from torch_cute_ops.quantized import FP4_FORMATS, FP8_BLOCK, decode_fp8_blocks
 
 UNLOADED: Final = 0xFF
-"""Byte that is NaN in every format of scales; it marks scales that the checkpoint does not contain."""
+"""Byte that stands for NaN in every format of scales. It marks scales that were not loaded."""
 _LOADED: Final = "is_loaded"
 """Attribute of parameters that a loader has written to."""
 _BLOCK_SCALES: Final = ("weight_scale", "weight_scale_inv")
@@ -55,9 +55,10 @@ class Engine(NamedTuple):
 class LinearMethod:
     """Part of an engine's method that multiplies by quantised weights with this package's kernels.
 
-    A layer whose size has no kernel is decoded to 16 bits when it is loaded. So is a layer whose merged parts or ranks
-    share a block of scales: each scale is repeated for the rows and columns of its block, so that the engine's loaders
-    can divide the block. Only a layer whose ranks share a byte of two FP4 codes gets the engine's own method.
+    The weight of a layer is decoded to 16 bits when it is loaded if no kernel supports its size, or if merged parts or
+    ranks share a block of scales. In the second case each scale is repeated for the rows and columns of its block, so
+    that the engine's loaders can divide the block. Only if ranks share a byte of two FP4 codes is the engine's own
+    method used.
 
     Args:
         scheme: format of the layer in the checkpoint.
@@ -67,8 +68,8 @@ class LinearMethod:
             needs.
         own: function that returns the engine's native method for this layer.
         multiplies_identity: True if the engine multiplies an identity matrix by the weight to decode it. FP4 weights
-            then keep 16-bit activations, and the checkpoint's scale of the input is not used, because 1 may be larger
-            than its largest value.
+            then keep 16-bit activations, and the checkpoint's scale of the input is not used, because the 1 of the
+            identity may exceed the largest value that this scale can represent.
         is_invariant: True if a row of the result must not depend on the other rows of a call.
 
     Attributes:
@@ -155,7 +156,7 @@ class LinearMethod:
             return k % self._block != 0
         if k != input_size and k % FP8_BLOCK:
             return True
-        # The last part may end with a part of a block, unless the next rank continues it.
+        # The last merged part may end inside a block, unless the next rank has the rest of the block.
         inner = self._parts[:-1] if sum(self._parts) == output_size else self._parts
         return is_vocabulary or any(rows % FP8_BLOCK for rows in inner)
 
@@ -174,8 +175,9 @@ class LinearMethod:
         return form.reason_unsupported
 
     def _repeated(self, field: Field, k: int, whole: tuple[int, int], loader: "Loader") -> nn.Parameter:
-        """Return the parameter for block scales that merged parts or ranks divide. It contains the weight's rows, and a
-        column for each of the largest groups of columns that neither a block nor a rank divides.
+        """Return the parameter for block scales that merged parts or ranks divide. It has one row per row of the
+        weight. Each column stands for as many columns of the weight as possible, such that all of them belong to one
+        block and one rank.
 
         Args:
             field: block scales.
@@ -246,8 +248,9 @@ class LinearMethod:
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replace the loaded tensors by the tensors that the kernels read, and prepare the kernels.
 
-        A second call follows a second load. The engine then copies the new tensors into the first ones, which captured
-        graphs read. So the layer keeps its form: an input scale is used if the first load contained one.
+        If the engine loads weights again, it calls this method again, and then copies the new tensors into the first
+        tensors, which captured graphs read. Therefore the layer keeps its form: an input scale is used only if the
+        first load contained one.
 
         Raises:
             ValueError: if the checkpoint lacks a tensor of the layer.
@@ -354,8 +357,8 @@ class Loader(NamedTuple):
     def bound(self, convert: Callable[[Tensor], Tensor] | None = None) -> types.MethodType:
         """Return a loader that converts the loaded tensor first.
 
-        The result is a method of the layer if the engine's loader is one. vLLM keeps loaders of methods without their
-        layer; a function that refers to the layer would keep the layer in memory.
+        The result is a method of the layer if the engine's loader is one. vLLM stores a bound method as its function,
+        without the layer. A plain function that refers to the layer would keep the layer in memory.
         """
         given = getattr(self.given, "__func__", None) if getattr(self.given, "__self__", None) is self.layer else None
         function, is_marking = self.given if given is None else given, self.is_marking

@@ -54,7 +54,7 @@ class Preparation:
         self.forms[form] = None
 
     def run(self, device: torch.device) -> None:
-        """Compile and load the kernels of the forms that were added since the last call; nothing on a CPU.
+        """Compile and load the kernels of the forms that were added since the last call. On a CPU, do nothing.
 
         Each rank compiles the kernels that it needs itself, because the ranks of other nodes may use another cache,
         and layers of other ranks may need other kernels. The ranks of a node share its processors. If two ranks need a

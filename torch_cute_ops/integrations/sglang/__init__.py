@@ -2,8 +2,8 @@
 
 ``python -m sglang.launch_server --model-path MODEL --quantization torch_cute_ops`` selects them. SGLang finds
 :func:`register` by the entry point ``torch_cute_ops`` in the group ``sglang.srt.plugins``, and reads checkpoints of
-ModelOpt, compressed-tensors, DeepSeek and gpt-oss in the same way as without the plugin: only linear layers, output
-heads and routed experts in a format of this package get another method.
+ModelOpt, compressed-tensors, DeepSeek and gpt-oss in the same way as without the plugin. Only the methods of linear
+layers, output heads and routed experts in a format that this package supports are replaced.
 """
 
 from torch_cute_ops.integrations._engines.checkpoints import METHODS
@@ -27,7 +27,8 @@ def register() -> None:
         raise ModuleNotFoundError(
             f"torch_cute_ops.integrations.sglang needs {missing.name} as in SGLang 0.5.23", name=missing.name
         ) from missing
-    # SGLang asks its methods in order whether one overrides the user's choice; ModelOpt's would.
+    # SGLang asks its methods in order whether they override the user's choice. ModelOpt's methods would, so this
+    # package's methods must come first.
     others = {name: cls for name, cls in quantization.QUANTIZATION_METHODS.items() if name not in METHODS.values()}
     quantization.QUANTIZATION_METHODS.clear()
     quantization.QUANTIZATION_METHODS.update({config.name: config for config in CONFIGS} | others)

@@ -27,10 +27,10 @@ from torch_cute_ops.integrations.sglang._prepare import is_deterministic, servin
 from torch_cute_ops.nn._base import Activations
 
 _READ_BY_MODELS: Final = ("kv_b_proj", "wo_a")
-"""Last names of the layers whose weight and scales SGLang's models read in the form of SGLang's own method: MLA's
-up-projection of keys and values, and DeepSeek-V4's grouped output projection."""
+"""Last components of the names of layers that keep SGLang's own method, because SGLang's models read their weight and
+scales directly: MLA's up-projection of keys and values, and DeepSeek-V4's grouped output projection."""
 _LINEAR: Final = nn.Linear(1, 1, device="meta")
-"""Linear layer that stands for a layer of an expert when a checkpoint's targets are matched."""
+"""Linear layer that represents an expert's layer when layers are matched with a checkpoint's targets."""
 
 if TYPE_CHECKING:
     _Base = Any

@@ -1,4 +1,4 @@
-"""Configurations that SGLang's registry names: they recognise a checkpoint and build the configuration of its style."""
+"""Configuration classes in SGLang's registry. They recognise a checkpoint and build the configuration of its style."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,7 +9,7 @@ from torch_cute_ops.integrations._engines.checkpoints import METHODS, Registered
 
 
 class TorchCuteOpsConfig(RegisteredConfig, QuantizationConfig):
-    """Registered configuration."""
+    """Base class of the configurations that SGLang's registry contains."""
 
     @classmethod
     def configs(cls) -> Mapping[str, Any]:

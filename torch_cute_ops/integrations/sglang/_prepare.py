@@ -1,6 +1,6 @@
 """SGLang's settings that decide which kernels a model can need.
 
-The settings are those in effect. ``get_server_args`` returns the user's input, in which defaults are missing.
+The functions read the settings in effect. ``get_server_args`` would return the user's input without defaults.
 """
 
 from sglang.srt.arg_groups.model_override_base import model_config_of

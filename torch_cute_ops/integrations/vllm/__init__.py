@@ -2,9 +2,9 @@
 
 ``vllm serve MODEL --quantization torch_cute_ops`` selects them. vLLM finds :func:`register` by the entry point
 ``torch_cute_ops`` in the group ``vllm.general_plugins``, and reads checkpoints of ModelOpt, compressed-tensors,
-DeepSeek and gpt-oss in the same way as without the plugin: only linear layers, output heads and routed experts in a
-format of this package get another method. The names of methods, instead of a setting, choose the format of activations,
-because vLLM's cache of compiled models depends on the name.
+DeepSeek and gpt-oss in the same way as without the plugin. Only the methods of linear layers, output heads and routed
+experts in a format that this package supports are replaced. The name of the method also selects the format of the
+activations. A separate setting would not be safe, because vLLM's cache of compiled models depends only on the name.
 """
 
 from torch_cute_ops.integrations._engines.checkpoints import METHODS

@@ -31,13 +31,13 @@ from torch_cute_ops.nn._base import Activations
 logger = init_logger(__name__)
 
 _DECODED: Final = "kv_b_proj"
-"""Last name of MLA's layer whose weight vLLM decodes by multiplying an identity matrix."""
+"""Last component of the name of MLA's layer whose weight vLLM decodes by multiplying an identity matrix by it."""
 _READ_BY_MODELS: Final = "wo_a"
-"""Last name of the layer whose weight and scales vLLM's models read in the form of vLLM's own method: DeepSeek-V4's
-grouped output projection."""
+"""Last component of the name of the layer that keeps vLLM's own method, because vLLM's models read its weight and
+scales directly: DeepSeek-V4's grouped output projection."""
 _LINEAR: Final = nn.Linear(1, 1, device="meta")
-"""Linear layer that stands for an output head, or for a layer of an expert, when a checkpoint's targets are matched. In
-transformers, these layers are ``nn.Linear`` too."""
+"""Linear layer that represents an output head, or an expert's layer, when layers are matched with a checkpoint's
+targets. In transformers, these layers are ``nn.Linear`` too."""
 
 if TYPE_CHECKING:
     _Base = Any

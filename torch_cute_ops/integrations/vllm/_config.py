@@ -1,4 +1,4 @@
-"""Configurations that vLLM's registry names: they recognise a checkpoint and build the configuration of its style."""
+"""Configuration classes in vLLM's registry. They recognise a checkpoint and build the configuration of its style."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -10,7 +10,7 @@ from torch_cute_ops.runtime import settings
 
 
 class TorchCuteOpsConfig(RegisteredConfig, QuantizationConfig):
-    """Registered configuration."""
+    """Base class of the configurations that vLLM's registry contains."""
 
     @classmethod
     def configs(cls) -> Mapping[str, Any]:

@@ -74,7 +74,7 @@ def reason_left(scheme: LayerScheme, layer: Any) -> str | None:
     if moe.dp_size > 1 or moe.pcp_size > 1 or moe.is_sequence_parallel:
         return "ranks have different tokens"
     if layer.apply_router_weight_on_input and moe.experts_per_token > 1:
-        return "several weights of the router multiply the input"
+        return "the router's weights multiply the input, and a token has several experts"
     if moe.has_bias and not is_gpt_oss and moe.tp_size > 1:
         return "ranks share a bias"
     reason = None if is_gpt_oss else reason_divided(scheme, moe.tp_size, moe.intermediate_size_per_partition)
@@ -111,7 +111,7 @@ class CuteExpertsMethod(ExpertsMethod, FusedMoEMethodBase):
     ) -> None:
         FusedMoEMethodBase.__init__(self, layer.moe_config)
         ExpertsMethod.__init__(self, scheme, prefix, activations, preparation, has_few_tokens=has_few_tokens())
-        self._width = self.moe.intermediate_size_per_partition  # without zeros
+        self._width = self.moe.intermediate_size_per_partition  # without padding
         if scheme.style == GPT_OSS:
             self.weight_dtype = "gpt_oss_mxfp4"
             self._width = width_of_rank(self.moe.intermediate_size, self.moe.tp_size, self.moe.tp_rank)

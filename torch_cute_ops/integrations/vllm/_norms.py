@@ -12,7 +12,8 @@ PROVIDER: Final = "torch_cute_ops"
 
 
 def is_supported(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Return True if the op normalises whole rows, without a weight or with one in the dtype of ``x`` or in float32."""
+    """Return True if the op normalises whole rows, without a weight or with a weight in the dtype of ``x`` or
+    float32."""
     return variance_size is None and (weight is None or weight.dtype in (x.dtype, torch.float32))
 
 

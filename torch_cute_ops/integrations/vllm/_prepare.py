@@ -12,7 +12,8 @@ _KNOWN: Final = ("few_tokens",)
 
 
 def has_few_tokens() -> bool:
-    """Return the setting ``few_tokens``: False if experts have no second copy of the down layers.
+    """Return the setting ``few_tokens``: True if experts may store a second copy of the down layers for calls with few
+    tokens.
 
     Raises:
         ValueError: for unknown settings of this package, or a value that is not a boolean.
