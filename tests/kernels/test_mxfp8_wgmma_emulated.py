@@ -8,11 +8,13 @@ import pytest
 import torch
 from samples.grouped_mm_fp8 import contiguous, masked, with_mx_scales
 from samples.mm_fp8_block import mx_sample
-from support.emulated import CPU, to_prefetch
+from support.emulated import CPU, PASSED, WAIT, changed, to_prefetch
 from support.epilogues import finished, finished_by_expert, operands
 from support.kernel_grid import BF16, FP16, FP32, FP8GemmCase
 
+from ptx_emulator import EmulationError
 from ptx_emulator.adapter import run_kernel
+from ptx_emulator.memory import Deadlock
 from torch_cute_ops.formats.fp4 import UE8M0_NAN
 from torch_cute_ops.gemm.backends.fp8_mma_sync import mx_words_of
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
@@ -145,3 +147,27 @@ def test_folded_weights() -> None:
     assert want.isnan().any()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+# More k tiles than stages, with and without swap_ab
+SWAPPED = Run(case("plain", (16, 64, 1), BF16), (5,), 72, 1408, 1)
+MANY = Run(case("counted", (128, 64, 1), BF16), (130, 3), 40, 1152, 1)
+EDITS = {
+    "folded before the MMAs": changed(r"fence\.proxy\.async", None),
+    "scales stored": changed(r"bar\.warp\.sync", 0),
+    "folded by all lanes": changed(r"bar\.warp\.sync", 4),
+    "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
+    "every wait": changed(WAIT, None, PASSED),
+}
+
+
+def is_found(run: Run, edit: Any) -> bool:
+    """Return True if the emulator finds a race or a wrong result, in some order of warps."""
+    for seed in (None, 0, 1, 2):
+        try:
+            got, want = execute(run._replace(seed=seed), edit=edit)
+        except (EmulationError, Deadlock):
+            return True
+        if not torch.equal(got, want):
+            return True
+    return False
