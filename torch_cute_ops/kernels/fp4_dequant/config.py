@@ -51,7 +51,7 @@ class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
         scale: uint8, bytes of the block scales, in the shape of ``Config.layout``.
         global_scale: (1,) fp32, or None without ``Config.global_scale``.
         out: (R, W) of ``Config.out_dtype``.
-        max_ctas: int32, number of CTAs that fill the GPU.
+        max_ctas: int32, largest number of CTAs to launch: enough to fill the GPU.
     """
 
 

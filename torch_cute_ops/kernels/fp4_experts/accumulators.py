@@ -98,8 +98,8 @@ class Accumulators:
     def finish_n_tile(self, which: int, tid, work, smem):
         """Store the accumulators of the CTA's first or second n tile (``which``).
 
-        If another CTA computes the n tile's last class, write them to the workspace as partial sums. Otherwise add the
-        partial sums of other CTAs, and store the result.
+        If another CTA computes the n tile's last class, write the accumulators to the workspace as partial sums.
+        Otherwise add the partial sums of other CTAs to the accumulators, and store the result.
         """
         c = self.config
         threads = c.consumer_warps * WARP

@@ -39,12 +39,12 @@ TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
 """Supported sizes of token blocks, in tokens. Larger blocks leave room for fewer stages."""
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
 """Possible (elements of a k tile, number of pipelines, number of warps that divide the k of the same rows). ``plan``
-uses the first that fits into shared memory."""
+uses the first combination that fits into shared memory."""
 SMALL_PIPELINE_SHAPES: Final = ((K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 4))
-"""Further shapes for GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses them if
-none of ``PIPELINE_SHAPES`` fits."""
+"""Further combinations for GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses
+them if no combination of ``PIPELINE_SHAPES`` fits."""
 CODE_PIPELINE_SHAPES: Final = (*PIPELINE_SHAPES, (K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 2))
-"""Possible shapes if block-scaled MMAs multiply FP4 codes. Each warp multiplies whole steps of 64 elements."""
+"""Possible combinations if block-scaled MMAs multiply FP4 codes. Each warp multiplies whole steps of 64 elements."""
 CLASSES: Final = 8
 """Number of classes of experts among which work is divided. The class of an expert is its index modulo ``CLASSES``."""
 BARRIER_BYTES: Final = 512

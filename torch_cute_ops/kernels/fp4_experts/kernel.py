@@ -413,7 +413,8 @@ class FP4ExpertsKernel:
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
             smem.pipeline.release(first + last, consumer.leads)
-            # Wait for the previous warp of the chain: it adds the previous part of k, or the previous m tile.
+            # Wait until the previous warp of the chain has added its products: the previous part of k, or the previous
+            # m tile.
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1

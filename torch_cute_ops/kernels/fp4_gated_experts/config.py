@@ -32,11 +32,11 @@ SMALL_SHAPES: Final = (
     (CONSUMER_WARPS // 2, K_TILE),
     (CONSUMER_WARPS // 2, K_TILE // 2),
 )
-"""Possible shapes on GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses the
-first that fits."""
+"""Possible combinations on GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses
+the first combination that fits."""
 REGISTERS: Final = {(16, 4): (104, 56), (16, 8): (96, 48), (8, 4): (224, 56)}
-"""Numbers of registers per thread, for (consumer warps, other warps), keyed by the numbers of both. In total, they do
-not exceed the registers that the CTA got at launch."""
+"""Registers per thread as (consumer warps, other warps), keyed by (number of consumer warps, number of producer warps).
+In total, they do not exceed the registers that the CTA got at launch."""
 TILES_N: Final = (32, 64, 128, 256)
 """Supported ``tile_n``, the number of weight rows of an n tile: half gate, half up."""
 SPLIT_K: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
@@ -55,7 +55,8 @@ MAX_TWO_ACC_TILE_M: Final = {True: 24, False: 16}
 MAX_EARLY_TERMS_TILE_M: Final = 24
 """Largest ``tile_m`` for which warps that issue the MMAs have registers for the factors and biases of a work tile."""
 TOKEN_GAP_BYTES: Final = 64
-"""Number of bytes between the tokens of a stage for mma.sync with 16-bit operands, to avoid bank conflicts."""
+"""Number of unused bytes between the tokens of a stage, to avoid bank conflicts. Used for mma.sync with 16-bit
+operands."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ class Config:
     def loads_terms_late(self) -> bool:
         """True if the factors and biases of a work tile are loaded after its accumulators are complete.
 
-        Otherwise they are loaded before, to hide their latency. In large tiles of kernels by warps, they would spill.
-        They would also spill in kernels that multiply codes and hold two sets of accumulators.
+        Otherwise they are loaded before, to hide their latency. Loading them before would spill registers in two cases,
+        if warps issue the MMAs: in large tiles, and if the MMAs multiply codes and a thread holds two sets of
+        accumulators.
         """
         has_two_accs = self.pipelines == 1 and self.split_k > 1
         return self.by_warp and (self.tile_m > MAX_EARLY_TERMS_TILE_M or (self.operands.by_codes and has_two_accs))

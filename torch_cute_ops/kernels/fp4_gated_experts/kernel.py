@@ -331,7 +331,8 @@ class FP4GatedExpertsKernel:
             waits=c.pdl and not c.scans,
         )
         if const_expr(not c.has_wgmma):
-            # While the m tiles are listed, registers are short. So compute this number again.
+            # While the m tiles are listed, registers are short. So compute ``width`` again instead of keeping it in a
+            # register.
             work = work._replace(width=self._width(outputs.y, ptx.opaque(experts)))
         # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes them
         # before its other work. Therefore a CTA waits only for CTAs with lower indices.
@@ -602,8 +603,8 @@ class FP4GatedExpertsKernel:
                     warpgroup.wait_group(0)
                     smem.pipeline.release(first + last, consumer.leads, begin < end)
                 if const_expr(c.pipelines > 1):
-                    # Wait for the previous warp of the chain: it adds the previous k tiles, the previous part of k, or
-                    # the previous work tile.
+                    # Wait until the previous warp of the chain has stored its sum: over the previous k tiles, the
+                    # previous part of k, or the previous work tile.
                     ptx.wait(turn_chain + pipeline, turn)
                     turn ^= 1
                 self._reduce(acc, previous_acc, k_split, work_tile, consumer, work, smem)
@@ -622,8 +623,8 @@ class FP4GatedExpertsKernel:
             cute.arch.griddepcontrol_launch_dependents()
 
     def _recomputed(self, consumer: Consumer) -> Consumer:
-        """Return ``consumer``. On GPUs without wgmma, values that depend on its lane are then computed again for each
-        work tile.
+        """Return ``consumer``. On GPUs without wgmma, hide its lane's index from the compiler, so that values that
+        depend on the lane are computed again for each work tile.
 
         If they stayed in registers, other values would spill: without setmaxnreg, a consumer has only 96 registers.
         """

@@ -93,8 +93,8 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, row_scale, out, stream):
         c = self.config
-        # The grid has one dimension, which may have 2^31 CTAs: all n tiles of the first m tile, then all n tiles of the
-        # second m tile, and so on.
+        # The grid has one dimension, because this dimension may have 2^31 CTAs. It lists all n tiles of the first m
+        # tile, then all n tiles of the second m tile, and so on.
         tiles = cute.ceil_div(b.shape[1], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
         ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias, row_scale))
         b, scale = rows_of_bytes(b, scale_matrix(b_scale, c.layout))
@@ -154,8 +154,8 @@ class FP4MmaKernel:
             if count > 0:
                 self._rearrange(0, base, work)
         for i in range(count):
-            # Wait for this thread's copies of this k tile and, because the thread rearranges them ahead, of the next k
-            # tile.
+            # Wait for this thread's copies of this k tile. If activations are rearranged, also wait for the copies of
+            # the next k tile, which this thread rearranges now.
             cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
             if const_expr(not self.native):
                 if i + 1 < count:

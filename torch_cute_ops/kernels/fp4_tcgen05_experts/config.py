@@ -27,8 +27,8 @@ ACCUMULATORS: Final = 2
 COLUMNS_PER_LOAD: Final = 32
 """Number of columns of tensor memory that a thread loads at once."""
 MAX_LINEAR_SCALES_TILE_N: Final = {False: 64, True: 32}
-"""Largest ``tile_n`` with linear scales, keyed by whether a bias is added. In wider tiles, the epilogue's sums would
-spill, because the CTA then also contains scale-loader warps."""
+"""Largest ``tile_n`` with linear scales, keyed by True if a bias is added. In wider tiles, the epilogue's sums would
+spill, because with linear scales the CTA also contains scale-loader warps."""
 STORE_COLUMNS: Final = 8
 """Number of columns of the result that a thread stores at once."""
 EXPERTS_PER_WORD: Final = 32

@@ -86,7 +86,7 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
         m, n = given.out.shape
         k_tiles = cute.ceil_div(given.a.shape[1], K_TILE)
         iterations = Ranges(cute.ceil_div(n, MMA_M), k_tiles, given.max_ctas).iterations
-        # Without rows, no CTA is launched, as without stream-K.
+        # If ``a`` has no rows, launch no CTA. The launch without stream-K does the same.
         ctas = Int32(cutlass.min(iterations * cutlass.min(m, 1), Int64(given.max_ctas)))
         slots = slots_of(given.workspace, m, ctas)
         read = given[: Arguments._fields.index("out")]
@@ -278,8 +278,8 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
     def reduce_kernel(self, slots, terms, out, k_tiles: Int32):
         """Add up the partial sums of an n tile in the order of k, apply the epilogue and store the results.
 
-        A CTA reduces the n tile inside which its range of the GEMM begins, unless an earlier range begins inside the
-        same n tile. Then it does nothing.
+        CTA i reduces the n tile in whose interior range i of the GEMM begins. If an earlier range begins inside the
+        same n tile, or if range i begins at the start of an n tile, CTA i does nothing.
         """
         tid, _, _ = cute.arch.thread_idx()
         cta, group, _ = cute.arch.block_idx()

@@ -34,8 +34,8 @@ TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 accumulators."""
 _WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
 TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
-"""Supported ``tile_n``, keyed by each ``tile_m`` that supports more than one: multiples of a warp's 16 columns for
-mma.sync, and of a warpgroup's 64 columns for wgmma."""
+"""Supported ``tile_n``, keyed by ``tile_m``. A ``tile_m`` without an entry supports only one ``tile_n``. With mma.sync,
+``tile_n`` is a multiple of a warp's 16 columns; with wgmma, of a warpgroup's 64 columns."""
 WARP_N: Final = 16
 """Number of columns of the result that a warp computes, with mma.sync or as its part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
@@ -43,8 +43,8 @@ DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
 turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the consumers
 multiply it."""
 REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
-"""Registers per thread, for (consumers, other warps), if the CTAs rearrange the activations. The keys are the numbers
-of warpgroups of (consumers, other warps)."""
+"""Registers per thread as (consumers, other warps), keyed by (number of consumer warpgroups, number of other
+warpgroups). They apply if the CTAs rearrange the activations."""
 BARRIER_BYTES: Final = 512
 """Bytes of shared memory that are reserved for mbarriers."""
 K_TILE_BLOCKS: Final = K_TILE // 16
@@ -58,10 +58,10 @@ CODE_ATOMS: Final = 3
 """Number of swizzle atoms of a stage if a tile has one row of FP4 codes: one atom for each half of the k tile, and one
 for the factors."""
 ZEROS_AT: Final = -192
-"""Offset in bytes of 128 zeros, relative to the stages of activations of a one-row tile. The distance is not a multiple
-of 128, to avoid bank conflicts."""
+"""Offset, in bytes, of an area of 128 zero bytes, relative to the stages of activations of a one-row tile. The offset
+is not a multiple of 128, to avoid bank conflicts."""
 ZEROS_BYTES: Final = 256
-"""Bytes, including the 128 zeros, before the stages of activations of a one-row tile."""
+"""Number of bytes before the stages of activations of a one-row tile. They include the 128 zero bytes."""
 MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16
@@ -71,13 +71,14 @@ MAX_QUANTISED_M: Final = 8
 """Largest ``tile_m`` whose activations the CTAs quantise. The lanes that share a block exchange values. Only up to this
 size, the distance between these lanes is the same in decoders and in consumers (which rearrange the first k tiles)."""
 AHEAD_TILE_M: Final = {True: 16, False: 64}
-"""Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
-activations. On an H200, copying one k tile ahead instead of filling the pipeline makes a decoder layer of an 8B model
-in W4A4 3.6, 1.3, 4.4 and 4 µs faster at 16, 32, 64 and 128 rows, and up to 2 µs faster with 16-bit activations. With 1
-row, the layer would be 1.5 µs slower. With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would
-be 3 µs slower, because memory bandwidth is the limit."""
+"""Smallest ``tile_m`` for which only one k tile of the weight is copied ahead, keyed by True if the CTAs rearrange the
+activations. On an H200, copying one k tile ahead instead of filling the pipeline changes the time of a decoder layer of
+an 8B model in W4A4 by -3.6, -1.3, -4.4 and -4 µs at 16, 32, 64 and 128 rows, and by up to -2 µs with 16-bit
+activations. At 1 row, the layer would be 1.5 µs slower. At 16 rows that another kernel rearranges, a layer of a 32B or
+70B model would be 3 µs slower, because memory bandwidth is the limit."""
 MAX_CLUSTER_M: Final = 128
-"""Largest ``tile_m`` of clusters. Up to this size, the partial sums fit in the shared memory of the weight's codes."""
+"""Largest ``tile_m`` with clusters. Up to this size, the partial sums fit in the shared memory of the weight's
+codes."""
 SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
 """Supported ``split_k``, the number of CTAs of a cluster."""
 EXPERT_TILES_M: Final = (16, 32, 64, 128)
@@ -85,8 +86,8 @@ EXPERT_TILES_M: Final = (16, 32, 64, 128)
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the supported values of ``tile_n``, starting with the largest. Only clusters support the other values,
-    which give work to more SMs."""
+    """Return the supported values of ``tile_n``, starting with the largest. Without clusters, only the largest is
+    supported. The smaller values give work to more SMs."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -123,8 +124,8 @@ def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
     """Return the number of slices (64 elements along K) that a stage of activations holds."""
     if tile_m <= 32:
         return K_SLICES
-    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices than with one. With experts, the registers suffice
-    # for only one slice.
+    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices per stage than with one. With experts, a thread
+    # has enough registers for only one slice.
     return 2 if tile_m == 64 and expert_k is None else 1
 
 
@@ -354,15 +355,15 @@ class Config:
     def cleared_bytes(self) -> int:
         """Bytes of shared memory that a CTA sets to zero when it starts.
 
-        If codes are multiplied (``by_codes``), these are all stages of activations, because later copies write only
-        codes and factors. Otherwise these are the zeros before the stages.
+        If codes are multiplied (``by_codes``), all stages of activations are set to zero, because later copies write
+        only codes and factors. Otherwise, only the bytes before the stages are set to zero.
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 
     @cached_property
     def a_bytes(self) -> int:
-        """Bytes of the stages of activations and of the zeros before them. They are rounded up to the alignment of the
-        scale tiles, which follow."""
+        """Bytes of the stages of activations, and of the zero bytes before the stages. The sum is rounded up to the
+        alignment of the scale tiles, which follow."""
         size = self.zeros_bytes + self.a_stages * self.a_stage_bytes
         return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
@@ -381,19 +382,22 @@ class Config:
         """Return the reason that the kernel cannot run on ``arch``, or None."""
         every_n = tiles_n(self.tile_m)
         if self.tile_n not in every_n or (not self.split_k and self.tile_n != every_n[0]):
-            return f"with tile_m {self.tile_m}, tile_n is one of {every_n}, the first without clusters"
+            return f"with tile_m {self.tile_m}, tile_n has to be one of {every_n}; without clusters, the first of these"
         if self.tile_m == 1 and (self.operands.fmt != NVFP4 or not self.split_k):
-            return "tiles of one row need an NVFP4 weight and clusters, of one CTA or more"
+            return "tiles of one row need an NVFP4 weight and clusters (of one CTA or more)"
         if self.operands.prologue_quant is not None and (self.tile_m > MAX_QUANTISED_M or not self.rearranges):
-            return f"CTAs quantise the activations of tiles of at most {MAX_QUANTISED_M} rows, which they rearrange"
+            return f"CTAs quantise activations only if they rearrange them and tile_m is at most {MAX_QUANTISED_M}"
         if self.split_k and self.tile_m > MAX_CLUSTER_M:
-            return f"clusters have tiles of at most {MAX_CLUSTER_M} rows"
+            return f"with clusters, tile_m has to be at most {MAX_CLUSTER_M}"
         if self.reduces and self.partial_sums.size_bytes > self.stages * self.weight_tile.code_bytes:
             return f"{self.partial_sums.size_bytes} bytes of partial sums exceed {self.stages} stages of codes"
         if self.expert_k is not None and (self.expert_k % K_TILE or self.tile_m not in EXPERT_TILES_M or self.split_k):
-            return f"over experts, expert_k is a multiple of {K_TILE}, tile_m one of {EXPERT_TILES_M}, without clusters"
+            return (
+                f"GEMMs over experts need an expert_k that is a multiple of {K_TILE}, a tile_m that is one of "
+                f"{EXPERT_TILES_M}, and no clusters"
+            )
         if self.expert_k is not None and self.epilogue != Epilogue(self.epilogue.out_dtype):
-            return "over experts there is no bias, and alpha has a factor per token and expert"
+            return "GEMMs over experts have no bias, and alpha has a factor per token and expert"
         reason = self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
         return reason or self.epilogue.reason_unsupported()
 
@@ -418,8 +422,8 @@ def plan(
     tile_n = tile_n or tiles_n(tile_m)[0]
     is_static = static_weight and pdl and rearranges(tile_m, split_k)
     prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
-    # With up to 32 tokens per tile, use as many stages of activations as of the weight. For larger tiles, the number is
-    # fixed, because shared memory holds only 8, 7 or 5 slices of 64, 128 or 256 tokens.
+    # With up to 32 tokens per tile, the number of stages of activations equals the number of stages of the weight. For
+    # larger tiles the number is fixed, because shared memory holds only 8, 7 or 5 slices of 64, 128 or 256 tokens.
     fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
     sizes = expert_k, tile_m, tile_n, split_k
     hints = pdl, is_static, prefetches

@@ -120,7 +120,7 @@ class FP4WgmmaKernel:
         )
 
     def _workspace(self, workspace, m_tiles, k_tiles, num_ctas, has_partial_sums) -> tuple:
-        """Divide the workspace: return the fields of ``Workspace``."""
+        """Divide the workspace into buffers. Return the fields of ``Workspace``."""
         c = self.config
         slots = m_tiles * num_ctas * has_partial_sums
         activation_bytes = Int64(m_tiles) * (c.tile_m * self.weight.row_bytes * K_SLICES) * k_tiles
@@ -192,8 +192,8 @@ class FP4WgmmaKernel:
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        # In the raster, the persistent CTAs (or the clusters) of an m tile take the places of n tiles. So pass their
-        # number as the number of n tiles.
+        # ``raster_tile`` expects a number of n tiles. Here, a persistent CTA or a cluster takes the place of an n tile,
+        # so pass the number of an m tile's persistent CTAs or clusters.
         together = max(c.split_k, 1)
         index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
         iterations = Int64(n_tiles) * k_tiles

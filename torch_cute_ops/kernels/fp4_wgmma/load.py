@@ -28,7 +28,7 @@ STEPS: Final = 4
 FACTORS_AT: Final = HALVES * ATOM_BYTES
 """Offset in bytes of the blocks' factors in a stage of one row of codes."""
 LARGEST_EXPONENT: Final = 15
-"""Exponent to which the largest element of a bfloat16 block is scaled: float16's largest exponent."""
+"""Exponent to which the largest element of a bfloat16 block is scaled: the largest exponent of float16."""
 CODE_EXPONENT: Final = 14
 """Negated exponent of decoded codes: ``float16_pairs`` decodes to e2m1 · 2^-14."""
 
@@ -138,7 +138,7 @@ class Loads:
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations
         # `each`: number of k groups that a lane handles per group of eight tokens. `together`: number of k groups that
-        # it handles in a step. `steps`: number of steps per k tile.
+        # a lane handles in a step. `steps`: number of steps per k tile.
         self.each = activations.k_groups * min(config.tile_m, ATOM_M) // 32
         k_groups = self.each * config.m_atoms // config.a_full_arrivals
         self.together = min(config.max_k_groups, k_groups)
@@ -232,7 +232,8 @@ class Loads:
                 ]
                 read = []
                 for row, k_group, after in items:
-                    # For a token that does not exist, read the last existing token. Its results are not stored.
+                    # For a token that does not exist, read the last existing token. The results of the missing token
+                    # are not stored.
                     token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
                     left = work.blocks * c.operands.fmt.block_size - start
                     read.append(self.activations.read(work.a, work.a_scale, token, start, left, k_group, after))
@@ -249,8 +250,8 @@ class Loads:
     def _k_groups_of(self, step) -> list[tuple]:
         """Return the k groups that a lane loads in a step, as a list of tuples.
 
-        The first entry of a tuple is the index of a token group among the warp's token groups. The sum of the other two
-        entries is the index of the first lane's k group. The last entry is a compile-time constant.
+        The first entry of a tuple is the index of a token group among the warp's token groups. The sum of the second
+        and third entries is the index of the first lane's k group. The third entry is a compile-time constant.
         """
         width = self.activations.k_groups // self.each
         if self.together < self.each:  # only with gated activations and several warps per decoder group

@@ -61,7 +61,7 @@ def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
-    """Return ``a << count``. The compiler may move a plain shift ahead of a mask, but it cannot move this shift."""
+    """Return ``a << count``. The compiler may move an ordinary shift ahead of a mask, but it cannot move this shift."""
     return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
@@ -255,12 +255,13 @@ def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
 def mma_16x8x32_scaled(
     a: list, b: list, c: list, a_scales: tuple, b_scales: tuple, byte: int, *, loc=None, ip=None
 ) -> list:
-    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 32) and ``b`` (32 x 8) are packed e4m3 with one e8m0 scale
-    per row of ``a`` and column of ``b``, and ``c`` is fp32.
+    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 32) and ``b`` (32 x 8) are packed e4m3, with one e8m0 scale
+    for each row of ``a`` and one for each column of ``b``; ``c`` is fp32.
 
-    ``a_scales`` and ``b_scales`` are each a lane's word of four scales, and an index s that selects lanes. For ``a``,
-    with s = 0 or 1, lanes 4 i + 2 s and 4 i + 2 s + 1 hold the words of rows i and i + 8. For ``b``, with s from 0 to
-    3, lane 4 i + s holds the word of column i. ``byte`` is the index of the scale in its word.
+    ``a_scales`` and ``b_scales`` are pairs: a word of four scales, which this lane provides, and an index s, which
+    selects the lanes whose words the MMA uses. For ``a``, s is 0 or 1: lanes 4 i + 2 s and 4 i + 2 s + 1 provide the
+    words of rows i and i + 8. For ``b``, s is 0 to 3: lane 4 i + s provides the word of column i. The MMA uses byte
+    ``byte`` of each word.
     """
     result = llvm.StructType.get_literal([T.f32()] * 4)
     operands = [_u32(word, loc, ip) for word in (*a, *b)] + [_f32(value, loc, ip) for value in c]

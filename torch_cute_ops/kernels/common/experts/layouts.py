@@ -52,7 +52,7 @@ class ExpertChoice:
 
     @property
     def group_size(self) -> int:
-        """Number of experts in a group."""
+        """Number of experts of a group."""
         return self.experts // self.num_groups
 
     @property
@@ -69,8 +69,8 @@ class ExpertChoice:
     def scores_groups_first(self) -> bool:
         """True if a separate pass scores the groups before the experts are chosen.
 
-        Otherwise each group occupies whole lanes. If the number of groups is not a power of two, up to half of the
-        lanes then belong to no group, and the other lanes may hold too many keys.
+        If False, each group occupies whole lanes. With a number of groups that is not a power of two, up to half of the
+        lanes would then belong to no group, and the other lanes could hold too many keys.
         """
         return self.lane_group_experts > max(MAX_UNROLLED_KEYS, -(-self.experts // WARP))
 
@@ -105,14 +105,14 @@ class ExpertChoice:
 
     @property
     def computes_softmax_first(self) -> bool:
-        """True if the softmax must be computed before experts are chosen: if it decides the choice, or if the weights
-        are divided by the sum over all experts."""
+        """True if the softmax must be computed before experts are chosen: if the choice depends on the softmax (with a
+        bias), or if the weights are divided by the sum over all experts."""
         sums_all = not self.renormalize and (self.num_groups > 1 or self.is_choice_looped)
         return not self.is_sigmoid and (self.has_bias or sums_all)
 
     def with_relevant_groups(self) -> "ExpertChoice":
-        """Return this choice unchanged, or with a single group if a token may use all groups: groups then have no
-        effect."""
+        """Return this choice unchanged. If a token may use all groups, groups have no effect: return the choice with a
+        single group."""
         return self if self.topk_groups < self.num_groups else replace(self, num_groups=1, topk_groups=1)
 
 
@@ -121,10 +121,11 @@ class ExpertChoice:
 THREADS = 1024
 """Number of threads of a CTA."""
 SINGLE_CTA_ROWS = 8192
-"""Largest number of rows for which a single CTA writes all rows. On an H200, for 33,000 rows, a single CTA takes 5 µs
-longer than several CTAs, which equals the time of a second launch."""
+"""Largest number of rows for which a single CTA writes all rows. On an H200 with 33,000 rows, a single CTA takes 5 µs
+longer than several CTAs, which is the time that a second launch would take."""
 ROWS_PER_CTA = 8192
-"""Number of rows per CTA while SMs are idle. With more rows, each CTA writes more."""
+"""Number of rows that a CTA writes as long as the GPU has idle SMs. If all SMs have a CTA, each CTA writes more
+rows."""
 
 
 @dataclass(frozen=True)

@@ -410,8 +410,8 @@ class ExpertPlacer:
             row_multiple: in the masked layout, the number of rows of each expert. In other layouts, the alignment of
                 each expert's first row.
             sms: number of SMs of the device.
-            written, read: tensors that the call writes, and those that it reads, without the workspace, for
-                ``ctas_unless_overlapping``.
+            written, read: tensors that the call writes, and tensors that the call only reads, both without the
+                workspace. They are arguments of ``ctas_unless_overlapping``.
             stream: CUDA stream.
         """
         placement = self.placement

@@ -36,7 +36,7 @@ from torch_cute_ops.kernels.common.fp4.code_mma import CodeActivations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 
 MAX_LOADED_FACTORS = 16
-"""Largest number of factors that a thread loads at the same time if registers are short."""
+"""Largest number of factors that a thread loads at the same time in kernels that are short of registers."""
 
 
 class TokenLists(NamedTuple):
@@ -202,8 +202,8 @@ class ExpertMTiles:
     With several ``classes``, the class of an expert is its index modulo ``classes``. A CTA computes the m tiles of up
     to two ranges of classes, one range after the other.
 
-    If ``is_short_of_registers``, a thread loads at most 16 factors at the same time. With 32, ptxas spills other values
-    on sm_120a.
+    If ``is_short_of_registers``, a thread loads at most 16 factors at the same time. With 32 factors, ptxas would spill
+    other values on sm_120a.
     """
 
     def __init__(
@@ -280,8 +280,8 @@ class ExpertMTiles:
 
     @cute.jit
     def count(self, factors, expert, first_token, m, tokens: Constexpr[int]):
-        """Return the number of tokens, of ``tokens`` tokens from ``first_token`` on, that are routed to an expert. Load
-        all of their factors at the same time."""
+        """Return the number of tokens that are routed to an expert, among the ``tokens`` tokens from ``first_token``
+        on. Load the factors of all these tokens at the same time."""
         values = cute.make_rmem_tensor((tokens,), Float32)
         for i in range_constexpr(tokens):
             values[i] = Float32(0.0)

@@ -111,7 +111,7 @@ class CodeTileMma:
         return self.tile_m * self.pitch
 
     def start_of(self, activations: cute.Pointer) -> None:
-        """Return None, because no warpgroup multiplies."""
+        """Return None, because no warpgroup multiplies: only wgmma needs a start function."""
 
     def multiply(
         self, start, part, parts: int, k_tile, stage, adds, rows, lane, acc, smem, free_before, phase=None

@@ -95,7 +95,7 @@ def scale_argument(
 
     Args:
         fmt, layout: format and scale layout.
-        rows: number of rows of linear scales. The number of scale tiles does not depend on it.
+        rows: number of rows of linear scales. The shape of tiled scales does not use it.
         blocks: number of blocks of a row. In tiled layouts, it is a multiple of a tile's blocks.
         align: alignment of the first scale in bytes.
         name: prefix for the names of the extents of tiled scales.
@@ -225,8 +225,8 @@ def _bfloat16_pairs(word) -> list:
     """Return codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as pairs of bfloat16, with the values e2m1 · 2^-126.
 
     In both halves of the word, one integer multiplication moves a nibble's sign to bit 15 and its other bits to bits
-    8..6. It replaces two shifts. It runs in a different pipe from the logic instructions, whose throughput is only half
-    of the usual throughput.
+    8..6. The multiplication replaces two shifts. It runs in another execution pipe than the logic instructions, whose
+    pipe has only half the usual throughput.
     """
     pairs = []
     for bits in (word, word >> 8):
@@ -244,7 +244,7 @@ def _bfloat16_neighbours(word) -> list:
     even, odd = word & Uint32(0x0F0F0F0F), (word >> 4) & Uint32(0x0F0F0F0F)
     pairs = []
     for i in range(4):
-        # Selectors of 8 and above replicate a byte's sign bit. These bits are zero.
+        # Selectors of 8 and above replicate a byte's sign bit, which is 0 here, so they select zero bytes.
         halves = ptx.prmt(even, odd, 0xC480 + i * 0x1111)
         pairs.append((halves * Uint32(0x1040)) & Uint32(0x81C081C0))
     return pairs
@@ -374,7 +374,7 @@ def nvfp4_block_four_over_six(
         factor = _factor(scale, global_scale)
         encoded = [ptx.mul_rn(values[i], factor) for i in range(16)]
         words = [encode_e2m1x8(encoded[i : i + 8], has_e2m1_cvt) for i in (0, 8)]
-        # If the scale is zero, the codes are meaningless, but they are decoded to zero all the same.
+        # If the scale is zero, the codes are meaningless, but they are decoded to zero anyway.
         error = _squared_error(words, ptx.mul_rn(scale, Float32(2.0**14)), scaled)
         live = is_live_nvfp4(byte)
         candidates.append((error, byte, [ptx.select(live, word, Uint32(0)) for word in words]))

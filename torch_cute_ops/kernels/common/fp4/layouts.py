@@ -13,8 +13,8 @@ from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.runtime.arch import Arch
 
 K_TILE: Final = 256
-"""Number of elements of a k tile along K: 128 bytes of codes, which is a cache line. GEMMs over experts may use half as
-many."""
+"""Number of elements of a k tile along K: 128 bytes of codes, a cache line. GEMMs over experts may use half as many
+elements."""
 ATOM_M: Final = 8
 """Number of tokens of a swizzle atom of activations, which holds 8 tokens x 64 elements of 16 bits."""
 ATOM_ROW_BYTES: Final = 128
@@ -76,7 +76,8 @@ class ActivationLayout:
         if (self.a_dtype == torch.uint8) == (self.layout is None):
             scales = "no scales" if self.layout is None else "scales"
             return (
-                f"activations in {self.a_dtype} with {scales}: FP4 activations are uint8 and have scales, 16-bit none"
+                f"got activations in {self.a_dtype} with {scales}; FP4 activations are uint8 and have scales, "
+                "16-bit activations have no scales"
             )
         if (self.prologue_gate is not None or self.prologue_quant is not None) and self.layout is not None:
             return "a gate or a quantisation before the GEMM takes 16-bit activations, not FP4"
@@ -142,7 +143,10 @@ class WeightTile:
     def reason_not_copied(self) -> str | None:
         """Reason that TMA cannot copy the scales, or None. Tiled scales are not copied by TMA."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
-            return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
+            return (
+                f"a TMA box of linear scales needs {BOX_BYTES} bytes per row; "
+                f"{self.k_tile} elements have {self.blocks} scales"
+            )
         return None
 
     @cached_property
@@ -189,11 +193,12 @@ class FP4Operands:
 
     @cached_property
     def decodes_both(self) -> bool:
-        """Return True if the activations are decoded FP4 numbers, as the weight always is unless ``by_codes``."""
+        """True if the activations are FP4 numbers, too. Unless ``by_codes``, both operands are then decoded."""
         return self.a_layout is not None or self.prologue_quant is not None
 
     def reason_codes_unsupported(self, arch: Arch) -> str | None:
-        """Return the reason that no MMA of ``arch`` multiplies the operands' codes although ``by_codes``, or None."""
+        """If ``by_codes``, return the reason that no MMA of ``arch`` multiplies the operands' codes, or None if
+        ``arch`` has the MMA. Otherwise return None."""
         if self.by_codes and not arch.has_block_scaled_mma:
             return f"needs block-scaled mma.sync; this is {arch.name}"
         return None

@@ -1,14 +1,14 @@
 """Device code that copies k tiles of an FP4 weight to shared memory, and loads the codes and scales of a lane.
 
-A k tile consists of 256 elements along K of each of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, which
-is a cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half
-a line, and the swizzle 64 bytes.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4 blocks, and
-linear scales by TMA, as one box.
+A k tile consists of 256 elements along K of each of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, a
+cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row has 64 bytes
+of codes, and the box has the 64-byte swizzle.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4
+blocks, and linear scales by TMA, as one box.
 
 If K is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends. A
 range may be an odd number of half scale tiles (``WeightTile.spread``). Experts then begin alternately in the first and
-in the second half of a scale tile. The index of this half, 0 or 1, is the expert's *phase*. A k tile may then span one
-more scale tile.
+in the second half of a scale tile. The index of this half, 0 or 1, is the expert's *phase*. If the phase is 1, a k tile
+may span one more scale tile.
 """
 
 from typing import Any, NamedTuple
