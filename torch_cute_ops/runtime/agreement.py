@@ -54,10 +54,11 @@ def agree(
 
     Every rank posts its ``text``, even if its work failed. Rank 0 waits up to ``timeout_s`` for the other posts,
     applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for
-    the result, because rank 0 may arrive at the end of its own time limit and then wait as well. A rank that waits in
-    vain decides instead of rank 0. The first decision that is written wins (compare and set), and all ranks use it. So
-    ranks that arrive late, or give up on rank 0 at the same time, still agree. If a rank has died or never calls
-    ``agree``, the other ranks wait for it once, without an error.
+    the result, because rank 0 may arrive up to ``timeout_s`` later than these ranks, and then wait ``timeout_s``
+    itself. A rank that waits in vain decides instead of rank 0. The first decision that is written to the store wins
+    (compare and set), and all ranks use it. So ranks still agree if they arrive late, or if several ranks give up on
+    rank 0 at the same time. If a rank has died or never calls ``agree``, the other ranks wait for it once, without an
+    error.
 
     Args:
         ranks: ranks that decide.

@@ -45,7 +45,7 @@ log = logging.getLogger("torch_cute_ops")
 OPTIONS = "--enable-tvm-ffi"
 
 # cute.compile keeps global state, so only one thread compiles at a time. The lock is held from the look-up until the
-# kernel is stored, so two threads that need the same kernel compile it once.
+# kernel is stored, so a kernel that two threads need is compiled only once.
 _lock = threading.Lock()
 _compiled: dict[tuple["KernelSpec", str], Callable[..., None]] = {}
 

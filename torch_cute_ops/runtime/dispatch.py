@@ -28,8 +28,8 @@ mark_written: Final = _increment_version
 """Increment the version counters of tensors that a kernel wrote, so that autograd detects stale saved tensors."""
 
 NEEDS_REDISPATCH: str
-"""``NEEDS_DISPATCHER`` for calls that have reached the Autograd key: without the tests for a compiler or tracer,
-because these act before the Autograd key."""
+"""Variant of ``NEEDS_DISPATCHER`` for calls that have reached the Autograd key. It lacks the tests for a compiler or
+tracer, because these act before the Autograd key."""
 
 NEEDS_DISPATCHER: str
 """Expression that is true if a compiler, tracer, dispatch mode, transform, dual level, log or dump must see the call.

@@ -169,7 +169,7 @@ class SharedMemory:
             self._gathered(None)
 
     def enter(self) -> None:
-        """Prepare a launch on the current stream: let it follow the last launch, which may be on another stream.
+        """Prepare a launch on the current stream: let it follow the last launch, which may have been on another stream.
 
         This method does not see replays of CUDA graphs. The caller must order them.
 
@@ -217,7 +217,7 @@ class _Mapped:
 
 
 def follow_last_launch(device: torch.device) -> None:
-    """Let the current stream wait for the last launch of ``all_reduce_rows`` on this device, of any group.
+    """Let the current stream wait for the last launch of ``all_reduce_rows`` on this device, by any group.
 
     These kernels wait for the peers' kernels, so all ranks must execute them one at a time, in the order of the calls.
     """

@@ -27,7 +27,7 @@ __all__ = ["Candidate", "Key", "TuningTask", "canonical", "lookup", "tune", "ver
 log = logging.getLogger("torch_cute_ops")
 
 HOPELESS: Final = 4.0
-"""Candidates are not timed if their estimate is longer than the shortest estimate by more than this factor."""
+"""Largest ratio of a candidate's estimate to the shortest estimate. Candidates above this ratio are not timed."""
 
 
 @dataclass(frozen=True)

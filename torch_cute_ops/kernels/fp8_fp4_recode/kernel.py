@@ -153,9 +153,9 @@ class NoteScales:
 class RecodedLoop:
     """Mainloop for a recoded weight.
 
-    Whole rounds through the stages run as in ``fp8_wgmma`` if all weight rows of the tile use their units in all k
-    tiles. In all other tiles, and in the k tiles before and after whole rounds, ``Units`` checks the flags of each k
-    tile. If the flags ask for it, ``Units`` multiplies the results by powers of two that convert them to the rows'
+    If all weight rows of the tile use their units in all k tiles, whole rounds through the stages run as in
+    ``fp8_wgmma``. In all other tiles, and in the k tiles before and after whole rounds, ``Units`` checks the flags of
+    each k tile. If a flag is set, ``Units`` multiplies the results by powers of two that convert them to the rows'
     units.
     """
 

@@ -63,8 +63,8 @@ class Config(FP8GemmConfig):
 
     @property
     def k_groups(self) -> int:
-        # Larger tiles would spill registers with four consumer warpgroups. Under split-K, tiles of 64 rows would have
-        # room for three stages only.
+        # Larger tiles would spill registers with four consumer warpgroups. With split-K, tiles of 64 rows would have
+        # room for only three stages.
         most = 64 if self.fast_accum and self.split_k == 1 else 32
         return 2 if self.tile_m <= most else 1
 
@@ -90,8 +90,8 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # At launch, each of the 640 or 384 threads has 96 or 168 registers. The producer's warpgroup releases some for
-        # the consumers.
+        # At launch, each of the 640 (or 384) threads has 96 (or 168) registers. The producer's warpgroup releases some
+        # of its registers for the consumers.
         return (112, 32) if self.k_groups == 2 else (232, 40)
 
     @property

@@ -34,7 +34,7 @@ _ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x040
 def block_factors(scales: Uint32) -> list:
     """Return the scales of a row's four blocks as bits of fp32.
 
-    The bits are wrong for the scale bytes 0 and NaN. ``hard_factors`` corrects them.
+    For the scale bytes 0 and NaN, the returned bits are wrong; ``hard_factors`` corrects them.
     """
     shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
     return [word & Uint32(_NAN_FIELD) for word in shifted]

@@ -128,8 +128,8 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
     def _multiply(self, tmem, acc, stage, num_mmas, adds, first_token, smem):
         """Copy a k tile's scales to tensor memory, and issue its MMAs.
 
-        Each stage uses separate columns for scales, so the copy overwrites only scales whose MMAs have ended. (ptxas of
-        CUDA 12 crashes if the number of MMAs is a constant.)
+        Each stage has its own columns for scales, so the copy overwrites only scales whose MMAs have ended.
+        (``num_mmas`` is a run-time value, because ptxas of CUDA 12 crashes if it is a constant.)
         """
         c = self.config
         at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)

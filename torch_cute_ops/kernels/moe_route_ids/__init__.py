@@ -6,7 +6,7 @@ a single pair instead of a token, so that a token may name the same expert more 
 expert gets no row and is not counted.
 
 Bytes moved: 4 bytes per pair are read; 4 bytes per pair and 4 bytes per row are written. With two launches, each pair's
-id is read twice, and one word per pair and one word per CTA and expert are also written and read again.
+id is read twice. In addition, one word per pair, and one word per CTA and expert, are written and read again.
 """
 
 from typing import TYPE_CHECKING

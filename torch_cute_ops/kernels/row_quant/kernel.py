@@ -177,7 +177,7 @@ class RowQuantKernel:
         """Launch the kernel if ``allowed`` is 1. If it is 0, launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
-        # Give a CTA a second row only if every CTA has one. Launch several CTAs even for a single row, because they
+        # Give a CTA a second row only if every CTA has a row. Launch several CTAs even for a single row, because they
         # also zero the padding: a single CTA would take 14 µs for the padding (H200, width 7,168).
         wanted = cute.ceil_div(rows, c.group_rows)
         if const_expr(not c.spec.layout.is_linear):
@@ -259,8 +259,8 @@ class RowQuantKernel:
         if tid == 0:
             self._init_barriers(smem)
         cute.arch.mbarrier_init_fence()
-        # This synchronisation is for compute-sanitizer's racecheck, which attributes the initialisation to the whole
-        # warp.
+        # This synchronisation is needed only for compute-sanitizer's racecheck, which attributes the initialisation to
+        # the whole warp.
         cute.arch.sync_warp()
         pdl_start(c.pdl)
         if const_expr(self.exchange is not None):
@@ -352,7 +352,7 @@ class RowQuantKernel:
                         extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
                     if const_expr(spec.reduces_amax or spec.has_fp8_blocks):
                         # If several rows share a warp, all of them recompute their amax together, because the warp
-                        # reduces as a whole. A row that did not need it gets the same amax again.
+                        # reduces as a whole. A row that need not recompute its amax gets the same amax again.
                         if cute.arch.vote_any_sync(extreme):
                             if extreme:
                                 self._normalize(blocks, rstd, stage, weights, thread, smem)
@@ -474,9 +474,9 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # If the thread has no last block, set the block's amax to a value that is neutral in the reduction: 0
-                # for the row's amax, or 1, which is a usual amax, if blocks of unusual amax are counted (see
-                # ``_can_fold``).
+                # If the thread has no last block, set the block's amax to a value that does not affect the reduction: 0
+                # if the row's amax is reduced, or 1 if blocks of unusual amax are counted, because 1 is a usual amax
+                # (see ``_can_fold``).
                 block[1][0] = Float32(0.0 if spec.reduces_amax else 1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)
@@ -495,8 +495,8 @@ class RowQuantKernel:
         values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
         if c.spec.source == "add":
             if c.has_short_block:
-                # Synchronise first: other threads may still read the half of a short block that a thread overwrites
-                # here (``Rows._safe_block``).
+                # Synchronise first: this thread overwrites half of a short block, which other threads may still read
+                # (``Rows._safe_block``).
                 cute.arch.sync_warp()
             for j, (_, words) in enumerate(values):
                 self.rows.fill_buffer(words, self.rows.buffer(1, stage, thread.row, smem), j, thread)
@@ -594,13 +594,14 @@ class RowQuantKernel:
         whole blocks.
 
         The two products differ by rounding. They differ more if v · w overflows or is subnormal (weights are assumed to
-        be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude, and so must the number
-        from which scales are computed: ``scale`` if the caller passes an FP8 scale, or the row's amax (``other``). With
-        block scales, ``other`` is instead the number of the row's blocks whose amax is unusual, which must be 0. NVFP4
-        needs no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its row. An element
-        that is tiny compared to its own block gets code 0 with either product, and a norm in bf16 or fp16 is too coarse
-        to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) · rstd is
-        more exact. A block of zeros counts as unusual, so its row takes longer.
+        be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude. The number from which
+        scales are computed must have an ordinary magnitude too: ``scale`` if the caller passes an FP8 scale, or the
+        row's amax (``other``). With block scales, ``other`` is instead the number of the row's blocks whose amax is
+        unusual, and this number must be 0. NVFP4 needs no check of blocks: NVFP4 scales cannot represent a block that
+        is tiny compared to its row. An element that is tiny compared to its own block gets code 0 with either product,
+        and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34. If v · rstd is
+        subnormal and v · w is not, (v · w) · rstd is more exact. A block of zeros counts as unusual, so its row takes
+        longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))

@@ -34,7 +34,7 @@ class TensorAmax:
 
     @cute.kernel
     def kernel(self, input, partials):
-        """Store the amax of this CTA's share of ``input``, (rows, width), in ``partials``."""
+        """Store the amax of this CTA's units of ``input``, (rows, width), in ``partials``."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
