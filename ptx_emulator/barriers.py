@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 AT_WARP, AT_CLUSTER, FOR_COPIES, FOR_KERNEL = -1, -2, -3, -4
-"""Reasons for which a thread waits (``Machine.wait``). A positive reason is the number of an instruction that the lanes
-of a warp execute together."""
+"""Numbers that say why a thread waits (``Machine.wait``). A positive number is the number of an instruction that the
+lanes of a warp execute together."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Barriers:
             wanted = int(expected[at[0]])
             before, groups = self.arrived.get(name, (wanted, []))
             if before != wanted or (expected[at] != wanted).any():
-                raise Fault(EmulationError, at[0], f"barrier {name[1]} with {wanted} threads; others said {before}")
+                raise Fault(EmulationError, at[0], f"barrier {name[1]} with {wanted} threads; earlier: {before}")
             groups.append(threads[at] if waits else threads[at][:0])
             self.machine.races.arrive(("bar", *name), threads[at])
             self.arrived_counts[name] += len(at)

@@ -137,9 +137,9 @@ def find_loads(blocks: list[Block]) -> int:
     """Number all loads that may read shared memory, and find the instructions that need their results.
 
     The compiler may move any instruction that does not synchronise, branch or access memory. All other instructions are
-    *fixed*: they need the results of loads at a definite point of the program. A fixed instruction needs a load if it
-    uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 moved an ``mma`` past
-    a later arrival at a barrier.
+    *fixed*: when a fixed instruction runs, the loads that it needs must be complete. A fixed instruction needs a load
+    if it uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 moved an
+    ``mma`` past a later arrival at a barrier.
     """
     loads = 0
     origins: Counter[int] = Counter()  # for each register, a bit set of the loads on which its value depends

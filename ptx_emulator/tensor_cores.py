@@ -4,7 +4,7 @@ Implemented are block-scaled MMAs (``ScaledShape``), and MMAs of FP8, fp16 and b
 which A may be in tensor memory. NVIDIA documents neither the order of additions nor intermediate rounding. The emulator
 adds the exact products and the accumulator in float64, and rounds the sum once.
 
-The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
+The PTX ISA shows the places of accumulators and scales only in figures. Calibration with NVIDIA's kernels showed:
 
 - Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
   column n.
@@ -235,7 +235,7 @@ class TensorCores:
         if chunks.min() < 0 or chunks.max() + 16 > shared.size:
             raise Fault(OutOfBounds, 0, f"operand at offset {int(chunks.max()):#x} of shared memory")
         if (shared.flags[cta * shared.stride + chunks] & ALLOCATED == 0).any():
-            raise Fault(OutOfBounds, 0, "operand outside of what is allocated of shared memory")
+            raise Fault(OutOfBounds, 0, "operand outside of the allocated shared memory")
         self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
 
     def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
@@ -351,7 +351,7 @@ class TensorCores:
             memory.check_write(threads, total, "tcgen05.mma", pipe, (COPIED, how))
             for part in parts:
                 if self._overlap(part, total):
-                    raise Fault(EmulationError, 0, f"the accumulator is where {'A is' if lefts else 'the scales are'}")
+                    raise Fault(EmulationError, 0, f"the accumulator overlaps {'A' if lefts else 'the scales'}")
         for total, parts in zip(sums, reads, strict=True):
             memory.mark_written(total, pipe.column, number, how)
             for part in parts:

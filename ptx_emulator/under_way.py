@@ -84,8 +84,9 @@ class UnderWay:
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
-        """Check that threads that end have waited for their copies. Bulk copies must have read their source, and
-        ``cp.async`` copies must have written their target, or make the thread arrive at an mbarrier when they have.
+        """Check that threads that end have waited for their copies. Bulk copies must have read their source.
+        ``cp.async`` copies must have written their target; alternatively, the thread may let them arrive at an mbarrier
+        when they have.
 
         NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """

@@ -100,8 +100,8 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
     """Return the expected result of the gate, (M, E·I) in fp32, and the largest allowed error before rounding. Pairs
     that are not routed are zero.
 
-    The error covers one rounding per term of a sum, and the error of the exponential. The gate, whose slope is at most
-    ``MOST_SLOPE``, propagates both.
+    The error covers one rounding per term of a sum, and the error of the exponential. Both errors pass through the
+    gate, whose slope is at most ``MOST_SLOPE``.
     """
     a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing
     m = a.shape[0]
@@ -178,7 +178,7 @@ def difference(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
     i, j = wrong.nonzero()[0].tolist()
     ratio = (error / allowed).nan_to_num(math.inf, posinf=math.inf)[wrong].max().item()
     return (
-        f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times what may be lost; first at ({i}, {j}): "
+        f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times the allowed error; first at ({i}, {j}): "
         f"{got[i, j].item():.6g}, expected {want[i, j].item():.6g} ± {allowed[i, j].item():.2g}"
     )
 

@@ -67,7 +67,8 @@ class Tile(NamedTuple):
         Args:
             problem, m, target: problem, number of rows, and device of the call.
             k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands have arrived.
-            wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
+            wait: fraction of a k tile's transfer time that is added to ``k_tile_clocks``, because the MMAs wait for the
+                operands.
             row_bytes: bytes of one weight row in a k tile.
             share_clocks: SM clocks to add the partial sums of one more CTA of the cluster to a tile.
             read_again: fraction of the weight that is read from memory a second time if several m tiles run at the same

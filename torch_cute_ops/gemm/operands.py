@@ -14,12 +14,13 @@ class Operands(NamedTuple):
             replaces K.
         b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows, (E,
             K/2, N) or (E, K, N).
-        a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` are one column per
+        a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` form one column per
             block of k, and columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M,
-            1), in the masked layout (E · rows per expert, 1); if all rows share one scale, their stride is 0.
+            1), or (E · rows per expert, 1) in the masked layout; if all rows share one scale, the stride is 0.
             Per-channel scales of ``b`` are (N,), and a per-tensor scale is (1,). Prepared scales of ``b`` have the
             shape of ``formats.prepared_scales``. MXFP8 scales are uint8, in any layout. ``a_scale`` is None for 16-bit
-            activations. If the prologue quantises them, it is the global scale, (1,) float32, or None.
+            activations. If the prologue quantises the activations, ``a_scale`` is the global scale, (1,) float32, or
+            None.
         alpha, bias: factors and addends of the epilogue, as ``Epilogue`` describes them. With experts over K, ``alpha``
             is (M, E) float32 with any strides, and ``bias`` is (E, N).
         offsets: (E + 1,) int32, first row of each expert if experts divide the rows of ``a``, or None.

@@ -129,7 +129,7 @@ class GemmProblem:
             that kernels may read them early.
         prefetches: True if calls pass a matrix for a later launch, which the kernel may prefetch into L2.
         fast_accum: True if tensor cores may add up FP8 products over all of K, False if they may add up at most 512
-            elements of K. With block scales, the value is False: they add up 128 elements, or in MXFP8 32
+            elements of K. With block scales, the value is False: the tensor cores add up 128 elements, or in MXFP8 32
             elements, or all of K with block-scaled MMAs.
     """
 
@@ -209,9 +209,9 @@ class GemmProblem:
     def bytes_moved(self, m: int) -> int:
         """Return the bytes that a call moves if it reads each operand once and writes the result once.
 
-        With experts over K or N, the weight of an expert counts if one of the ``m`` tokens is routed to the expert. The
-        expected number of such experts assumes that each token draws ``topk`` experts at random. With experts over
-        rows, the weights of at most ``m`` experts count.
+        With experts over K or N, the weight of an expert is counted if one of the ``m`` tokens is routed to the expert.
+        The expected number of such experts assumes that each token draws ``topk`` experts at random. With experts over
+        rows, the weights of at most ``m`` experts are counted.
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)

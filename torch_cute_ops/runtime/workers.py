@@ -2,8 +2,8 @@
 
 The workers are forked from a *template*: a new interpreter that has imported what the workers need. Imports take
 seconds, and longer if many processes import at the same time. The calling process itself cannot be forked, because it
-may have initialised CUDA. In contrast to ``multiprocessing``, the template does not run the caller's main module again,
-so a script can start workers without ``if __name__ == "__main__"``; and daemonic processes can start workers too.
+may have initialised CUDA. Unlike ``multiprocessing``, the template does not run the caller's main module again, so a
+script can start workers without ``if __name__ == "__main__"``. Daemonic processes can start workers, too.
 """
 
 import contextlib

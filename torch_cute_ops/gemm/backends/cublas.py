@@ -2,7 +2,7 @@
 
 The first tactic decodes the operands to 16 bits in memory, and then multiplies them. With many rows, decoding takes
 little of the total time. The second tactic lets cuBLASLt multiply NVFP4 codes, which needs FP4 tensor cores. No GPU
-with FP4 tensor cores was available. So the second tactic was tested only up to PyTorch's argument checks, and its
+with FP4 tensor cores was available, so the second tactic was tested only up to PyTorch's argument checks, and its
 estimates come from data sheets.
 """
 
@@ -55,7 +55,8 @@ Tensor = torch.Tensor
 class Cublas(FP4Backend):
     """Backend that calls cuBLAS. A tactic is ``DECODED`` or ``BLOCK_SCALED``.
 
-    16 bits represent the decoded operands exactly. Sums are fp32, and are rounded once, after the epilogue.
+    16-bit numbers represent the decoded operands exactly. Sums are computed in fp32, and are rounded once, after the
+    epilogue.
     """
 
     name = "cublas"

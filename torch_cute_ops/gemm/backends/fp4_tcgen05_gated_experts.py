@@ -24,8 +24,8 @@ GATE_CLOCKS: Final = 48.0
 """Number of clocks in which a warp applies the gate to one column and stores it (a guess)."""
 LIST_SECONDS: Final = 2.5e-6
 LIST_BYTES_PER_SECOND: Final = 1e11
-"""Time in seconds of the kernel that lists touched m tiles with few tokens, and rate at which one of its CTAs reads the
-routing of 1,024 tokens (guesses)."""
+"""Estimate of the kernel that lists touched m tiles: its time in seconds with few tokens, and the rate in bytes per
+second at which one of its CTAs reads the routing of 1,024 tokens (guesses)."""
 
 
 class Tcgen05GatedTactic(NamedTuple):
@@ -40,7 +40,8 @@ class Tcgen05GatedTactic(NamedTuple):
 
 class FP4Tcgen05GatedExperts(Tcgen05Backend):
     """Backend for GEMMs with a gate in which each expert owns columns of the result. It multiplies the FP4 codes of
-    both operands by ``tcgen05.mma``, for all tokens of each m tile with a token that is routed to the expert."""
+    both operands by ``tcgen05.mma``. If an m tile contains a token that is routed to an expert, the backend computes
+    all tokens of the m tile for this expert."""
 
     tactic_type = Tcgen05GatedTactic
     kernel = fp4_tcgen05_gated_experts.KERNEL
