@@ -252,7 +252,8 @@ class Barriers:
         return done, complete
 
     def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
-        """Return a mask of the threads whose wait times out. They continue although the phase is not complete."""
+        """Return a mask of the threads whose wait times out. These threads continue although the phase is not
+        complete."""
         goes_on = self.times_out[threads]
         if self.random is not None and self.random.random() < 0.1:
             goes_on = np.ones(len(threads), bool)

@@ -63,8 +63,8 @@ class Flow:
 def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
     """Annotate the steps and blocks of a program. Return the number of loads that may read shared memory.
 
-    The analysis is cached for each program, because it takes longer than decoding. It depends on the launch in two
-    ways: in clusters, addresses of shared memory are read from registers, and while a previous kernel runs,
+    The analysis is cached for each program, because it takes longer than decoding. The analysis depends on the launch
+    in two ways: in clusters, addresses of shared memory are read from registers, and while a previous kernel runs,
     ``griddepcontrol.wait`` ends a block.
     """
     key = in_clusters, *(len(block.steps) for block in blocks)
@@ -84,7 +84,7 @@ def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
 
 
 def find_live_registers(blocks: list[Block]) -> None:
-    """Find the registers that are live at the start and the end of each block. They are stored as bit sets."""
+    """Find the registers that are live at the start and the end of each block. The result is stored as bit sets."""
     reads, writes = [], []
     for block in blocks:
         read = written = 0

@@ -20,9 +20,9 @@ Each of these faults raises an error that names the instruction, the thread and 
   launch in which no thread waits, and stores to global memory that the previous kernel may still access.
 
 The emulator does not model any other memory ordering: other fences have no effect, no other proxies exist, and accesses
-to global memory are not ordered. It does not model caches or timing, nor the register contents of a warpgroup MMA or a
-``tcgen05.ld`` before the operation has completed. ``mbarrier.try_wait`` blocks until it can succeed, but may time out
-once per thread and phase: if nothing else can run, and with a ``seed`` also at random.
+to global memory are not ordered. The emulator does not model caches or timing, nor the register contents of a warpgroup
+MMA or a ``tcgen05.ld`` before the operation has completed. ``mbarrier.try_wait`` blocks until it can succeed, but may
+time out once per thread and phase: if nothing else can run, and with a ``seed`` also at random.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Machine(Layout):
         scoped: True if the scope of an mbarrier operation limits the CTAs for which it orders memory, as PTX specifies
             (see ``races``). If False, each operation orders memory for the whole cluster.
         lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
-            ``tensor_memory``). This is for calibration. Kernels of torch_cute_ops run without it.
+            ``tensor_memory``). The calibration tool sets ``lenient``; kernels of torch_cute_ops run without it.
         before: Function that performs the remaining writes of the previous kernel, or None if that kernel has ended.
             The previous kernel ends as late as possible: when all threads wait at ``griddepcontrol.wait`` or poll.
         accessed_before: Numbers of the allocations that the previous kernel accesses (see ``accessed``). Before the

@@ -5,8 +5,8 @@ thread *knows of* an access if its clock shows that the access happened before t
 byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An access
 races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order in which
 the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through barriers
-(``arrive``, ``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's mbarrier.
-Only the last reader in each warp is recorded, so some races are missed, but every reported race is real.
+(``arrive``, ``publish``, ``leave``) and warp synchronisation. A thread learns of a copy by waiting for the copy's
+mbarrier. Only the last reader in each warp is recorded, so some races are missed, but every reported race is real.
 
 Loads. A barrier does not wait for loads. A load has been *performed* when its thread has executed a fence, or when an
 instruction that synchronises, branches or accesses memory needs the result of this load or of a later load of the
@@ -182,7 +182,8 @@ class Races:
             self.arrive(key, threads)
 
     def leave_scoped(self, cta: int, offset: int, threads: Array, relaxed: bool, cluster: bool) -> None:
-        """Merge an mbarrier's clocks into the clocks of ``threads``. They belong to its CTA, and have waited for it.
+        """Merge an mbarrier's clocks into the clocks of ``threads``. These threads belong to the mbarrier's CTA, and
+        have waited for the mbarrier.
 
         ``relaxed`` and ``cluster`` describe the wait: ``cluster`` is True if its scope is the cluster.
         """

@@ -11,8 +11,8 @@ The PTX ISA shows the places of accumulators and scales only in figures. Calibra
 - A in tensor memory, with 128 rows per CTA: row r is in lane r, and each column holds 32 bits of consecutive elements.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
   consecutive blocks along k. For K = 96, the scales continue in a second word, four columns further per 128 rows.
-- For K = 96, the leading dimension in the descriptor may be an absolute address. It locates the second 128 bytes of a
-  row.
+- For K = 96, the leading dimension in the descriptor may be an absolute address. The address locates the second 128
+  bytes of a row.
 """
 
 from __future__ import annotations

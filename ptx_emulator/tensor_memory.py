@@ -87,7 +87,7 @@ class Records:
 
 
 class TensorMemory:
-    """Tensor memory of one launch. It is empty if the program contains no ``tcgen05`` instructions."""
+    """Tensor memory of one launch. The object holds no data if the program contains no ``tcgen05`` instructions."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -304,7 +304,8 @@ class TensorMemory:
         return pipe, pipe.issued
 
     def issue(self, thread: int, execute: Callable[[], None], ctas: Sequence[int]) -> None:
-        """Schedule an operation of a tensor core. It runs after all earlier operations of the same thread."""
+        """Schedule an operation of a tensor core. The operation runs after all earlier operations of the same
+        thread."""
         self.machine.under_way.start_in_pipe(thread, self.pipe_of(thread).under_way, execute, tuple(ctas))
 
     def commit(self, thread: int, barriers: list[tuple[int, int]]) -> None:

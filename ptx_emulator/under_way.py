@@ -123,7 +123,7 @@ class UnderWay:
         self.copies.append(Copy(self.machine.step, threads, execute, groups=self.committed[threads]))
 
     def start_in_pipe(self, thread: int, pipe: deque[Copy], execute: Callable[[], None], ctas: tuple[int, ...]) -> None:
-        """Schedule a tensor-core operation. It runs after all earlier operations of ``pipe``."""
+        """Schedule a tensor-core operation. The operation runs after all earlier operations of ``pipe``."""
         pipe.append(Copy(self.machine.step, np.array([thread]), execute, ctas, pipe=pipe))
         self.copies.append(pipe[-1])
 

@@ -196,8 +196,8 @@ def _start_to_shared(
 ) -> tuple:
     """Start a copy to shared memory for each thread. Addresses are checked now, and the copy is executed later.
 
-    ``bytes_of(i)`` describes the bytes that thread i copies. If they are in shared memory, ``sources`` are the CTAs
-    that contain them.
+    ``bytes_of(i)`` describes the bytes that thread i copies. If these bytes are in shared memory, ``sources`` are the
+    CTAs whose shared memory contains the bytes.
     """
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)

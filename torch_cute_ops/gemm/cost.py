@@ -1,4 +1,5 @@
-"""Rough models of the time that kernels take. They suffice to rank backends and tactics, but not to predict a time."""
+"""Rough models of the time that kernels take. The models suffice to rank backends and tactics, but not to predict a
+time."""
 
 from collections.abc import Iterable
 

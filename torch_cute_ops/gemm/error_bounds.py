@@ -26,7 +26,7 @@ GATE_EPS = 2.0**-17
 MOST_SLOPE = 1.13
 """Upper bound of the slopes of SiLU and GELU."""
 MAX_DECODED = 2**24
-"""Largest number of elements of an operand that are decoded at once. They take 0.4 GB."""
+"""Largest number of elements of an operand that are decoded at once. These elements take 0.4 GB."""
 
 Tensor = torch.Tensor
 

@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.runtime.arch import CLOCK_HZ
 
 K_TILE: Final = 128
-"""Number of elements along K in a step of the main loop. They share a scale."""
+"""Number of elements along K in a step of the main loop. These elements share a scale."""
 
 
 class Tile(NamedTuple):

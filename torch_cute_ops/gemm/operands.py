@@ -6,7 +6,7 @@ import torch
 
 
 class Operands(NamedTuple):
-    """Tensors of a GEMM without a gate in its epilogue. They are contiguous, and aligned to 16 bytes.
+    """Tensors of a GEMM without a gate in its epilogue. The tensors are contiguous, and aligned to 16 bytes.
 
     Attributes:
         a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits. With a gate in the
@@ -46,8 +46,8 @@ class GatedOperands(NamedTuple):
     bytes, and all except ``routing`` are contiguous.
 
     The result is a pair: ``y``, (M, E·I) in 16 bits or (M, E·I/2) uint8 FP4 codes, and the block scales of ``y``, or
-    None. A backend writes the elements and scales of all pairs whose routing factor is not zero (NaN is not zero). It
-    writes zero to all padding of tiled scales. It leaves every other byte unchanged.
+    None. A backend writes the elements and scales of all pairs whose routing factor is not zero (NaN is not zero). The
+    backend writes zero to all padding of tiled scales, and leaves every other byte unchanged.
 
     Attributes:
         a: activations: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.

@@ -128,7 +128,7 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
     backend = candidates(problem).get(found.backend) if found is not None else None
     if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
         return None
-    # The tuner stores a tactic as a plain tuple. It compares equal to the backend's tactic, which is a named tuple.
+    # The tuner stores a tactic as a plain tuple. This tuple equals the backend's tactic, which is a named tuple.
     tactics = backend.tactics(problem, bucket(m), target)
     return next((Choice(backend, tactic) for tactic in tactics if tactic == found.tactic), None)
 

@@ -74,7 +74,7 @@ def bench_of(problem: GemmProblem, m: int, target: Target) -> "Bench":
 
 
 class Bench:
-    """Random operands, on which candidates are checked and timed. They are created on first use.
+    """Random operands, on which candidates are checked and timed. The operands are created on first use.
 
     Args:
         problem: problem of the candidates.

@@ -66,8 +66,8 @@ def agree(
         text: post of this rank.
         decide: function that maps {rank: text} to the decision. This rank's text is always present.
         timeout_s: longest wait of rank 0, seconds. With 0, rank 0 uses the posts that have already arrived.
-        absent: ranks that posted nothing for earlier decisions; ``agree`` does not wait for these ranks. It adds ranks
-            that post nothing now, and removes ranks that post.
+        absent: ranks that posted nothing for earlier decisions; ``agree`` does not wait for these ranks. ``agree`` adds
+            ranks that post nothing now, and removes ranks that post.
 
     Raises:
         RuntimeError: if the store cannot be reached, for example because the process that hosts it died. The state of

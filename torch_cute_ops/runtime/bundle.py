@@ -22,7 +22,7 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2
 MANIFEST_BYTES: Final = 64 * 2**20
 LIBRARY_BYTES: Final = 2**30
-"""Size limits: larger files were not made by ``bundle_build``."""
+"""Maximum file sizes in bytes. ``bundle_build`` writes no larger files, so larger files are refused."""
 
 
 GROUP: Final = "torch_cute_ops.kernels"

@@ -1,4 +1,4 @@
-"""Locks between processes. They only avoid duplicate work: callers must be correct even if a lock fails.
+"""Locks between processes. The locks only avoid duplicate work: callers must be correct even if a lock fails.
 
 A lock is an advisory lock (``flock``) on an empty file. The system releases the lock when its process ends; the file
 stays.

@@ -38,7 +38,8 @@ def _read(name: str, default: T, parse: Callable[[str], T], expected: str) -> T:
 
 
 def _is_command() -> bool:
-    """Return True if ``python -m torch_cute_ops`` is starting. It imports the package before it can catch errors."""
+    """Return True if ``python -m torch_cute_ops`` is starting. This command imports the package before it can catch
+    errors."""
     # While Python looks up a module, ``sys.argv`` contains "-m" instead of the module's name.
     return sys.argv[:1] == ["-m"] and ["-m", "torch_cute_ops"] in map(list, itertools.pairwise(sys.orig_argv))
 

@@ -37,7 +37,7 @@ PATIENCE_SECONDS: Final = 120.0
 """Longest wait for another process that compiles the same kernel. Compiling takes 0.5 to 5 s on an idle machine."""
 OBJECT_BYTES: Final = 2**30
 DESCRIPTION_BYTES: Final = 2**20
-"""Size limits: larger files were not written by a ``Store``."""
+"""Maximum file sizes in bytes. A ``Store`` writes no larger files, so larger files are refused."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Store:
         Args:
             key: text of the cache key.
             export: function (path, name of the kernel's function) that writes an object file to the path, or a shared
-                library ``LIBRARY`` to the same folder. It may raise ``OSError``.
+                library ``LIBRARY`` to the same folder. The function may raise ``OSError``.
 
         Returns:
             True if the kernel is stored, by this or by another process.

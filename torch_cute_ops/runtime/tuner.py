@@ -247,7 +247,8 @@ def _adopt(problem: TuningTask, text: str) -> None:
 
 
 def _name(key: Key, attempt: int) -> str:
-    """Return the name under which the ranks vote. It omits the GPU, so that ranks with different GPUs choose alike."""
+    """Return the name under which the ranks vote. The name omits the GPU, so that ranks with different GPUs choose
+    alike."""
     return f"tune/{key.family}/{text_digest(key.static)}/{key.bucket}/{attempt}"
 
 

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from typing import Any
 
 generation = 0
-"""Version of the tuner's state. It changes whenever ``lookup`` or ``tune`` may behave differently, so that callers who
-keep a choice can detect that it is outdated."""
+"""Version of the tuner's state. The version changes whenever ``lookup`` or ``tune`` may behave differently, so that
+callers who keep a choice can detect that it is outdated."""
 
 blocks = 0
 """Number of active ``autotune`` blocks in all threads. If it is 0, callers need not look for a block."""

@@ -263,7 +263,7 @@ def serve(control: int, parent: int) -> None:
 
 
 def _work(function: Callable[[Any], Any], pipe: int, parent: int) -> NoReturn:
-    """Run tasks in a worker until its pipe sends an empty message or closes. Then exit."""
+    """Run tasks in a worker until its pipe sends an empty message or closes. Then end the worker."""
     status = 1
     try:
         gc.enable()

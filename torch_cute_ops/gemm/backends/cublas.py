@@ -46,8 +46,8 @@ L2_RATE: Final = 2
 FIRST_CUDA: Final = (12, 8)
 """First CUDA toolkit whose cuBLASLt multiplies FP4."""
 HAS_TWO_LEVELS: Final = hasattr(torch.nn.functional, "scaled_mm")
-"""True if PyTorch (2.10 or later) accepts a scale of the whole tensor together with block scales. It can then apply
-``alpha``."""
+"""True if PyTorch (2.10 or later) accepts a scale of the whole tensor together with block scales. PyTorch can then
+apply ``alpha``."""
 
 Tensor = torch.Tensor
 
@@ -136,7 +136,8 @@ def finish(acc: Tensor, given: Operands, out: Tensor) -> None:
 def _cuda_multiplies_codes() -> bool:
     """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
 
-    A PyTorch without CUDA can only plan for other machines. Their toolkits are assumed to have these GEMMs.
+    A PyTorch without CUDA can only plan for other machines. The CUDA toolkits of these machines are assumed to have
+    block-scaled FP4 GEMMs.
     """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
 
@@ -206,8 +207,8 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
 
 
 def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], Any]:
-    """Return a function that multiplies FP4 codes. Its arguments are the codes of both operands, the block scales of
-    both, a factor or None, and the result in ``dtype``."""
+    """Return a function that multiplies FP4 codes. The function's arguments are the codes of both operands, the block
+    scales of both operands, a factor or None, and the result in ``dtype``."""
     if not HAS_TWO_LEVELS:
         return lambda a, b, a_scale, b_scale, factor, out: torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=dtype, out=out

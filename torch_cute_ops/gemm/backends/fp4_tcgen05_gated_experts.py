@@ -39,9 +39,9 @@ class Tcgen05GatedTactic(NamedTuple):
 
 
 class FP4Tcgen05GatedExperts(Tcgen05Backend):
-    """Backend for GEMMs with a gate in which each expert owns columns of the result. It multiplies the FP4 codes of
-    both operands by ``tcgen05.mma``. If an m tile contains a token that is routed to an expert, the backend computes
-    all tokens of the m tile for this expert."""
+    """Backend for GEMMs with a gate in which each expert owns columns of the result. The backend multiplies the FP4
+    codes of both operands by ``tcgen05.mma``. If an m tile contains a token that is routed to an expert, the backend
+    computes all tokens of the m tile for this expert."""
 
     tactic_type = Tcgen05GatedTactic
     kernel = fp4_tcgen05_gated_experts.KERNEL

@@ -111,7 +111,7 @@ class FP4WeightTcgen05(Tcgen05Model, FP4KernelBackend):
                 own = -(-n_tiles * m_tiles // places) * -(-k_tiles // split_k)
             return own * cost.overlapped(computed, read, decoded, order=8)
 
-        # Several m tiles share one read of the weight. They take at least as long as a single m tile.
+        # Several m tiles share one read of the weight. The m tiles take at least as long as a single m tile.
         waves = -(-n_tiles * m_tiles // places)
         seconds = max(main_loop(m_tiles), main_loop(1))
         stored = self.store_seconds(tile_m, problem.out_dtype.itemsize)

@@ -53,7 +53,8 @@ class RoutedTactic(NamedTuple):
 
 
 class Routed(RoutedBackend):
-    """Backend for GEMMs in which each expert owns a range of K. It multiplies only routed (token, expert) pairs."""
+    """Backend for GEMMs in which each expert owns a range of K. The backend multiplies only routed (token, expert)
+    pairs."""
 
     tactic_type = RoutedTactic
     kernel = fp4_experts.KERNEL

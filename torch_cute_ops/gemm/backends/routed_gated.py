@@ -51,8 +51,8 @@ class Model:
 
 
 MODEL = Model()
-"""Constants of the estimates. They are the values of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s
-(measured on an H200). ``handover_seconds`` and ``fewer_warps_slowdown`` are guesses."""
+"""Constants of the estimates. Most values are taken from the second GEMM, whose activations come from L2 at 4.5 to 7
+TB/s (measured on an H200). ``handover_seconds`` and ``fewer_warps_slowdown`` are guesses."""
 
 
 class GatedTactic(NamedTuple):
@@ -72,8 +72,8 @@ class GatedTactic(NamedTuple):
 
 
 class RoutedGated(RoutedBackend):
-    """Backend for GEMMs with a gate in which each expert owns columns of the result. It multiplies only routed (token,
-    expert) pairs."""
+    """Backend for GEMMs with a gate in which each expert owns columns of the result. The backend multiplies only routed
+    (token, expert) pairs."""
 
     tactic_type = GatedTactic
     kernel = fp4_gated_experts.KERNEL

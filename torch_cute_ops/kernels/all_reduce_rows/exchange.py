@@ -150,7 +150,8 @@ class Exchange:
         """
         peers = thread.peers
         later_exists = Uint32(0)
-        # A thread's last vector may be beyond the end of the row. Then wait for the vector before it.
+        # A thread's last vector may be beyond the end of the row. In this case, wait for the vector before the last
+        # vector.
         for i in reversed(range(max(0, len(vectors) - 2), len(vectors))):
             waits = [ptx.select(later_exists != 0, Uint32(0), condition) for condition in conditions[i]]
             later_exists = later_exists | takes[i]

@@ -9,7 +9,8 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 ABSENT: Final = 0xFFFFFFFF
 """Value of a word of the staging that no peer has written yet. In each dtype it consists of NaNs."""
 OTHER_NAN: Final = 0xFFFF7FFF
-"""Word that is sent instead of ``ABSENT``. It also consists of NaNs, but with other payloads; the sum is the same."""
+"""Word that is sent instead of ``ABSENT``. This word consists of NaNs too, but with other payloads, which the sum does
+not keep."""
 POLLS: Final = 4
 PAUSE_NS: Final = 40
 """Number of loads that a waiting thread issues without pauses (about 1 µs in total), and length of the pause before

@@ -35,7 +35,7 @@ class Config:
 
     @property
     def threads_per_row(self) -> int:
-        """Number of threads that share a row. It is a power of two, so that a CTA processes whole rows."""
+        """Number of threads that share a row. The number is a power of two, so that a CTA processes whole rows."""
         return min(THREADS, 1 << (self.blocks - 1).bit_length())
 
     @property

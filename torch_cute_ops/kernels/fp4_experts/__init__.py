@@ -4,7 +4,7 @@
 computed if its ``alpha`` is zero. A call launches two kernels:
 
 1. Lists. One CTA per expert and *token block* (up to 512 tokens) scans the expert's column of ``alpha``. It lists the
-   tokens that are routed to the expert, in ascending order, with their factors. It also rearranges these tokens'
+   tokens that are routed to the expert, in ascending order, with their factors. The CTA also rearranges these tokens'
    activations as ``kernels.common.fp4.activations`` describes. FP4 activations are decoded, unless MMAs multiply codes.
 2. GEMM. A *work tile* consists of an expert, an m tile of up to ``tile_m`` of its listed tokens, and an n tile of 64
    rows of ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the

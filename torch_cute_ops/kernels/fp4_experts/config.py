@@ -57,8 +57,8 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
     Attributes:
         a, a_scale, b, b_scale: operands, as ``FP4Operands`` describes them.
         alpha: (M, E) float32 factors with any strides. Pairs with a factor of zero are not computed.
-        bias: (E, N) in float32 or the dtype of ``out``, or None. It is added to an expert's accumulator before the
-            multiplication by the factor.
+        bias: (E, N) in float32 or the dtype of ``out``, or None. The bias is added to an expert's accumulator before
+            the multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs per token block, from the method ``Config.num_ctas``.
@@ -142,7 +142,7 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the factors themselves. They can then start to copy weights before the lists
+        """True if CTAs of the GEMM scan the factors themselves. These CTAs can start to copy weights before the lists
         exist."""
         return self.token_block <= MAX_SCANNED_TOKENS
 

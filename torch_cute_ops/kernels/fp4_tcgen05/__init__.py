@@ -7,8 +7,8 @@ four MMAs.
 
 A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are persistent. Roles:
 
-1. The producer warp fills stages. It copies codes of both operands by TMA with the 128-byte swizzle, and tiled scales
-   (128 rows x 4 blocks per tile) by bulk copies.
+1. The producer warp fills stages. The warp copies codes of both operands by TMA with the 128-byte swizzle, and tiled
+   scales (128 rows x 4 blocks per tile) by bulk copies.
 2. With linear scales, four scale-loader warps copy the scales. Each warp handles every fourth k tile: it loads the k
    tile's scales, writes them to the stage in the 128x4 layout, and fences the writes for the async proxy.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory (``tcgen05.cp``) and issues the k tile's MMAs.

@@ -32,8 +32,8 @@ Roles:
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
 With several classes of experts, another kernel runs last and adds up the partial sums, in the order of the classes. If
-``routed``, another kernel runs first. It writes one bit per m tile and expert, which is set if a token of the m tile is
-routed to the expert. All roles skip experts whose bit is zero, so the weights of these experts are not read.
+``routed``, another kernel runs first. This kernel writes one bit per m tile and expert, which is set if a token of the
+m tile is routed to the expert. All roles skip experts whose bit is zero, so the weights of these experts are not read.
 
 A token's result depends only on the tactic and on the token's rows of ``a`` and ``alpha``, not on the number of SMs.
 

@@ -46,7 +46,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
         b: (K/2, N) uint8 FP4 codes, the transposed view of a row-major (N, K/2) weight.
         b_scale: block scales of the weight's rows, in the same layout as ``a_scale``.
         alpha: (M, E) float32 factors, any strides. An expert whose factor is zero adds nothing to a token.
-        bias: (E, N), or None. It is added to an expert's accumulator before the multiplication by the factor.
+        bias: (E, N), or None. The bias is added to an expert's accumulator before the multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written, or None if this size is 0.
         num_ctas: int32, number of persistent CTAs: the number of SMs.

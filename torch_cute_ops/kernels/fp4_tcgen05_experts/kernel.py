@@ -40,8 +40,8 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: numbers of rows and columns of the result.
-        num_mmas: number of MMAs that cover one expert's k. It is a run-time value, because ptxas crashes if it is a
-            constant.
+        num_mmas: number of MMAs that cover one expert's k. The number is a run-time value, because ptxas crashes if it
+            is a constant.
         experts, words: number of experts, and number of words that hold the bits of one class's experts.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
         num_work_tiles: number of work tiles of all CTAs.
@@ -83,7 +83,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
-    """Kernels for one ``Config``. They find the experts to compute, multiply, and add up partial sums."""
+    """Kernels for one ``Config``. The kernels find the experts to compute, multiply, and add up partial sums."""
 
     def __init__(self, config: Config):
         super().__init__(config)

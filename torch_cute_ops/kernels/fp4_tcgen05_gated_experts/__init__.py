@@ -20,7 +20,7 @@ zeros, which costs no memory traffic. With up to 128 tokens, the MMAs take less 
 
 Roles:
 
-1. The producer warp fills stages. It copies codes of the three operands by TMA, and scale tiles by bulk copies.
+1. The producer warp fills stages. The warp copies codes of the three operands by TMA, and scale tiles by bulk copies.
 2. If scales are linear, four scale-loader warps rewrite them as 128x4 tiles. Each warp handles every fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
    ``fp4_tcgen05``. The last commit of a work tile signals that its accumulator is complete.

@@ -76,7 +76,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
-    """Kernels for one ``Config``. They list touched m tiles, multiply, and apply the gate."""
+    """Kernels for one ``Config``. The kernels list touched m tiles, multiply, and apply the gate."""
 
     def __init__(self, config: Config):
         super().__init__(config)

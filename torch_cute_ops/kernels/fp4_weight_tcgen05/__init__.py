@@ -27,7 +27,7 @@ Roles:
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
 A stage consists of shared memory, for the activations and the codes, and of columns of tensor memory, for the decoded
-weight. It is empty when its MMAs have ended and the four decoder warps have read the codes.
+weight. The stage is empty when its MMAs have ended and the four decoder warps have read the codes.
 
 With stream-K (``stream_k``), the numbers of k tiles of two CTAs differ by at most one, so all SMs are busy even if the
 number of tiles is not a multiple of the number of SMs. A CTA's range of k tiles may begin in the middle of its first n

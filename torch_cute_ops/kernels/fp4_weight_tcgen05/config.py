@@ -46,8 +46,8 @@ clusters shared SMs, each cluster could hold tensor memory that a CTA of the oth
 def teams(tile_m: int) -> int:
     """Return the number of decoder groups for tiles of ``tile_m`` tokens.
 
-    Two groups hide latency better than one. They take turns at the k tiles, so the number of stages must be even: then
-    each group always uses the same stages. With an odd number, a group could mistake an earlier phase of a stage's
+    Two groups hide latency better than one. Two groups take turns at the k tiles, so the number of stages must be even:
+    then each group always uses the same stages. With an odd number, a group could mistake an earlier phase of a stage's
     barrier for the phase that it waits for. With 256 tokens only three stages fit, so one group decodes.
     """
     return 1 if tile_m > MMA_M else 2

@@ -35,7 +35,7 @@ Data path
 ---------
 1. The producer fills both pipelines. The codes of a k tile are one TMA box with the 128-byte swizzle. A stage of
    activations holds a k tile, or one or two of its four slices. If ``activation_tiles`` runs first, the producer starts
-   to copy the weight before ``activation_tiles`` ends (programmatic dependent launch). This is safe because
+   to copy the weight before ``activation_tiles`` ends (programmatic dependent launch). This early copy is safe because
    ``activation_tiles`` waited for all kernels before it, so the weight is complete. Without ``activation_tiles``, the
    producer waits for the previous kernel, unless the weight is static. ``Config.ahead`` limits the number of k tiles
    that are copied before this wait. The limit is one k tile if decoding, not memory bandwidth, limits the speed of the
@@ -43,8 +43,8 @@ Data path
 2. A lane multiplies two rows of ``b``. Each of the four lanes that share these rows loads a quarter of the k tile at
    once: 64 elements per row, with the scales. A lane decodes eight codes of each row (for two MMAs with K = 16) and
    starts the MMAs of these codes. While they run, it decodes the next eight codes, and then waits for the MMAs. A warp
-   releases a stage of activations when the MMAs that read it are complete. It releases a stage of codes when all loads
-   of the warp from the stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA
+   releases a stage of activations when the MMAs that read it are complete. The warp releases a stage of codes when all
+   its loads from the stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA
    holds one scale block, so that scales multiply the sum of a block instead of each code. If the row is in FP4 and
    ``tile_n`` is a multiple of 64, FP8 MMAs of a warpgroup compute the tile (``mma.CodeMma``).
 3. k is split in one of two ways, by stream-K or by clusters. With stream-K, ``num_ctas`` persistent CTAs share an m

@@ -39,12 +39,12 @@ TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32
 WARP_N: Final = 16
 """Number of columns of the result that a warp computes, with mma.sync or as its part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
-"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time. Its warps take
-turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the consumers
-multiply it."""
+"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time. The warps of a
+group take turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the
+consumers multiply it."""
 REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
 """Registers per thread as (consumers, other warps), keyed by (number of consumer warpgroups, number of other
-warpgroups). They apply if the CTAs rearrange the activations."""
+warpgroups). These numbers apply if the CTAs rearrange the activations."""
 BARRIER_BYTES: Final = 512
 """Bytes of shared memory that are reserved for mbarriers."""
 K_TILE_BLOCKS: Final = K_TILE // 16
@@ -61,7 +61,7 @@ ZEROS_AT: Final = -192
 """Offset, in bytes, of an area of 128 zero bytes, relative to the stages of activations of a one-row tile. The offset
 is not a multiple of 128, to avoid bank conflicts."""
 ZEROS_BYTES: Final = 256
-"""Number of bytes before the stages of activations of a one-row tile. They include the 128 zero bytes."""
+"""Number of bytes before the stages of activations of a one-row tile. The number includes the 128 zero bytes."""
 MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16
@@ -104,7 +104,7 @@ def rearranges(tile_m: int, split_k: int) -> bool:
 def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
     """Return True if FP8 wgmma multiplies FP4 codes without decoding them.
 
-    This is possible for one row of FP4 activations, if ``tile_n`` is a multiple of a warpgroup's 64 columns.
+    Codes can be multiplied for one row of FP4 activations, if ``tile_n`` is a multiple of a warpgroup's 64 columns.
     """
     return tile_m == 1 and operands.decodes_both and tile_n % WGMMA_M == 0
 

@@ -160,7 +160,7 @@ class FP4WgmmaKernel:
             clear(smem.activations - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
             # Tell the other CTAs of the cluster that this CTA's mbarriers are initialised. The other CTAs wait for this
-            # before they send partial sums.
+            # signal before they send partial sums.
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         if warp >= 4 * c.consumer_groups:

@@ -296,7 +296,7 @@ class RowActivations(Activations):
     """Device code that rearranges one row of activations for ``mma.RowMma``. A k group is eight elements, half a block.
 
     A lane rearranges half a block, and the neighbouring lane rearranges the other half. A stage stores the two halves
-    next to each other as float16. Their elements are in the order in which the weight's codes are paired. If
+    next to each other as float16. The elements are in the order in which the weight's codes are paired. If
     ``has_factors``, the float32 factors of the blocks are stored after the k tile.
     """
 

@@ -52,13 +52,13 @@ class Config(WarpGemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Offset of the units in a slot. They follow the weight rows' scales, which are stored in float16, divided by
-        the units."""
+        """Offset of the units in a slot. The units follow the weight rows' scales, which are stored in float16, divided
+        by the units."""
         return TILE_N * self.tile_scales * 2
 
     @property
     def a_scales_at(self) -> int:
-        """Offset of the scales of ``a`` in a slot. They follow the units, one fp32 number per weight row."""
+        """Offset of the scales of ``a`` in a slot. These scales follow the units, one fp32 number per weight row."""
         return self.units_at + TILE_N * 4
 
     @property

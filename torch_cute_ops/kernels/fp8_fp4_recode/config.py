@@ -75,8 +75,8 @@ class Config(FP8GemmConfig):
 
     @property
     def tells_expert(self) -> bool:
-        """Return True if consumers need the index of a tile's expert. Here they need it to find the units of the tile's
-        rows."""
+        """Return True if consumers need the index of a tile's expert. Consumers of this kernel need the expert to find
+        the units of the tile's rows."""
         return not self.rows.is_plain
 
     @property

@@ -91,8 +91,8 @@ class RecodedWeight:
 
 
 class NoteScales:
-    """Scale source of a recoded weight. It stores the scales of the rows of ``a``. For k tiles that use their own
-    exponents, it also stores the factors that convert results to the rows' units."""
+    """Scale source of a recoded weight. The source stores the scales of the rows of ``a``. For k tiles that use their
+    own exponents, it also stores the factors that convert results to the rows' units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units

@@ -30,8 +30,8 @@ the N side. Only the weight source differs. Roles:
 | factor_pipeline | factors of a k tile | decoders | epilogue warps | 4 | 4 | factor_slots |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-A stage holds the FP4 codes and the decoded weight. It is empty when its MMAs have ended and the four decoder warps have
-read the codes.
+A stage holds the FP4 codes and the decoded weight. The stage is empty when its MMAs have ended and the four decoder
+warps have read the codes.
 
 Bytes moved: The kernel moves the same bytes as ``kernels.fp8_tcgen05``, except that the weight takes half the bytes,
 plus its block scales.

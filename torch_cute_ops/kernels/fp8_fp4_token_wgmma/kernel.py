@@ -316,7 +316,7 @@ class DecodingConsumers:
 
     @cute.jit
     def _exchange(self, acc, scales: list, row, rows, column, expert, turn, is_last, group, consumer, work, smem):
-        """Add up the accumulators of one consumer warpgroup over two CTAs, and store its results."""
+        """Add up the accumulators of one consumer warpgroup over two CTAs, and store the results of this warpgroup."""
         exists = rows > 0
         self.results.exchange(acc, exists, group, turn, is_last, consumer, work, smem)
         if group == work.rank:

@@ -4,9 +4,9 @@
 
 Roles and data path. A CTA computes one *slice* of the columns of one token. The number of slices is chosen so that the
 CTAs fill the GPU, with at least one *round* of columns per slice. A round consists of the columns that a CTA's threads
-process at once. A thread processes 16 bytes of columns. It holds the token's ``topk`` indices and weights in registers.
-It issues its loads from the residual and from up to 16 rows before it uses the first of them, and stores 16 bytes of
-the sum. No shared memory is used. Rows are added in the order of the token's experts.
+process at once. A thread processes 16 bytes of columns. The thread holds the token's ``topk`` indices and weights in
+registers. It issues its loads from the residual and from up to 16 rows before it uses any loaded value, and stores 16
+bytes of the sum. No shared memory is used. Rows are added in the order of the token's experts.
 
 CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. So, at the end of a launch, an SM is idle
 for at most about the time of one CTA. If one CTA computes a whole token, the token's indices are read only once.

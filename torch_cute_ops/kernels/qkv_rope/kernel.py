@@ -303,7 +303,7 @@ class QkvRopeKernel:
         return [ptx.add_rn(each, Float32(1.0)) for each in weight] if spec.norm_plus_one else weight
 
     def _angles(self, table: cute.Tensor, position, lane: Lane) -> Angles:
-        """Return the cosines and sines of the lane's elements. They are NaN if the position is out of range."""
+        """Return the cosines and sines of the lane's elements. The values are NaN if the position is out of range."""
         spec = self.config.spec
         exists = (position >= 0) & (position < table.shape[0])
         row = table.iterator + cute.assume(

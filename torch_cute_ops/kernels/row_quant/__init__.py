@@ -6,7 +6,7 @@
   row of the residual, which overwrites the residual. ``"silu_mul"``: the second half of a row of the input, gated by
   the first half: ``silu(gate) * up``, the general SwiGLU, or GELU or squared ReLU instead of SiLU.
 - norm, or none: RMSNorm or LayerNorm. The norm may multiply by the weight or, as in Gemma, by 1 + weight, and may add a
-  bias. RMSNorm with a weight and without a bias is the usual case. The others are called *general* norms.
+  bias. RMSNorm with a weight and without a bias is the usual case. All other norms are called *general* norms.
 - format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
   the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it, or
   an earlier kernel of the same call reads the whole tensor to compute its amax, see ``tensor_amax``), to a row, to 128
@@ -43,13 +43,14 @@ slices.) CTAs are persistent: the groups of the grid take turns at the rows.
    instructions.
 3. The norm is computed as ``(v · w) · rstd``: the row factor ``rstd`` multiplies the block's amax and its encode
    factor, once per block instead of once per element. Three kinds of rows need ``(v · rstd) · w`` instead: rows of
-   extreme magnitude, rows with a block of extreme magnitude in MXFP4 or FP8, and all rows in fp32. They take a second
-   pass over the row in shared memory, and a second barrier. The scale and 8 to 32 bytes of codes of each block are
-   stored in global memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm is written to
-   shared memory and stored in bulk while the next row is processed. Eight threads share an FP8 block of 128 elements.
-   Each thread computes the scales of some of the blocks that it shares, and passes the scales to the other threads by
-   shuffles (``codes.SharedBlocks``). General norms are computed as ``(v - mean) · rstd · w + bias`` in registers,
-   without a second pass: the mean, the sum of squares and the amax, if needed, are reduced one after the other.
+   extreme magnitude, rows with a block of extreme magnitude in MXFP4 or FP8, and all rows in fp32. These rows take a
+   second pass over the row in shared memory, and a second barrier. The scale and 8 to 32 bytes of codes of each block
+   are stored in global memory. If the norm is an output and shared memory suffices (``bulk_norm``), the norm is written
+   to shared memory and stored in bulk while the next row is processed. Eight threads share an FP8 block of 128
+   elements. Each thread computes the scales of some of the blocks that it shares, and passes the scales to the other
+   threads by shuffles (``codes.SharedBlocks``). General norms are computed as ``(v - mean) · rstd · w + bias`` in
+   registers, without a second pass: the mean, the sum of squares and the amax, if needed, are reduced one after the
+   other.
 4. Scales. In the 128x4 layout, the scales of a row occupy 4 bytes of every 512. If they were stored row by row, every 4
    bytes would be a separate L2 request, which costs 6 % of the time at large sizes on an H200. Therefore a group
    processes in sequence the four rows whose scales share 16 bytes (a *quad*), collects their scales in shared memory,

@@ -96,7 +96,7 @@ class RowQuantSpec:
         has_row_scale: True if each NVFP4 row has its own global scale, which the kernel computes from the row's amax.
             The inverse of this global scale, the row scale, is then an output.
         weight_plus_one: True if the norm multiplies by 1 + weight, which is added in fp32.
-        gate: activation function of the gate of ``"silu_mul"``. It is ``"silu"`` if ``swiglu`` is True.
+        gate: activation function of the gate of ``"silu_mul"``. The value is ``"silu"`` if ``swiglu`` is True.
         has_weight: False if the norm multiplies by no weight.
         has_bias: True if a bias is added to the norm.
         subtracts_mean: True if the norm first subtracts the mean of the row, as LayerNorm does.
@@ -209,7 +209,7 @@ class RowQuantSpec:
 
     @property
     def has_byte_scales(self) -> bool:
-        """True if the format is FP4 or MXFP8. Their block scales are bytes, in the same layouts."""
+        """True if the format is FP4 or MXFP8. The block scales of both formats are bytes, in the same layouts."""
         return self.fmt is not None and self.fmt.scale_dtype.itemsize == 1
 
     @property
@@ -244,9 +244,9 @@ class RowQuantSpec:
 
     @property
     def folds(self) -> bool:
-        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. It is False for fp32,
-        because an fp32 output of the norm would show that ``v · w`` lost bits in the subnormal range. (For each dtype,
-        all ops must give the same codes.)"""
+        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. The value is False for
+        fp32, because an fp32 output of the norm would show that ``v · w`` lost bits in the subnormal range. (For each
+        dtype, all ops must give the same codes.)"""
         return self.normalises and self.dtype != torch.float32 and not self.is_general
 
     @property
@@ -262,8 +262,8 @@ class RowQuantSpec:
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """True if the threads that process a row must also count its blocks of unusual magnitude. This is needed if the
-        norm's factor ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
+        """True if the threads that process a row must also count its blocks of unusual magnitude. The count is needed
+        if the norm's factor ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
         return self.folds and (self.fmt in (MXFP4, MXFP8) or self.has_fp8_blocks)
 
     @property

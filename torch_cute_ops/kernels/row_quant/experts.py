@@ -47,7 +47,7 @@ def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     """Fill the table of experts' rows. ``offsets`` may be None. ``rows`` is the number of rows of the buffer.
 
-    All ``threads`` threads of the CTA call this function. They must synchronise before they read the table.
+    All ``threads`` threads of the CTA call this function. The threads must synchronise before they read the table.
     """
     experts = counts.shape[0]
     rows_per_expert = rows // experts

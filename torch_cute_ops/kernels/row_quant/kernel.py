@@ -593,15 +593,15 @@ class RowQuantKernel:
         """Return True if ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, so that the row factor is applied to
         whole blocks.
 
-        The two products differ by rounding. They differ more if v · w overflows or is subnormal (weights are assumed to
-        be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude. The number from which
-        scales are computed must have an ordinary magnitude too: ``scale`` if the caller passes an FP8 scale, or the
-        row's amax (``other``). With block scales, ``other`` is instead the number of the row's blocks whose amax is
-        unusual, and this number must be 0. NVFP4 needs no check of blocks: NVFP4 scales cannot represent a block that
-        is tiny compared to its row. An element that is tiny compared to its own block gets code 0 with either product,
-        and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34. If v · rstd is
-        subnormal and v · w is not, (v · w) · rstd is more exact. A block of zeros counts as unusual, so its row takes
-        longer.
+        The two products differ by rounding. The difference is larger if v · w overflows or is subnormal (weights are
+        assumed to be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude. The number
+        from which scales are computed must have an ordinary magnitude too: ``scale`` if the caller passes an FP8 scale,
+        or the row's amax (``other``). With block scales, ``other`` is instead the number of the row's blocks whose amax
+        is unusual, and this number must be 0. NVFP4 needs no check of blocks: NVFP4 scales cannot represent a block
+        that is tiny compared to its row. An element that is tiny compared to its own block gets code 0 with either
+        product, and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34. If v · rstd
+        is subnormal and v · w is not, (v · w) · rstd is more exact. A block of zeros counts as unusual, so its row
+        takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))

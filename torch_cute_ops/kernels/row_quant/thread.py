@@ -13,8 +13,8 @@ from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 class Thread:
     """Place of a thread in its group, in the CTA and in the grid, and the tensors of the call.
 
-    A *walker* processes whole rows in sequence. It is a group or, in a cluster, the groups with the same index in all
-    CTAs of the cluster.
+    A *walker* processes whole rows in sequence. A walker is a group or, in a cluster, the groups with the same index in
+    all CTAs of the cluster.
 
     Attributes:
         tid, threads: index of the thread in its CTA, and number of threads of the CTA.

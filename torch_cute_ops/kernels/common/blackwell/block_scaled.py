@@ -3,7 +3,7 @@
 ``BlockScaledMma`` issues the copies and MMAs. Rows of the operand on the M side become lanes of tensor memory, and rows
 of the operand on the N side become columns. ``BlockScaledStage`` defines the layout of a stage.
 
-``BlockScaledKernel`` is the base class of the kernels. It inherits the roles of ``roles.Tcgen05Kernel``.
+``BlockScaledKernel`` is the base class of the kernels. This class inherits the roles of ``roles.Tcgen05Kernel``.
 """
 
 from typing import Any, NamedTuple

@@ -23,7 +23,7 @@ TMEM_COLUMNS: Final = 512
 EPILOGUE_WARPS: Final = MMA_M // 32
 """Number of epilogue warps. Each can load 32 lanes of tensor memory."""
 SCALE_LOADER_WARPS: Final = 4
-"""Number of scale-loader warps. They load linear scales and store them in the 128x4 layout."""
+"""Number of scale-loader warps. These warps load linear scales and store them in the 128x4 layout."""
 SCALE_STAGES: Final = 2
 """Number of buffers in tensor memory. Each holds the scales of one k tile."""
 ALIGNMENT: Final = 1024
@@ -97,8 +97,8 @@ class OperandStage:
 
 @dataclass(frozen=True)
 class BlockScaledStage(OperandStage):
-    """Layout of a stage in shared memory. It holds one k tile: codes of the M side, codes of the N side, scales of the
-    N side, scales of the M side.
+    """Layout of a stage in shared memory. A stage holds one k tile: codes of the M side, codes of the N side, scales of
+    the N side, scales of the M side.
 
     Attributes:
         fmt, layout: format and scale layout of all operands.

@@ -1,4 +1,5 @@
-"""``tcgen05`` instructions, as PTX. They use the tensor memory and the tensor cores of data-center Blackwell.
+"""``tcgen05`` instructions, as PTX. These instructions use the tensor memory and the tensor cores of data-center
+Blackwell.
 
 One thread issues all operations of a tile (``copy_scales``, the ``multiply`` functions, ``commit``). The operations are
 asynchronous. The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an

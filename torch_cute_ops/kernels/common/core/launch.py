@@ -9,8 +9,8 @@ Programmatic dependent launch (PDL): a kernel starts when every CTA of the previ
 ``griddepcontrol.launch_dependents`` ("released its dependents") or ended. Each kernel of this package first waits for
 the previous kernel and only then releases its dependents. The wait returns when the previous kernel is complete and its
 stores are visible. Therefore, until a kernel's wait returns, at most one other kernel runs at the same time: the
-previous kernel. Before its wait, a kernel may read data that was complete before the previous kernel was launched. It
-must not write, because the previous kernel may still read the memory.
+previous kernel. Before its wait, a kernel may read data that was complete before the previous kernel was launched. The
+kernel must not write before its wait, because the previous kernel may still read the memory.
 
 Exception: the second kernel of an op may write, before its wait, to memory that the op's first kernel does not touch.
 All kernels before the first kernel are complete at that time, because the first kernel's wait has returned. For
@@ -53,8 +53,8 @@ def ctas_unless_overlapping(
             compiled without the tensor.
         read: tensors that the kernel only reads. Entries may be None.
         may_alias: pairs of matrices of the same shape, taken from ``written`` and ``read``. The matrices of a pair may
-            be the same view of memory. They may also be different columns of one matrix: equal row strides and no
-            common element.
+            be the same view of memory. The matrices may also be different columns of one matrix: equal row strides and
+            no common element.
 
     Raises:
         ValueError: if a matrix of a pair is not among the tensors. The error is raised while the kernel is traced.

@@ -68,8 +68,8 @@ class PartialSums:
         return self.tile_m * self.pitch * 4
 
     def received_bytes(self, split_k: int) -> int:
-        """Return the number of bytes of partial sums that a CTA receives. It reduces every ``split_k``-th row of the
-        tile, and receives these rows from every CTA of the cluster."""
+        """Return the number of bytes of partial sums that a CTA receives. The CTA reduces every ``split_k``-th row of
+        the tile, and receives these rows from every CTA of the cluster."""
         return -(-self.tile_m // split_k) * split_k * self.tile_n * 4
 
 

@@ -4,12 +4,12 @@ Each CTA stores its partial sums in its own shared memory (``store_partial_sums`
 of two ways:
 
 - ``reduce_partial_sums``: each CTA reads the other CTAs' partial sums, between two barriers of the cluster.
-- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. This needs
-  extra shared memory for the received partial sums.
+- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. The second
+  way needs extra shared memory for the received partial sums.
 
 Partial sums are added in the order of the CTAs. If several warps of a CTA divide the k tiles, their partial sums are
-added in the order of the warps. Both ways expect MMAs with the weight on the M side. For every 8 tokens, a lane then
-holds four accumulators: columns ``column`` and ``column + 8`` of the result, for two tokens.
+added in the order of the warps. Both ways of reducing expect MMAs with the weight on the M side. For every 8 tokens, a
+lane then holds four accumulators: columns ``column`` and ``column + 8`` of the result, for two tokens.
 
 MMAs with the activations on the M side need no common layout: a thread sends its accumulators unchanged to the thread
 with the same index in another CTA (``send_accumulators``, ``add_accumulators``).

@@ -229,8 +229,8 @@ def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
         f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    # All lanes must execute the instruction. It is declared to have side effects, so that the compiler does not move it
-    # into divergent code.
+    # All lanes must execute the instruction. The instruction is declared to have side effects, so that the compiler
+    # does not move it into divergent code.
     values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
@@ -404,8 +404,8 @@ def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=No
     without a pause if 0.
 
     ``scope`` is ``"cluster"`` if threads or copies of other CTAs of the cluster arrive at the mbarrier, otherwise
-    ``"cta"``. A wait at cluster scope makes those CTAs' earlier accesses to shared memory visible. It orders only
-    shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
+    ``"cta"``. A wait at cluster scope makes those CTAs' earlier accesses to shared memory visible. The wait orders only
+    accesses to shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
 
     Use a nonzero ``sleep`` only in warps that run far ahead of their consumers, because sleeping warps wake late. This
     function replaces ``cute.arch.mbarrier_wait``, which passes a time limit: ptxas then generates waits that sleep, and

@@ -23,7 +23,7 @@ def ue8m0_scale(amax: Float32, largest: float) -> tuple[Uint32, Float32]:
 
     Args:
         amax: largest magnitude of the block.
-        largest: largest number of the element format. Its significand has few bits.
+        largest: largest number of the element format. The significand of this number has few bits.
     """
     fraction, exponent_of_largest = math.frexp(largest)
     carry = int((2 - 2 * fraction) * 2**23) - 1

@@ -263,7 +263,7 @@ class TokenListLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes of a list. It holds rearranged activations and an entry for each token, and the number of
+        """Number of bytes of a list. A list holds rearranged activations and an entry for each token, and the number of
         tokens."""
         return self.capacity * (self.k_tiles * self.token_bytes + PAIR_BYTES) + 4
 
@@ -272,8 +272,8 @@ class TokenListLayout:
 
 MAX_SCANNED_TOKENS: Final = 32
 """Largest token block for which each CTA of the GEMM scans the factors itself, instead of reading the lists' counts.
-The CTA may then copy weights before the lists exist. This is safe: the kernel that lists tokens has waited for all
-earlier kernels before the GEMM starts."""
+The CTA may then copy weights before the lists exist. This early copy is safe: the kernel that lists tokens has waited
+for all earlier kernels before the GEMM starts."""
 
 
 def m_tile_list_bytes(max_experts: int) -> int:

@@ -14,8 +14,8 @@ order in which threads run.
 
 - Few slots: one CTA does all the work, in one launch.
 - Many slots: in a first kernel, each CTA stores the ranks of its pairs in ``expanded``, and its number of pairs per
-  expert in a workspace. In a second kernel, each CTA processes the same slots. It adds up the counts of the CTAs before
-  it, and of all CTAs, and stores the row of each pair.
+  expert in a workspace. In a second kernel, each CTA processes the same slots. The CTA adds up the counts of all CTAs
+  before it, and the counts of all CTAs, and stores the row of each pair.
 
 The number of rows of each expert is rounded up, and experts' rows follow each other. In the masked layout, all experts
 own the same number of rows. Entries of rows without a pair are set to -1. All CTAs share this work.
@@ -411,7 +411,7 @@ class ExpertPlacer:
                 each expert's first row.
             sms: number of SMs of the device.
             written, read: tensors that the call writes, and tensors that the call only reads, both without the
-                workspace. They are arguments of ``ctas_unless_overlapping``.
+                workspace. Both are passed to ``ctas_unless_overlapping``.
             stream: CUDA stream.
         """
         placement = self.placement

@@ -166,7 +166,8 @@ class TokenLister:
             barrier: mbarrier that counts the bytes.
         """
         source = self.group_at(activations, entry, k_tile, position)
-        # In the layout for mma.sync, one token is contiguous. In the layout for wgmma, eight tokens are.
+        # In the layout for mma.sync, the bytes of each token are contiguous. In the layout for wgmma, the bytes of
+        # eight tokens are contiguous.
         by_warp = self.activations.config.by_warp
         whole = tokens if const_expr(by_warp) else tokens // ATOM_M * ATOM_M
         if whole > 0:

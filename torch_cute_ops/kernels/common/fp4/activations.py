@@ -1,7 +1,7 @@
 """Device code that rearranges activations for MMAs with an FP4 weight, and decodes FP4 activations.
 
 A lane reads the weight's codes in memory order, and decodes eight codes at a time into pairs
-(``kernels.common.fp4.codes``). This changes the order in which the MMAs see the elements of k. Activations are
+(``kernels.common.fp4.codes``). The pairs change the order in which the MMAs see the elements of k. Activations are
 rearranged into the same order. Four lanes of a warp, a *quad*, share a row of an operand: lane ``q`` of the quad owns
 quarter ``q`` of the row's k tile (256 or 128 elements). A *k group* consists of eight elements from each quarter, and
 is multiplied by two MMAs with K = 16:

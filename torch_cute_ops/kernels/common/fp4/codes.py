@@ -9,8 +9,8 @@ the accumulators are divided by ``DECODED_SCALE``. Decoding is exact: ``e2m1 · 
   value is then e2m1 · 2^-14. The scale is multiplied by 2^6, so the product is the true value times 2^-8, at least
   2^-18. Subnormals of float16 reach down to 2^-24.
 - bfloat16, NVFP4: the moved bits have the value e2m1 · 2^-126, and the scale is multiplied by 2^118.
-- bfloat16, MXFP4: the moved bits have the value e2m1 · 2^-126. They are multiplied by 2^126, and then by the scale. Two
-  multiplications are needed because a ue8m0 scale covers bfloat16's whole range of exponents.
+- bfloat16, MXFP4: the moved bits have the value e2m1 · 2^-126. These values are multiplied by 2^126, and then by the
+  scale. Two multiplications are needed because a ue8m0 scale covers bfloat16's whole range of exponents.
 
 One shift and one mask move two codes of a word at once. These two codes form a pair. Activations are paired in the same
 way. ``e4m3_words`` decodes to FP8 and does not apply scales.

@@ -72,8 +72,8 @@ class WeightStages:
         return codes, scale_argument(self.fmt, self.layout, n, Dim("blocks", divisibility=16))
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
-        """Return TMA descriptors of the codes and the linear scales, for ``open``. Their third dimension is the
-        expert."""
+        """Return TMA descriptors of the codes and the linear scales, for ``open``. The third dimension of each
+        descriptor is the expert."""
         b, scale = rows_of_bytes(b, scale_matrix(scale, self.layout))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
@@ -281,7 +281,7 @@ class WeightStages:
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if existing is not None:
-            # Mask scales of missing blocks. They are undefined, and a NaN times a code of 0 would not be 0.
+            # Mask scales of missing blocks. These scales are undefined, and a NaN times a code of 0 would not be 0.
             bytes_ = bytes_ & existing
         return bytes_
 
