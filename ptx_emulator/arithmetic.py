@@ -263,7 +263,7 @@ def _extreme(op, largest: bool, a, b):
             result = np.maximum(x, y) if largest else np.minimum(x, y)
         else:
             result = np.fmax(x, y) if largest else np.fmin(x, y)
-        # PTX orders minus zero below plus zero, but NumPy treats them as equal.
+        # PTX orders minus zero below plus zero, but NumPy treats the two zeros as equal.
         zeros = (x == 0) & (y == 0)
         if not any_true(zeros):
             return result

@@ -221,7 +221,7 @@ class Barriers:
         """Test whether a phase of an mbarrier is complete. The parity or the number of the phase identifies it.
 
         If ``waits``, a thread waits for an incomplete phase, unless its wait times out, which happens at most once per
-        thread and phase. ``relaxed`` and ``cluster`` mean the same as in ``arrive``.
+        thread and phase. ``arrive`` describes ``relaxed`` and ``cluster``.
 
         Returns:
             Masks of the threads that continue, and of the threads whose phase is complete.

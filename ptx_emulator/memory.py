@@ -42,7 +42,7 @@ class Race(EmulationError):
 
 
 class Deadlock(EmulationError):
-    """Threads wait, and nothing that can still run would let them continue."""
+    """Threads wait, and no thread or copy that can still run would let these threads continue."""
 
 
 @dataclass

@@ -7,8 +7,8 @@ of ``races``, and the clock in this column. MMAs and copies to tensor memory (``
 which stands for the issuing thread. The clock in a pipe's column counts the thread's operations. Loads and stores use
 the column of their warp's first thread. Before ``tcgen05.wait``, no thread knows the clocks of loads and stores.
 
-An operation must know of all conflicting operations. The rules are those of "Memory Consistency Model for 5th
-generation of TensorCore operations":
+An operation must know of all conflicting operations. The section "Memory Consistency Model for 5th generation of
+TensorCore operations" gives the rules:
 
 - Within one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same accumulator and shape.
   No other operations are ordered. For example, a copy after an MMA needs a commit and a wait for its mbarrier.
@@ -80,7 +80,8 @@ class Records:
         self.column[part], self.clock[part], self.fenced[part] = column, clock, True
 
     def complete(self, part: Part, column: int, clock: int, fenced: bool) -> None:
-        """Record that a thread has waited for its accesses. ``fenced`` is True if it has also executed a fence."""
+        """Record that a thread has waited for its accesses. ``fenced`` is True if the thread has also executed a
+        fence."""
         own = self.column[part] == column
         self.clock[part] = np.where(own, clock, self.clock[part])
         self.fenced[part] = np.where(own, fenced, self.fenced[part])

@@ -35,8 +35,9 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
     """Return the expected result (rows, N) in fp32, and the largest allowed error of each element.
 
     The error accounts for the rounding of the sum of K terms, of a gate in the prologue, of the epilogue, and of the
-    result to its dtype. If each expert owns a range of K, the error also accounts for four roundings per expert: its
-    sum, the addition of its bias, the multiplication by its factor, and the addition to the other experts' sums.
+    result to its dtype. If each expert owns a range of K, the error also accounts for four roundings per expert: the
+    expert's sum, the addition of its bias, the multiplication by its factor, and the addition to the other experts'
+    sums.
 
     Args:
         problem, operands: problem and tensors of the call.

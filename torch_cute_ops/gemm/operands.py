@@ -1,4 +1,5 @@
-"""Dataclasses that hold the tensors of one GEMM call. The launch functions of backends take them as arguments."""
+"""Dataclasses that hold the tensors of one GEMM call. The launch functions of backends take these objects as
+arguments."""
 
 from typing import NamedTuple
 

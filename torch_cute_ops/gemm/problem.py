@@ -118,8 +118,8 @@ class GemmProblem:
             None without a gate. With a gate, the weight has ``2 · n`` rows, and the gate combines the results of the
             two halves of each expert's rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
-        global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
-            None without an encode scale.
+        global_scale: ``"one"`` if a quantised result has a single encode scale, ``"expert"`` if each expert has an
+            encode scale, or None without an encode scale.
         prologue_gate: activation function if calls pass gate and up, (M, 2K), as ``a``, or None. The activations are
             ``act(gate) · up`` of the halves of each row, rounded to their 16-bit dtype unless they are quantised.
         prologue_quant: ``"scaled"`` if 16-bit activations are quantised to the weight's format and scale layout with a

@@ -50,7 +50,7 @@ def agree(
     timeout_s: float,
     absent: set[int],
 ) -> str:
-    """Decide on ``name`` together with the other ranks; return the same text on every rank.
+    """Make the decision ``name`` together with the other ranks. Return the same text on every rank.
 
     Every rank posts its ``text``, even if its work failed. Rank 0 waits up to ``timeout_s`` for the other posts,
     applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for

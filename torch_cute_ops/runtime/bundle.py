@@ -136,8 +136,8 @@ class Bundle:
         """Find the DSL's runtime library: the configured file, else the bundle's file, else the DSL package's file.
 
         Raises:
-            BundleError: if no library is found, or if it is not configured and differs from the library that the bundle
-                was built with.
+            BundleError: if no library is found, or if the library is not the configured file and differs from the
+                library that the bundle was built with.
         """
         if settings.DSL_RUNTIME is not None:
             if not settings.DSL_RUNTIME.is_file():

@@ -244,7 +244,7 @@ def _duration(task: Task) -> int:
 
 
 def _import_compiler() -> None:
-    """Import the DSL. If it is missing, workers report this for each kernel."""
+    """Import the DSL. If the DSL is missing, workers report this for each kernel."""
     # Name a GPU on which none of the kernels runs. Otherwise the DSL initialises CUDA in each worker to find its GPU,
     # and prepares each kernel to be called in the worker, which takes 0.15 s. The compiled code does not depend on this
     # name: the option ``--gpu-arch``, passed with each kernel, names the architecture to compile for.

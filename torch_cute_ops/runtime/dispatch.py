@@ -34,10 +34,10 @@ tracer, because these act before the Autograd key."""
 NEEDS_DISPATCHER: str
 """Expression that is true if a compiler, tracer, dispatch mode, transform, dual level, log or dump must see the call.
 
-If it is false, the op's Python function bypasses the dispatcher, which saves 2.5 µs (torch 2.11). The expression does
-not test for ``__torch_function__`` modes and the profiler. Such modes and the profiler see kernels and calls of
-``torch.ops.cute``, but not calls of the Python functions. The expression uses the names in ``CHECKS``. The expression
-is inserted into generated functions, because calling a function would cost 0.06 µs.
+If the expression is false, the op's Python function bypasses the dispatcher, which saves 2.5 µs (torch 2.11). The
+expression does not test for ``__torch_function__`` modes and the profiler. Such modes and the profiler see kernels and
+calls of ``torch.ops.cute``, but not calls of the Python functions. The expression uses the names in ``CHECKS``. The
+expression is inserted into generated functions, because calling a function would cost 0.06 µs.
 """
 
 NEEDS_DISPATCHER_WITHOUT_DYNAMO: str

@@ -219,7 +219,8 @@ class _Mapped:
 def follow_last_launch(device: torch.device) -> None:
     """Let the current stream wait for the last launch of ``all_reduce_rows`` on this device, by any group.
 
-    These kernels wait for the peers' kernels, so all ranks must execute them one at a time, in the order of the calls.
+    These kernels wait for the peers' kernels, so all ranks must execute these kernels one at a time, in the order of
+    the calls.
     """
     stream, is_capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
     last = _last_streams.get((device.index, is_capturing))

@@ -91,7 +91,8 @@ DUMP_MB: Final = _read("TORCH_CUTE_OPS_DUMP_MB", 256, _megabytes, "a whole numbe
 tensors without their contents."""
 
 BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
-"""Folder of a bundle made by ``python -m torch_cute_ops build``; it takes precedence over the cache and compiler."""
+"""Folder of a bundle made by ``python -m torch_cute_ops build``; the bundle takes precedence over the cache and the
+compiler."""
 
 DSL_RUNTIME: Final = _path("TORCH_CUTE_OPS_DSL_RUNTIME", "a file")
 """Path of the DSL's runtime library, ``libcute_dsl_runtime.so``, which a bundle needs. None: use the library in the

@@ -59,7 +59,7 @@ class Workers(Generic[Task, Result]):
     Args:
         function: function of an importable module. The function, its tasks and its results are pickled.
         count: maximum number of processes.
-        prepare: function of an importable module, which the template calls before it forks workers.
+        prepare: function of an importable module. The template calls this function before it forks workers.
 
     Attributes:
         pids: ids of all started workers.

@@ -32,7 +32,7 @@ class Tcgen05GatedTactic(NamedTuple):
     """Tactic of ``FP4Tcgen05GatedExperts``.
 
     Attributes:
-        tile_n: number of weight rows in a work tile. Half of them belong to the gate.
+        tile_n: number of weight rows in a work tile. Half of the rows belong to the gate.
     """
 
     tile_n: int

@@ -267,8 +267,8 @@ def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Ta
     """Return the values of ``tile_n`` to try: the largest value, and the value with the least work per SM.
 
     Only clusters that rearrange the activations may use several values. With some values, the kernel multiplies codes
-    of one-row tiles without decoding them. For these tiles, the value with the least work among those values is also
-    returned.
+    of one-row tiles without decoding them. For these tiles, the result also contains the value with the least work per
+    SM among such values.
     """
     sizes = fp4_wgmma.tiles_n(tile_m)
     if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tile_m, split_k):

@@ -59,7 +59,7 @@ class GatedTactic(NamedTuple):
     """Tactic of ``RoutedGated``.
 
     Attributes:
-        tile_n: number of weight rows in a work tile. Half of them belong to the gate.
+        tile_n: number of weight rows in a work tile. Half of the rows belong to the gate.
         tile_m: number of rows of ``a`` in a work tile.
         split_k: number of equal ranges into which K of a work tile is divided. Each range is computed by one CTA.
         token_block: number of tokens whose work tiles are listed together.

@@ -7,8 +7,8 @@ source ``"add"``: add the residual, normalise and quantise. All ranks get the sa
 Data path. Each rank has a buffer in its memory, the *staging*, into which its peers write over NVLink. The kernel is
 ``row_quant`` with an ``Exchange``:
 
-1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its vectors of the row to all
-   peers. With two stages, a thread sends each row before it processes the previous row.
+1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its 16-byte vectors of the row to
+   all peers. With two stages, a thread sends each row before it processes the previous row.
 2. Each thread loads the peers' vectors of its row from the staging. If some have not arrived, the thread waits for the
    vector that peers send last, and then loads all missing vectors again, without waiting between the loads. The thread
    overwrites the vectors in the staging with ``ABSENT``, and replaces its own vectors in shared memory by the sum.
@@ -51,8 +51,8 @@ some clusters are not resident at first, they start later, in the order of their
 
 Waits end ``timeout_ms`` after the start of the kernel. If a wait ends without its words, the kernel reports the peer to
 the host, marks the exchange as failed, and finishes with wrong results. Later launches then neither send nor wait. So
-the peers' waits end too, and no kernel mistakes late words for words of a later launch. Only a new staging ends this
-state.
+the peers' waits end too, and no kernel mistakes late words for words of a later launch. This state ends only when a new
+staging is created.
 
 Bytes moved per row of H elements and rank, in addition to the bytes of ``row_quant``: with one shot, each rank sends H
 · itemsize bytes to each peer. With two shots, each of n ranks sends 2 · (n - 1) / n · H · itemsize bytes on average.

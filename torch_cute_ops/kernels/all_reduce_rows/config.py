@@ -67,7 +67,7 @@ class Arguments(
         "rank staging peer0 peer1 peer2 peer3 peer4 peer5 peer6 control report timeout_ms",
     )
 ):
-    """Run-time arguments, in order. The first nine are as in ``row_quant.Arguments``.
+    """Run-time arguments, in order. ``row_quant.Arguments`` describes the first nine arguments.
 
     Attributes:
         rank: int32, index of this GPU.

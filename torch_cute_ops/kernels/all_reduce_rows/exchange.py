@@ -21,7 +21,7 @@ from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 VECTOR_WORDS = 4
 VECTOR_BYTES = 16
 AT_ONCE = 8
-"""Largest number of vectors that a thread loads before it waits for the first of them."""
+"""Largest number of vectors that a thread loads before it waits for the first vector."""
 
 
 class Peers(NamedTuple):
@@ -174,8 +174,8 @@ class Exchange:
 
     @cute.jit
     def _sum_vector(self, row, vector, exists, conditions: list, staged: list, slots: list, buffer, thread):
-        """Wait for those peers' vectors that had not arrived when they were loaded, and store the sum in shared memory.
-        In two shots, the owner of the row also sends the sum to the peers, which use it unchanged."""
+        """Wait for the peers' vectors that had not arrived at the time of their load, and store the sum in shared
+        memory. In two shots, the owner of the row also sends the sum to the peers, which use it unchanged."""
         peers = thread.peers
         absent = [Uint32(ABSENT)] * VECTOR_WORDS
         others = []

@@ -105,8 +105,8 @@ class Accumulators:
         threads = c.consumer_warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         if const_expr(c.pdl and c.scans and which == 0):
-            # The kernel that lists tokens also clears the flags. Wait for it before the flags are used, and before the
-            # next kernel may start. One wait serves both n tiles.
+            # The kernel that lists tokens also clears the flags. Wait for this kernel before the flags are used, and
+            # before the next kernel may start. One wait serves both n tiles.
             cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
             if (which == 1) | (work.ends[1] == 0) | (c.classes == 1):

@@ -177,16 +177,17 @@ class Config:
         return self.stages * self.stage_bytes + self.acc_bytes + m_tile_list_bytes(self.max_experts) + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
-        """Return the number of CTAs per token block: one per SM. With a single class, or with more n tiles than SMs, it
-        is one per n tile."""
+        """Return the number of CTAs per token block: one per SM. With a single class, or with more n tiles than SMs,
+        return one CTA per n tile."""
         n_tiles = -(-n // TILE_N)
         return n_tiles if self.classes == 1 or n_tiles > sms else min(sms, n_tiles * self.classes)
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the size of the workspace in bytes.
 
-        The workspace holds one list of tokens per token block and expert. If CTAs share n tiles, it also holds partial
-        sums and a flag per token block and CTA. All lists are contiguous, and so are all partial sums and all flags.
+        The workspace holds one list of tokens per token block and expert. If CTAs share n tiles, the workspace also
+        holds partial sums and a flag per token block and CTA. All lists are contiguous, all partial sums are
+        contiguous, and all flags are contiguous.
         """
         partial_sums = num_ctas * (self.acc_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.token_block) * (experts * self.lists.size_bytes + partial_sums)

@@ -243,7 +243,8 @@ class FP4ExpertsKernel:
         ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
         return (last, first), begins, ends
 
-    # Each pipeline has its own stages and producer warp. So a producer can wait for its stages in order.
+    # Each pipeline has its own stages and producer warp. Therefore a producer may wait for its stages in their order
+    # without delaying other pipelines.
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):

@@ -153,8 +153,8 @@ class Config:
     def loads_terms_late(self) -> bool:
         """True if the factors and biases of a work tile are loaded after its accumulators are complete.
 
-        Otherwise they are loaded before, to hide their latency. Loading them before would spill registers in two cases,
-        if warps issue the MMAs: in large tiles, and if the MMAs multiply codes and a thread holds two sets of
+        Otherwise they are loaded before, to hide their latency. If warps issue the MMAs, loading them before would
+        spill registers in two cases: in large tiles, and if the MMAs multiply codes and a thread holds two sets of
         accumulators.
         """
         has_two_accs = self.pipelines == 1 and self.split_k > 1
@@ -187,7 +187,8 @@ class Config:
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the weight: the rows of gate, or the rows of up. A stage holds one of each."""
+        """Layout of a k tile of the weight: the rows of gate, or the rows of up. A stage holds a k tile of gate and a k
+        tile of up."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns, self.k_tile)
 
     @property
@@ -231,9 +232,9 @@ class Config:
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the size of the workspace in bytes.
 
-        The workspace holds the rearranged activations, and partial sums per token block and CTA. Unless ``scans``, it
-        also holds one list of tokens per token block and expert. Each of these three buffers is contiguous over all
-        token blocks.
+        The workspace holds the rearranged activations, and partial sums per token block and CTA. Unless ``scans``, the
+        workspace also holds one list of tokens per token block and expert. Each of these three buffers is contiguous
+        over all token blocks.
         """
         arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes

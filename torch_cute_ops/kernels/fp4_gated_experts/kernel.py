@@ -334,8 +334,8 @@ class FP4GatedExpertsKernel:
             # While the m tiles are listed, registers are short. So compute ``width`` again instead of keeping it in a
             # register.
             work = work._replace(width=self._width(outputs.y, ptx.opaque(experts)))
-        # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes them
-        # before its other work. Therefore a CTA waits only for CTAs with lower indices.
+        # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes these
+        # parts before its other work. Therefore a CTA waits only for CTAs with lower indices.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -351,8 +351,8 @@ class FP4GatedExpertsKernel:
             if const_expr(c.registers is not None):
                 cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
-                # Clear the padding while the first k tiles are in flight, without a wait. This is safe: only this
-                # kernel accesses the padding, and all kernels before this op's first kernel have ended.
+                # Clear the padding while the first k tiles are in flight, without a wait. Early writes are safe: only
+                # this kernel accesses the padding, and all kernels before this op's first kernel have ended.
                 _, num_blocks, _ = cute.arch.grid_dim()
                 threads, grid_cta = Int32(c.consumer_warps * WARP), block_index * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)

@@ -328,8 +328,8 @@ class FP4MmaKernel:
                             acc[tile * 4 + i] = total[i]
 
     def _block_scales(self, scales, k_tile, half: int, row, work) -> list:
-        """Return the scale factors of the lane's 32 elements in half a k tile: for two blocks of NVFP4, or one of
-        MXFP4."""
+        """Return the scale factors of the lane's 32 elements in half a k tile: for two NVFP4 blocks or one MXFP4
+        block."""
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.k_tile_blocks // 2) + work.quad * count
@@ -339,7 +339,7 @@ class FP4MmaKernel:
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16
         bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
-        # Scales of missing blocks may have any value. Replace them by zero, because a NaN times a code of 0 would not
-        # be 0.
+        # Scales of missing blocks may have any value. Replace these scales by zero, because a NaN times a code of 0
+        # would not be 0.
         bytes_ = ptx.select(k_tile * c.k_tile_blocks + block < work.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)

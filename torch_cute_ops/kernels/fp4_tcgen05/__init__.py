@@ -29,13 +29,13 @@ A CTA computes tiles of 128 rows of ``b`` by ``tile_m`` rows of ``a``. CTAs are 
 | acc_pipeline.empty | accumulator | MMA thread | epilogue warps | - | 4 * cta_group | acc_empty_barriers |
 
 Pairs: if ``cta_group`` is 2, each MMA uses two CTAs, and computes 256 rows of ``b`` by 256 rows of ``a``. Each CTA
-copies the codes of half of each operand, the scales of half of ``b``, and all scales of ``a``. When a stage of the
-second CTA is full, the second CTA signals the first CTA. The first CTA issues all MMAs, and its commits arrive at
-barriers of both CTAs.
+copies the codes of half of the rows of each operand, the scales of half of ``b``, and all scales of ``a``. When a stage
+of the second CTA is full, the second CTA signals the first CTA. The first CTA issues all MMAs, and its commits arrive
+at barriers of both CTAs.
 
 Split-K: a cluster of ``split_k`` CTAs computes one tile, and each CTA multiplies an equal part of the tile's k tiles.
-The CTAs store their partial sums in shared memory and add them up in the order of k. A row of the result depends on the
-tactic, not on M.
+The CTAs store their partial sums in shared memory, and add up the partial sums in the order of k. A row of the result
+depends on the tactic, not on M.
 
 Rows outside of ``b`` or ``a`` are copied as zeros. The scales of these rows may be arbitrary, since each scale affects
 only its own row or column of the accumulator. If k ends inside a k tile, the MMAs beyond the end of k are skipped.

@@ -15,7 +15,8 @@ Roles:
 
 1. The producer warp fills stages. It copies codes of both operands by TMA, and scale tiles by bulk copies. An expert's
    last k tile ends where the expert's range of k ends.
-2. If scales are linear, four scale-loader warps rewrite them as 128x4 tiles. Each warp handles every fourth k tile.
+2. If scales are linear, four scale-loader warps load the scales and store them as 128x4 tiles. Each warp handles every
+   fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
    ``fp4_tcgen05``. Experts alternate between two accumulators, and the first MMA of an expert overwrites the
    accumulator. The expert's last commit signals that the accumulator is complete.

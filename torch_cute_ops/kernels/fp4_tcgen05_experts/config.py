@@ -23,7 +23,8 @@ TILES_N: Final = (32, 64, 128)
 CLASSES: Final = (1, 2, 3, 5, 8)
 """Supported numbers of classes of experts. An expert's class is its index modulo the number of classes."""
 ACCUMULATORS: Final = 2
-"""Number of accumulators in tensor memory. The epilogue reads one while the MMAs compute the other."""
+"""Number of accumulators in tensor memory. The epilogue reads one accumulator while the MMAs compute the other
+accumulator."""
 COLUMNS_PER_LOAD: Final = 32
 """Number of columns of tensor memory that a thread loads at once."""
 MAX_LINEAR_SCALES_TILE_N: Final = {False: 64, True: 32}

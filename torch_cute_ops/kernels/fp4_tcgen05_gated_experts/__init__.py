@@ -5,7 +5,7 @@ and ``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``. ``u`` is computed in the
 is decoded. If the ``routing`` of a token and an expert is zero, their results are not written. A call launches two
 kernels:
 
-1. Lists. An m tile of 128 tokens is *touched* by an expert if one of its tokens is routed to the expert. One CTA per
+1. Lists. An expert *touches* an m tile of 128 tokens if a token of the m tile is routed to the expert. One CTA per
    *token block* (1,024 tokens, eight m tiles) lists the touched m tiles, expert by expert, and zeroes the padding of
    the result's scales.
 2. GEMM. A *work tile* consists of an expert, an m tile that the expert touches, and an n tile: ``tile_n / 2`` rows of
@@ -21,7 +21,8 @@ zeros, which costs no memory traffic. With up to 128 tokens, the MMAs take less 
 Roles:
 
 1. The producer warp fills stages. The warp copies codes of the three operands by TMA, and scale tiles by bulk copies.
-2. If scales are linear, four scale-loader warps rewrite them as 128x4 tiles. Each warp handles every fourth k tile.
+2. If scales are linear, four scale-loader warps load the scales and store them as 128x4 tiles. Each warp handles every
+   fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
    ``fp4_tcgen05``. The last commit of a work tile signals that its accumulator is complete.
 4. Four epilogue warps load an accumulator. With two accumulators, MMAs compute the next work tile at the same time. A

@@ -38,7 +38,7 @@ Modules: ``kernel`` contains both kernels, and ``stream_k`` divides the k tiles.
 
 Bytes moved: Each m tile reads the weight and its scales (from L2 if m tiles run at the same time). ``a`` is read from
 L2 once per 128 rows of the weight. With stream-K, each CTA writes partial sums of at most two n tiles, 512 bytes for
-each n tile and row of ``a``, and the second kernel reads them once.
+each n tile and row of ``a``. The second kernel reads each partial sum once.
 """
 
 from typing import TYPE_CHECKING

@@ -203,8 +203,9 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
             self._await_stage_writers()
 
     def _scales_of(self, k_tile, row, tile: Tile, work) -> list:
-        """Load the scales of weight row ``row`` of a tile in a k tile, as words of four. Scales of rows that do not
-        exist are zero. Scales beyond K may be undefined, because no MMA reads their elements."""
+        """Load the scales of one k tile in weight row ``row`` of a tile. Each word of the result holds four scales.
+        Scales of rows that do not exist are zero. Scales beyond K may be undefined, because no MMA reads their
+        elements."""
         c, column = self.config, tile.column + row
         first, left = Int64(k_tile) * c.tile_scales, work.num_mmas * MMA_K // c.fmt.block_size - k_tile * c.tile_scales
         return self.weight.row_scales(work.b_scale, work.n, tile.expert, column, column < work.n, first, left)

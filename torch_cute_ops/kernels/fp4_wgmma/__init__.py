@@ -16,10 +16,10 @@ not be a multiple of the SM's four schedulers. In this case, four warps on diffe
 16 rows, or two warps share each of the last two groups. The warps that share a group take turns at the k tiles, so that
 all schedulers do the same work.
 
-If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode them if they are FP4, and
-write them to the stages in the layout that the MMAs read. The GEMM then takes one launch and no workspace. With tiles
-of up to 8 tokens, three decoder warps take turns at the k tiles. With 16 tokens, three pairs of warps take turns. With
-32 tokens, four warps divide each k tile. With 16-bit activations and tiles of up to eight tokens, all consumers
+If ``tile_m`` is at most 32 and clusters are used, decoder warps read the activations, decode FP4 activations, and write
+the activations to the stages in the layout that the MMAs read. The GEMM then takes one launch and no workspace. With
+tiles of up to 8 tokens, three decoder warps take turns at the k tiles. With 16 tokens, three pairs of warps take turns.
+With 32 tokens, four warps divide each k tile. With 16-bit activations and tiles of up to eight tokens, all consumers
 together rearrange the first k tiles. The decoder warps may also apply a gate to 16-bit activations: they read gate and
 up, and write the rounded ``act(gate) · up``.
 
@@ -42,22 +42,22 @@ Data path
    GEMM. After its last copy, the producer may prefetch a matrix into L2, such as the weight of the next GEMM.
 2. A lane multiplies two rows of ``b``. Each of the four lanes that share these rows loads a quarter of the k tile at
    once: 64 elements per row, with the scales. A lane decodes eight codes of each row (for two MMAs with K = 16) and
-   starts the MMAs of these codes. While they run, it decodes the next eight codes, and then waits for the MMAs. A warp
-   releases a stage of activations when the MMAs that read it are complete. The warp releases a stage of codes when all
-   its loads from the stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each column of an MMA
-   holds one scale block, so that scales multiply the sum of a block instead of each code. If the row is in FP4 and
-   ``tile_n`` is a multiple of 64, FP8 MMAs of a warpgroup compute the tile (``mma.CodeMma``).
+   starts the MMAs of these codes. While these MMAs run, the lane decodes the next eight codes, and then waits for the
+   MMAs. A warp releases a stage of activations when the MMAs that read it are complete. The warp releases a stage of
+   codes when all its loads from the stage are complete. A tile of one row uses special MMAs (``mma.RowMma``): each
+   column of an MMA holds one scale block, so that scales multiply the sum of a block instead of each code. If the row
+   is in FP4 and ``tile_n`` is a multiple of 64, FP8 MMAs of a warpgroup compute the tile (``mma.CodeMma``).
 3. k is split in one of two ways, by stream-K or by clusters. With stream-K, ``num_ctas`` persistent CTAs share an m
    tile. An *iteration* is one k tile of one n tile. Each CTA computes an equal, contiguous range of the m tile's
-   iterations. If a range ends inside an n tile, the CTA writes its partial sums to memory, and the CTA with the n
-   tile's last k tile adds them up in the order of k. A CTA first computes the partial sums that another CTA needs, so
-   waits are rare and short. A CTA waits only for CTAs with lower indices, which started earlier. Every CTA must have at
-   least one iteration, because another CTA may wait for its partial sums.
-   With a cluster of ``split_k`` CTAs, each CTA computes an equal range of the k tiles of one n tile. The CTAs reduce
-   partial sums through shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums
-   (``st.async``), or, if shared memory is too small for this, the CTA reads them between two barriers of the cluster. A
-   row of the result depends only on the tactic (``tile_m``, ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or
-   on other rows.
+   iterations. If a range ends inside an n tile, the CTA writes its partial sums to memory. The CTA with the n tile's
+   last k tile adds up the partial sums of all CTAs in the order of k. A CTA first computes the partial sums that
+   another CTA needs, so waits are rare and short. A CTA waits only for CTAs with lower indices, which started earlier.
+   Every CTA must have at least one iteration, because another CTA may wait for its partial sums. With a cluster of
+   ``split_k`` CTAs, each CTA computes an equal range of the k tiles of one n tile. The CTAs reduce partial sums through
+   shared memory. Each CTA reduces every ``split_k``-th row: the other CTAs send their partial sums to it
+   (``st.async``). If shared memory is too small for the received partial sums, the CTA instead reads the partial sums
+   of the other CTAs between two barriers of the cluster. A row of the result depends only on the tactic (``tile_m``,
+   ``tile_n``, and ``num_ctas`` or ``split_k``), not on M or on other rows.
 4. With experts over k, all experts own the same number of elements of k, and a thread holds two sets of accumulators.
    At the end of an expert's range of k, or of the work tile, the accumulators are multiplied in fp32 by the tokens'
    factors for the expert. The products are added to the second set of accumulators, in the order of the experts. The

@@ -66,16 +66,16 @@ MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16
 """Largest ``tile_m`` for which the producer prefetches into L2. On an H100, prefetching makes a decoder layer of an 8B
-model 3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
+model faster by 3.4 µs with 1 row, 2.6 µs with 8 rows and 2.4 µs with 16 rows, and slower by 0.8 µs with 32 rows."""
 MAX_QUANTISED_M: Final = 8
 """Largest ``tile_m`` whose activations the CTAs quantise. The lanes that share a block exchange values. Only up to this
 size, the distance between these lanes is the same in decoders and in consumers (which rearrange the first k tiles)."""
 AHEAD_TILE_M: Final = {True: 16, False: 64}
 """Smallest ``tile_m`` for which only one k tile of the weight is copied ahead, keyed by True if the CTAs rearrange the
-activations. On an H200, copying one k tile ahead instead of filling the pipeline changes the time of a decoder layer of
-an 8B model in W4A4 by -3.6, -1.3, -4.4 and -4 µs at 16, 32, 64 and 128 rows, and by up to -2 µs with 16-bit
-activations. At 1 row, the layer would be 1.5 µs slower. At 16 rows that another kernel rearranges, a layer of a 32B or
-70B model would be 3 µs slower, because memory bandwidth is the limit."""
+activations. The alternative is to fill the whole pipeline ahead. Copying only one k tile makes a decoder layer of an 8B
+model in W4A4 faster on an H200: by 3.6 µs with 16 rows, 1.3 µs with 32, 4.4 µs with 64 and 4 µs with 128; with 16-bit
+activations, by up to 2 µs. With 1 row, it would make the layer 1.5 µs slower. With 16 rows that another kernel
+rearranges, it would make a layer of a 32B or 70B model 3 µs slower, because memory bandwidth is the limit."""
 MAX_CLUSTER_M: Final = 128
 """Largest ``tile_m`` with clusters. Up to this size, the partial sums fit in the shared memory of the weight's
 codes."""
@@ -167,8 +167,8 @@ class Config:
         stages: number of stages of the weight's pipeline.
         a_stages: number of stages of the activations' pipeline.
         pdl: True to launch with programmatic dependent launch.
-        static_weight: True if the weight was complete before the previous launch. ``plan`` sets it only if it affects
-            the kernel: with ``pdl``, and if the CTAs rearrange the activations.
+        static_weight: True if the weight was complete before the previous launch. ``plan`` sets the field only if it
+            affects the kernel: with ``pdl``, and if the CTAs rearrange the activations.
         prefetches: True if the producer prefetches a matrix into L2 after its last copy. Such a kernel has few tokens
             per tile, and its CTAs rearrange the activations.
     """
@@ -256,8 +256,8 @@ class Config:
 
     @cached_property
     def max_k_groups(self) -> int:
-        """Largest number of k groups of activations that a decoder's lane loads before it stores them. Registers limit
-        this number."""
+        """Largest number of k groups of activations that a lane of a decoder warp loads before it stores the first of
+        these k groups. Registers limit this number."""
         return 4 // self.other_groups // (1 if self.operands.prologue_gate is None else 2)
 
     @cached_property
@@ -291,9 +291,8 @@ class Config:
         """Number of the weight's k tiles that are copied before the previous kernel ends, or None if the producer need
         not wait for that kernel. The number is used only with ``pdl``.
 
-        If the speed is limited by memory bandwidth, the whole pipeline is filled. If it is limited by decoding, only
-        one k tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and
-        stores.
+        If memory bandwidth limits the speed, the whole pipeline is filled. If decoding limits the speed, only one k
+        tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and stores.
         """
         if self.rearranges and not self.static_weight:
             return 0
@@ -306,7 +305,7 @@ class Config:
         """Number of k tiles of activations that all consumers rearrange together before they multiply.
 
         For 16-bit activations, this is one k tile per decoder group, which makes a layer of an 8B model 1 µs faster on
-        an H200. For FP4 activations it is 0, because the speed does not improve.
+        an H200. For FP4 activations the number is 0, because the speed does not improve.
         """
         few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
         return self.decoder_groups if few else 0
@@ -320,9 +319,9 @@ class Config:
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:
         """Return the bytes of workspace per m tile.
 
-        The workspace holds the rearranged activations. With experts over k, it also holds the factors. If
-        ``has_partial_sums``, it also holds the partial sums and flags of ``num_ctas`` CTAs. Each of these buffers is
-        contiguous over all m tiles.
+        The workspace holds the rearranged activations. With experts over k, the workspace also holds the factors. If
+        ``has_partial_sums``, the workspace also holds the partial sums and flags of ``num_ctas`` CTAs. Each of these
+        buffers is contiguous over all m tiles.
         """
         activations = self.tile_m * -(-k // K_TILE) * self.arranged.token_bytes
         factors = 0 if self.expert_k is None else self.tile_m * (k // self.expert_k) * 4

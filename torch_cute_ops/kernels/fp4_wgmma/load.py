@@ -149,9 +149,9 @@ class Loads:
         """Run the producer warp: copy all k tiles that the CTA multiplies, in order.
 
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
-        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because
-        ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is static and
-        this warp reads only the weight, no wait is needed (``kernels.common.core.launch``).
+        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, the early copies are safe,
+        because ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is
+        static and this warp reads only the weight, no wait is needed (``kernels.common.core.launch``).
         """
         c = self.config
         full, loaded = smem.weight_pipeline.full, Int32(0)
@@ -374,8 +374,8 @@ class RowActivations(Activations):
 
 
 class CodeActivations(RowActivations):
-    """Device code that rearranges one row of FP4 activations for ``mma.CodeMma``. K groups are as in
-    ``RowActivations``.
+    """Device code that rearranges one row of FP4 activations for ``mma.CodeMma``. ``RowActivations`` describes the k
+    groups.
 
     The activations are stored as the B operand: 8 columns by 128 elements of e4m3, with the 128-byte swizzle. The
     elements of a stage that are not written stay zero.

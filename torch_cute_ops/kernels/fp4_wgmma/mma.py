@@ -379,7 +379,8 @@ class RowMma(Mma):
         if self.has_factors:
             factors = self._factors(smem.activations + cute.assume(at + ROW_BYTES + quad * 16, divby=16))
             scales = [[ptx.mul_rn(s, f) for s, f in zip(row, factors, strict=True)] for row in scales]
-        # In its own column, a lane loads the elements of the column's block. In all other columns it loads zeros.
+        # A lane loads the elements of a block only if the lane's column belongs to this block. Otherwise it loads
+        # zeros.
         column, quarter = consumer.lane // QUAD, at + quad * (ROW_BYTES // QUAD)
         places = [ptx.select(column == 2 * quad + h, quarter, Int32(ZEROS_AT)) for h in range(2)]
         for half in range(2):

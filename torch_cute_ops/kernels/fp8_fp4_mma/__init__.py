@@ -4,7 +4,8 @@
 a_scale[j, m] · 2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k]))``. With per-token scales, the weight's scales are
 prepared (``formats.prepared_scales``), and ``out[m, n] = epilogue(a_scale[m] · 2^u[n] · Σ_k a[m, k] · w8[n, k])``.
 
-Tiles, the pipeline, MMAs, promotion and epilogue are as in ``kernels.fp8_mma`` (``common.fp8.warp_gemm``). Roles:
+The kernel shares its tiles, pipeline, MMAs, promotion and epilogue with ``kernels.fp8_mma`` (``common.fp8.warp_gemm``).
+Roles:
 
 1. Eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of the weight. Each warp multiplies all rows of ``a``
    by 16 weight rows, so that each weight row is decoded once. All threads copy activations (128 bytes per row of ``a``

@@ -63,7 +63,7 @@ class Config(WarpGemmConfig):
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot. With per-token scales of ``a``, it contains neither units nor scales of ``a``."""
+        """Bytes of a slot. With per-token scales of ``a``, a slot contains neither units nor scales of ``a``."""
         return self.a_scales_at + self.tile_m * 4 if self.has_blocks else self.units_at
 
     def reason_unsupported(self, arch: Arch) -> str | None:

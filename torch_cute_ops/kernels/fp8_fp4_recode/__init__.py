@@ -31,11 +31,11 @@ bytes, looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring 
 ways:
 
 - One launch recodes the whole weight. Each CTA consists of one thread group. The GEMM waits for the end of this launch.
-- Two launches: the first recodes only the rows that the GEMM's first tiles need. The second overlaps the GEMM and
-  recodes the other rows. The second launch consists of a few CTAs on separate SMs. The thread groups process work tiles
-  in the order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the counts of
-  their rows (``Notes.done``), not for the end of the launch. All CTAs of the second launch run before the GEMM starts,
-  since a kernel lets the next kernel start only when each of its CTAs has begun.
+- Two launches: the first launch recodes only the rows that the GEMM's first tiles need. The second launch overlaps the
+  GEMM and recodes the other rows. The second launch consists of a few CTAs on separate SMs. The thread groups process
+  work tiles in the order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the
+  counts of their rows (``Notes.done``), not for the end of the launch. All CTAs of the second launch run before the
+  GEMM starts, since a kernel lets the next kernel start only when each of its CTAs has begun.
 
 Bytes moved: The GEMM moves the same bytes as ``fp8_wgmma``, and 4 more bytes for each pair of a weight row and a row
 tile. Per element of the weight, the recoding kernel reads 1/2 + 1/block_size bytes and writes 1 + 1/64 bytes.

@@ -80,8 +80,8 @@ class RecodedWeight:
 
     @cute.jit
     def await_rows(self, expert, column, work):
-        """Wait until an output tile's weight rows have been recoded, if another kernel recodes them while this kernel
-        runs."""
+        """If another kernel recodes the weight while this kernel runs, wait until an output tile's weight rows have
+        been recoded."""
         if const_expr(self.config.overlaps_recode):
             at = work.b_scale.iterator + (notes_of(expert, column, work) + Notes.done(work.k_stages))
             done = ptx.load_acquire(at)
@@ -92,7 +92,7 @@ class RecodedWeight:
 
 class NoteScales:
     """Scale source of a recoded weight. The source stores the scales of the rows of ``a``. For k tiles that use their
-    own exponents, it also stores the factors that convert results to the rows' units."""
+    own exponents, the source also stores the factors that convert results to the rows' units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units

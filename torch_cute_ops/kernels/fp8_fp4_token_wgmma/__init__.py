@@ -26,8 +26,8 @@ warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
    eight elements from each lane's quarter.
 3. While the MMAs of a k tile run, a consumer decodes the next k tile into a second set of registers. At the end of an
    iteration of the mainloop, when it waits for its MMAs, the next k tile is thus already decoded.
-4. A lane's two weight rows are neighbours, and so are its two columns of the result. Eight lanes store 16 columns of a
-   row: a whole sector of L2.
+4. A lane's two weight rows are neighbours, so its two columns of the result are neighbours too. Eight lanes store 16
+   columns of a row: a whole sector of L2.
 5. With split-K and up to 64 rows of ``a``, each CTA adds up every ``split_k``-th row of the result. With more rows, K
    is split over two CTAs, and each CTA adds up both CTAs' accumulators of one consumer warpgroup.
 6. Scales are applied once, after the sum over K. ``kernels.fp8_token_wgmma`` describes ``Config.fast_accum``.

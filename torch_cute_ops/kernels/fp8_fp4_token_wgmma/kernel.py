@@ -263,7 +263,7 @@ class DecodingConsumers:
         in_group = tid % K_GROUP_THREADS
         first, pair = in_group // 32 * 16, lane // 4
         # Of two lanes whose loads are served together, one begins with an even row and the other with an odd row, so
-        # that they access different banks.
+        # that the two lanes access different banks.
         row = first + 2 * pair + pair % 2
         consumer = Consumer(in_group, lane, lane % 4, first, row, Int32(0), smem.stores)
         self.loop.compute_tables(tid, smem)

@@ -27,9 +27,9 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
    changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders replace
    the codes of such a block by rounded codes with a larger scale.
 
-With few rows of ``a``, a block has few accumulators, and scaling them takes less time than computing look-up tables of
-scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: with five of the eight significands
-of an e4m3 scale, the codes 1.5, 3 and 6 would be rounded.
+With few rows of ``a``, a block has few accumulators, and scaling these accumulators takes less time than computing
+look-up tables of scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: with five of the
+eight significands of an e4m3 scale, the codes 1.5, 3 and 6 would be rounded.
 
 Bytes moved: The kernel moves the same bytes as ``fp8_wgmma``, except that the weight takes half the bytes, plus its
 block scales.

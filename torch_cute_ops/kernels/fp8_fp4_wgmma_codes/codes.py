@@ -69,7 +69,7 @@ def hard_factors(factors: list) -> tuple[list, Uint32]:
 
 def rounded(codes: Uint32, amount: Uint32) -> Uint32:
     """Round eight codes of a block whose ``d`` (see the module docstring) is ``14 + amount``. An ``amount`` of 0 leaves
-    them unchanged."""
+    the codes unchanged."""
     low, high = Uint32(0), Uint32(0)
     for i, table in enumerate(((0x03020100, 0x07060504), *_ROUNDED)):
         low, high = (

@@ -12,7 +12,7 @@ the N side. Roles:
 1. The producer warp copies a k tile's activations and codes to a stage by TMA. TMA spreads the codes: 16 codes take 8
    bytes in memory and 16 bytes in shared memory, as the MMAs read them.
 2. Two scale-loader warps take turns at the k tiles. A warp stores the weight's scales to the stage, in the 128x4
-   layout. With block scales, it also writes the tokens' scales to one of ``factor_slots`` slots in shared memory.
+   layout. With block scales, the warp also writes the tokens' scales to one of ``factor_slots`` slots in shared memory.
 3. The MMA thread copies a k tile's scales to tensor memory, and issues the k tile's four MMAs. The tensor cores
    multiply the products of each block of 32 elements by the weight's scale. The MMAs also need scales of the
    activations. These scales are 1, and the thread copies them to tensor memory once. Each stage has its own columns of

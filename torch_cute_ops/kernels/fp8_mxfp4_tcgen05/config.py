@@ -124,8 +124,8 @@ class Config(FP8TileConfig):
 
     @property
     def ones_column(self) -> int:
-        """First column of the tokens' scales, which are 1, in tensor memory. The columns before it hold the weight's
-        scales, separately for each stage."""
+        """First column of the tokens' scales, which are 1, in tensor memory. The columns before this column hold the
+        weight's scales, separately for each stage."""
         return self.acc_columns + self.stages * TILE_BLOCKS
 
     @property

@@ -68,8 +68,8 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
 
     @cute.jit
     def _load_scales(self, loader, work, smem):
-        """Run a scale-loader warp. For every second k tile, it stores the weight's scales to the stage, in the 128x4
-        layout. With block scales, it also writes the tokens' scales to a slot of the factor pipeline."""
+        """Run a scale-loader warp. For every second k tile, the warp stores the weight's scales to the stage, in the
+        128x4 layout. With block scales, the warp also writes the tokens' scales to a slot of the factor pipeline."""
         c = self.config
         own, lane = loader // WARP, loader % WARP
         before = Int32(0)  # number of k tiles of this CTA's earlier tiles

@@ -2,8 +2,8 @@
 
 The GEMM is plain or grouped by expert: ``out[m, n] = a_scale[m] · b_scale[n] · (Σ_k a[m, k] · b[n, k]) + bias[n]``.
 
-Structure, roles and tiles are as in ``fp8_wgmma``, but without scale loaders. Scales are applied once, after the sum
-over K, so the MMAs of several k tiles run without an interruption. ``b_scale`` is the epilogue's alpha.
+The kernel shares its structure, roles and tiles with ``fp8_wgmma``, but has no scale loaders. Scales are applied once,
+after the sum over K, so the MMAs of several k tiles run without an interruption. ``b_scale`` is the epilogue's alpha.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""For each token, gather the rows that its experts computed, multiply them by weights, and add them up, in one pass.
+"""For each token, gather the rows that its experts computed, and add up the rows times their weights, in one pass.
 
 ``out[m] = residual[m] + Σ_j weights[m, j] · input[row of pair (m, j)]``.
 

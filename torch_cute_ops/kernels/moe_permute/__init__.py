@@ -3,10 +3,10 @@
 ``y[row] = e4m3(input[m] / scale)``, with one scale per 128 elements, for each row of token m.
 
 Roles and data path. A thread holds 16 elements of a token, and the indices of the token's rows. The thread issues all
-loads at once. Together with seven neighbouring threads, it computes the scale of a block of 128 elements. The thread
-stores its 16 codes in every row of the token. A warp stores whole cache lines. If the last block of a token holds 64
-elements, four of its eight threads are idle. No shared memory is used. CTAs are not persistent, because persistent
-CTAs, and bulk stores from shared memory, take 3 % longer.
+loads at once. Together with seven neighbouring threads, the thread computes the scale of a block of 128 elements. The
+thread stores its 16 codes in every row of the token. A warp stores whole cache lines. If the last block of a token
+holds 64 elements, four of its eight threads are idle. No shared memory is used. CTAs are not persistent, because
+persistent CTAs, and bulk stores from shared memory, take 3 % longer.
 
 Scales are stored in column-major order, and a token's rows are far apart, so each scale is a separate L2 request. The
 scales take 1/32 as many bytes as the codes, but 1/4 as many requests. To save requests, the number of launches depends

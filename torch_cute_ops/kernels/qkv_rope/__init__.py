@@ -16,8 +16,8 @@ The number of heads that a lane holds at once depends on the number of rows:
 
 - Few rows: one head. The work is then spread over as many warps as possible, and the launch takes the time of three
   loads that depend on each other.
-- More rows: up to four heads, whose loads are issued together. The cosines, the sines and the weight of the RMSNorm are
-  then loaded once for these heads.
+- More rows: up to four heads at once. The loads of these heads are issued together. The cosines, the sines and the
+  weight of the RMSNorm are then loaded once for these heads.
 
 CTAs are not persistent: the hardware schedules a new CTA whenever a CTA ends. The sum of squares is computed as a
 balanced binary tree over the elements of a head, so its bits depend neither on the number of rows nor on the number of

@@ -8,12 +8,12 @@
 - norm, or none: RMSNorm or LayerNorm. The norm may multiply by the weight or, as in Gemma, by 1 + weight, and may add a
   bias. RMSNorm with a weight and without a bias is the usual case. All other norms are called *general* norms.
 - format: FP4, FP8, or none. An NVFP4 row may have its own global scale, which the kernel computes from the row's amax;
-  the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor (the caller passes it, or
-  an earlier kernel of the same call reads the whole tensor to compute its amax, see ``tensor_amax``), to a row, to 128
-  elements (64 elements in the last block of some rows), or to 32 elements (MXFP8). Each NVFP4 block of rows without a
-  norm or a gate may be encoded with two scales; a thread then compares the errors of the decoded block, which it has in
-  registers, and keeps the better encoding ("4 over 6"). MXFP8 blocks are processed, and their scales stored, like MXFP4
-  blocks; only the codes differ.
+  the inverse of this global scale is then an output. An FP8 scale belongs to the whole tensor, to a row, to 128
+  elements (64 elements in the last block of some rows), or to 32 elements (MXFP8). The scale of a whole tensor comes
+  from the caller, or from an earlier kernel of the same call that computes the tensor's amax (``tensor_amax``). In rows
+  without a norm or a gate, each NVFP4 block may be encoded with two scales ("4 over 6"). A thread then decodes both
+  encodings in registers, and keeps the encoding with the smaller error. MXFP8 blocks are processed like MXFP4 blocks,
+  and their scales are stored in the same way; only the codes differ.
 - outputs: codes and scales. Optional outputs are the same scales in the linear layout, and the values before
   quantisation. Without a format, these values are the only output. FP8 codes with one scale per token or tensor may be
   interleaved along k (``formats.interleave``), for ``kernels.fp8_fp4_token_wgmma``. A thread then stores its 16 codes

@@ -37,18 +37,19 @@ MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 MAX_SLICE_WIDTH = 7168
 """Largest width of a slice, if rows need no reduction over their elements. On an H200, ``silu_mul_fp4quant`` with
-14,336 columns takes 2.75 µs for 1 row and 79 µs for 4,680 rows with two slices per row, 3.92 and 81 µs with whole rows,
-and 2.3 and 93 µs with four slices per row."""
+14,336 columns takes, with two slices per row, 2.75 µs for 1 row and 79 µs for 4,680 rows. With whole rows it takes 3.92
+µs and 81 µs, and with four slices per row 2.3 µs and 93 µs."""
 MAX_FEW_ROWS_SLICE_WIDTH = 2048
-"""Largest width of a slice of FP4 rows, if there are at most ``FEW_ROWS`` rows. On an H200, with 8, 16, 32, 64 and 128
-rows, a W4A4 decoder layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less with this width than with 7,168. FP8
-rows are not cut into narrower slices: a layer would be 0.9 µs faster with 1 row, but 0.8 µs slower with 8 rows."""
+"""Largest width of a slice of FP4 rows, if there are at most ``FEW_ROWS`` rows. Compared with a width of 7,168, this
+width saves time in a W4A4 decoder layer of an 8B model on an H200: 0.5 µs with 8 rows, 1.8 µs with 16, 0.9 µs with 32,
+1.8 µs with 64 and 2.4 µs with 128. FP8 rows are not cut into narrower slices: a layer would be 0.9 µs faster with 1
+row, but 0.8 µs slower with 8 rows."""
 FEW_ROWS = 128
 """Largest number of rows for which rows are cut into slices of ``MAX_FEW_ROWS_SLICE_WIDTH``. More rows were not
 measured."""
 MAX_UNQUANTISED_SLICE_WIDTH = 1792
-"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes 1.2 µs
-for 1 row and 96 µs for 4,680 rows with slices of this width, and 1.9 and 105 µs with two slices per row."""
+"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes, with
+slices of this width, 1.2 µs for 1 row and 96 µs for 4,680 rows; with two slices per row, 1.9 µs and 105 µs."""
 ENOUGH_BYTES = 48 * 1024
 """Bytes of row buffers per CTA from which on further groups do not speed up a kernel that adds a residual."""
 ENOUGH_THREADS = 256
@@ -421,7 +422,8 @@ class Config:
     @property
     def group_barriers(self) -> int:
         """Number of mbarriers of a group: one per stage, one for the partial results of even rows, one for odd rows,
-        and one for an amax that is recomputed. General norms need one for each reduction of even and of odd rows."""
+        and one for an amax that is recomputed. General norms need two mbarriers for each reduction: one for even rows
+        and one for odd rows."""
         return self.stages + (2 * self.spec.reductions if self.spec.is_general else 2 + self.recomputes_amax)
 
     @property

@@ -149,8 +149,8 @@ class RowQuantKernel:
             may_alias=() if residual is None or self.config.spec.has_fp32_residual else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
-            # TVM-FFI does not check the first size of the scales. If it is wrong, launch an empty grid, which raises an
-            # error. Overlapping tensors are refused in the same way.
+            # TVM-FFI does not check the first size of the scales. If the size is wrong, launch an empty grid, which
+            # raises an error. Overlapping tensors are refused in the same way.
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
         scale = scale_matrix(scale, layout)
@@ -174,7 +174,7 @@ class RowQuantKernel:
 
     @cute.jit
     def launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
-        """Launch the kernel if ``allowed`` is 1. If it is 0, launch no CTAs, so that the launch fails."""
+        """Launch the kernel if ``allowed`` is 1. If ``allowed`` is 0, launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
         # Give a CTA a second row only if every CTA has a row. Launch several CTAs even for a single row, because they
@@ -457,7 +457,8 @@ class RowQuantKernel:
     # Rows
 
     def _load_row(self, stage, weights, row, thread, smem) -> tuple[list, Float32 | None, list]:
-        """Load the thread's blocks of a row, multiply them by the weight, and compute their amaxes.
+        """Load the thread's blocks of a row, multiply the blocks by the weight, and compute the amax of each product
+        block.
 
         Returns:
             A tuple of three entries. The first holds, per block, the products v · w and their amax. The second is the
@@ -657,8 +658,8 @@ class RowQuantKernel:
             values: this thread's values of ``RowQuantSpec.reductions``, or only its amax.
             slots: shared memory, ``num_partials`` words per value.
             barrier: mbarrier that counts the bytes that the CTAs of a cluster send.
-            num_sums: number of leading values that are sums; the others are amaxes. None if only the row's amax is not
-                a sum.
+            num_sums: number of leading values that are sums; the following values are amaxes. None if only the row's
+                amax is not a sum.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)

@@ -29,7 +29,7 @@ class Thread:
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm, row_scale: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or None.
-        rows: number of rows of the launch. For experts' rows, it is known only after the table is filled.
+        rows: number of rows of the launch. For experts' rows, the number is known only after the table is filled.
         first_row: first row in the input, if the experts' rows are one range.
         quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the fields
             below, except ``peers``.
@@ -81,7 +81,7 @@ class Smem(NamedTuple):
         barriers: mbarriers of all groups.
         full: mbarriers of the group, one per stage. A stage's mbarrier completes when the stage's rows have arrived.
         partial_sums_full: mbarriers of the group for the partial results of even rows, of odd rows, and of an amax that
-            is recomputed. For general norms, there is one for each reduction of even rows and of odd rows.
+            is recomputed. For general norms, each reduction has two mbarriers: one for even rows and one for odd rows.
         weight_barrier: mbarrier that completes when weight and bias have arrived.
     """
 

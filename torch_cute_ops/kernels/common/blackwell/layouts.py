@@ -189,8 +189,8 @@ class Tcgen05Config:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators in tensor memory. If there are two, the epilogue stores one while MMAs compute the
-        other."""
+        """Number of accumulators in tensor memory. With two accumulators, the epilogue stores one while MMAs compute
+        the other."""
         raise NotImplementedError
 
     @property

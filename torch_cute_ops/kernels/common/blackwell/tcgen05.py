@@ -101,7 +101,7 @@ def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
-    """Free columns of tensor memory. The warp that allocated them must call this function."""
+    """Free columns of tensor memory. The warp that allocated the columns must call this function."""
     text = f"tcgen05.dealloc.cta_group::{cta_group}.sync.aligned.b32 $0, {columns};"
     _run([ptx._u32(address, loc, ip)], text, "r", loc, ip)
 

@@ -178,9 +178,9 @@ def factor_counts(factor):
 def silu_mul(gate: Float32, up: Float32) -> Float32:
     """Return ``gate / (1 + exp(-gate)) * up`` (Hendrycks and Gimpel 2016; Shazeer 2020, "SwiGLU").
 
-    The result is accurate to a few fp32 ulps if ``gate`` is positive. If ``gate`` is negative, it is accurate to about
-    ``|gate|`` ulps, because the exponent is rounded. For a gate below -88.7, ``exp(-gate)`` overflows and the result is
-    zero.
+    The result is accurate to a few fp32 ulps if ``gate`` is positive. If ``gate`` is negative, the result is accurate
+    to about ``|gate|`` ulps, because the exponent is rounded. For a gate below -88.7, ``exp(-gate)`` overflows and the
+    result is zero.
     """
     return ptx.mul_rn(_gated(gate, gate), up)
 

@@ -179,7 +179,7 @@ def pdl_start(pdl: bool) -> None:
 
 
 def raster_tile(number, n_tiles, m_tiles, raster: int = RASTER_WIDTH) -> tuple:
-    """Return the position of tile ``number`` in raster order: its index along N and its index along M.
+    """Return the position of tile ``number`` in raster order: the tile's index along N and its index along M.
 
     The raster divides the tiles into strips of up to ``raster`` tiles along M. All tiles of a strip come before the
     next strip, and within a strip the order runs along N. CTAs that run at the same time then share both operands in

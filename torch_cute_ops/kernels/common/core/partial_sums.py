@@ -1,7 +1,7 @@
 """Reduction of partial sums across the CTAs of a cluster (split-K) through shared memory.
 
-Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). The cluster then reduces them in one
-of two ways:
+Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). The cluster then reduces the partial
+sums in one of two ways:
 
 - ``reduce_partial_sums``: each CTA reads the other CTAs' partial sums, between two barriers of the cluster.
 - ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. The second
@@ -132,8 +132,9 @@ def reduce_partial_sums(
     ``out``.
 
     Each CTA reduces every ``split_k``-th row. ``thread_columns`` gives the columns of each thread. The caller ensures
-    that all CTAs have stored their partial sums before the call, and that none overwrites them until all CTAs have
-    returned. ``split_k`` is 1 without a cluster. ``row_scale`` contains the scales of the rows of ``out``, or is None.
+    that all CTAs have stored their partial sums before the call, and that no CTA overwrites its partial sums until all
+    CTAs have returned. ``split_k`` is 1 without a cluster. ``row_scale`` contains the scales of the rows of ``out``, or
+    is None.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, reduced_rows(tile, split_k, rank) * width, threads):

@@ -43,7 +43,8 @@ def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
-    """Select four bytes as ``prmt`` does. The selectors are the four low nibbles of a run-time word."""
+    """Select four bytes of ``a`` and ``b``, as ``prmt`` does, but with run-time selectors: the four low nibbles of the
+    word ``selectors``."""
     return _pure(Uint32, "prmt.b32 $0, $1, $2, $3;", Uint32, a, b, selectors, loc=loc, ip=ip)
 
 
@@ -112,21 +113,21 @@ def float_of(bits, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``max(a, |b|)``, or NaN if either is NaN."""
+    """Return ``max(a, |b|)``, or NaN if ``a`` or ``b`` is NaN."""
     text = "{.reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t;}"
     return _pure(Float32, text, Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` ignores a NaN operand and returns the other
-    operand.)"""
+    """Return ``min(a, b)``, or NaN if ``a`` or ``b`` is NaN. (PTX's plain ``min`` ignores a NaN operand and returns the
+    other operand.)"""
     return _pure(Float32, "min.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``max(a, b)``, or NaN if either is NaN."""
+    """Return ``max(a, b)``, or NaN if ``a`` or ``b`` is NaN."""
     return _pure(Float32, "max.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
@@ -404,8 +405,8 @@ def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=No
     without a pause if 0.
 
     ``scope`` is ``"cluster"`` if threads or copies of other CTAs of the cluster arrive at the mbarrier, otherwise
-    ``"cta"``. A wait at cluster scope makes those CTAs' earlier accesses to shared memory visible. The wait orders only
-    accesses to shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
+    ``"cta"``. A wait at cluster scope makes earlier accesses of these CTAs to shared memory visible. The wait orders
+    only accesses to shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
 
     Use a nonzero ``sleep`` only in warps that run far ahead of their consumers, because sleeping warps wake late. This
     function replaces ``cute.arch.mbarrier_wait``, which passes a time limit: ptxas then generates waits that sleep, and
@@ -485,9 +486,9 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
     """Send ``size`` bytes of shared memory to CTA ``rank`` of the cluster, and expect the same number of bytes from
     that CTA.
 
-    The function arrives at this CTA's mbarrier and makes it expect the bytes from the other CTA. It then starts a bulk
-    copy from ``own`` to the same offset in the other CTA's shared memory. The other CTA's mbarrier counts the copied
-    bytes.
+    The function arrives at this CTA's mbarrier and makes it expect the bytes from the other CTA. The function then
+    starts a bulk copy from ``own`` to the same offset in the other CTA's shared memory. The other CTA's mbarrier counts
+    the copied bytes.
     """
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
     operands.append(_u32(rank, loc, ip))
@@ -514,8 +515,8 @@ def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -
     ``address_at``).
 
     ``barrier`` is the address of an mbarrier in the other CTA, which counts the bytes. This function replaces the DSL's
-    ``store_async_dsmem``, with which the compiler computes the addresses of many stores first and holds them in
-    registers.
+    ``store_async_dsmem``. With the DSL's function, the compiler first computes the addresses of many stores, and holds
+    all these addresses in registers.
     """
     operands = [_u32(one, loc, ip) for one in (address, barrier, *words)]
     text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];"

@@ -250,8 +250,8 @@ class ExpertChooser:
         return [ptx.select(is_best, key, Uint32(0)) for key in keys]
 
     def _is_best_group(self, best, second, lane) -> Boolean:
-        """Return True if the lane's group is one of the best. ``best`` and ``second`` are the largest keys of the
-        lane's experts."""
+        """Return True if the lane's group is one of the best groups. ``best`` and ``second`` are the largest keys of
+        the lane's experts."""
         c = self.choice
         step = 1
         while step < c.group_lanes:

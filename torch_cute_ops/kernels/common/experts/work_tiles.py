@@ -1,9 +1,9 @@
 """Lists of routed tokens, and the work tiles of GEMMs that compute only routed (token, expert) pairs.
 
 The GEMM's tokens are divided into *token blocks*. A first kernel lists, for each expert, the tokens of a block that are
-routed to it (``TokenLister``). An *m tile* consists of up to ``tile_m`` tokens of such a list. Each CTA of the GEMM
-then writes a second list to shared memory: the experts with a token in the CTA's block ("touched" experts), and the
-index of each expert's first m tile (``ExpertMTiles``).
+routed to the expert (``TokenLister``). An *m tile* consists of up to ``tile_m`` tokens of such a list. Each CTA of the
+GEMM then writes a second list to shared memory: the experts with a token in the CTA's block ("touched" experts), and
+the index of each expert's first m tile (``ExpertMTiles``).
 
 A list holds tokens in ascending order. An entry consists of two words: the index of a token and its factor. The index
 is negative in unused entries of the last m tile. If the activations depend on the expert, as in the second GEMM of an

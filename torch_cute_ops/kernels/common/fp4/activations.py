@@ -18,9 +18,9 @@ them. (GEMMs over experts instead store all k tiles of a token group contiguousl
 
 For mma.sync, the bytes of a token's k tile (512, or 256 for 128 elements) are contiguous, and the next token follows. A
 k group takes 64 bytes: for each quarter, the 16 bytes that a lane needs in two MMAs. K group ``p`` of token ``n`` is
-stored at place ``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If each
-token is copied separately, k group ``p`` is stored at place ``p``, and the distance between tokens is an odd number of
-k groups.
+stored at place ``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If tokens
+are copied one by one, k group ``p`` is stored at place ``p``, and the distance between tokens is an odd number of k
+groups.
 
 With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, computes ``act(gate) · up``, rounds
 it to the dtype of ``a``, and rearranges it. With ``prologue_quant``, 16-bit activations are first quantised to FP4. The
@@ -123,8 +123,8 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Return the offset of a token's row in elements. A row has ``k`` elements, or 2 ``k`` if it consists of gate
-        and up."""
+        """Return the offset of a token's row in elements. A row has ``k`` elements, or 2 ``k`` elements if the row
+        consists of gate and up."""
         return Int64(token) * (k if self.config.prologue_gate is None else a.shape[1])
 
     def places(self, a, offset, k) -> list[cute.Pointer]:

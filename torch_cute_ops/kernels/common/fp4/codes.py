@@ -96,7 +96,7 @@ def scale_argument(
     Args:
         fmt, layout: format and scale layout.
         rows: number of rows of linear scales. The shape of tiled scales does not use it.
-        blocks: number of blocks of a row. In tiled layouts, it is a multiple of a tile's blocks.
+        blocks: number of blocks of a row. In tiled layouts, the number is a multiple of a tile's blocks.
         align: alignment of the first scale in bytes.
         name: prefix for the names of the extents of tiled scales.
     """
@@ -306,9 +306,10 @@ def nvfp4_row_scale(amax: Float32) -> tuple[Float32, Float32, Float32]:
     """Return the scale of a row with this amax, the row's global scale, and a power of two by which the row is
     multiplied before it is quantised with this global scale.
 
-    The row scale is ``amax / 2688``, NaN if the row contains NaN or infinity, or 0 if it would be below 2^-126. The
-    global scale is the inverse of ``row_scale · power``, or the row scale itself if that is zero or NaN. The power is 1
-    unless the row scale is outside of 2^-60 to 2^60, where ``nvfp4_scale`` would over- or underflow.
+    The row scale is ``amax / 2688``. If the row contains NaN or infinity, the row scale is NaN, and if it would be
+    below 2^-126, it is 0. The global scale is the inverse of ``row_scale · power``. If the row scale is zero or NaN,
+    the global scale is the row scale itself. The power is 1 unless the row scale is outside of 2^-60 to 2^60, where
+    ``nvfp4_scale`` would overflow or underflow.
     """
     # Adding 0 · amax turns an infinite amax into NaN. It changes no other value.
     scale = ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(NVFP4_MAX)))

@@ -32,7 +32,8 @@ CODE_MMA_K: Final = 64
 TOKEN_SCALE_BYTES: Final = 16
 """Bytes that follow a token's FP4 codes in a k tile: the scales of the token's blocks, and padding."""
 PrologueQuant = Literal["plain", "scaled"]
-"""Quantisation of activations to FP4 before the GEMM: ``"plain"`` without a global scale, ``"scaled"`` with one."""
+"""Quantisation of activations to FP4 before the GEMM: ``"plain"`` without a global scale, ``"scaled"`` with a global
+scale."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ActivationLayout:
         by_warp: True for the operand layout of mma.sync, False for the operand layout of wgmma.
         k_tile: number of elements along K that are rearranged together.
         prologue_gate: activation function if a row of ``a`` consists of gate and up, 2K 16-bit elements, or None. A row
-            of activations is then ``act(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
+            of activations is then ``act(gate) · up``, rounded to the 16-bit dtype unless the activations are quantised.
         prologue_quant: kind of quantisation of 16-bit activations to FP4 (see ``PrologueQuant``), or None without
             quantisation.
     """
@@ -119,8 +120,8 @@ class WeightTile:
 
     @cached_property
     def scale_columns(self) -> int:
-        """Number of scales per row in a stage. If ``spread``, this counts all scales in the scale tiles that the row's
-        blocks touch. Otherwise it is the number of blocks."""
+        """Number of scales per row in a stage. If ``spread``, the number includes all scales in the scale tiles that
+        the row's blocks touch. Otherwise, the number equals the number of blocks."""
         return self.blocks + TILE_BLOCKS * self.spread
 
     @cached_property

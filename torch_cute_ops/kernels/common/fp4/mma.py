@@ -28,8 +28,8 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
         m: number of tokens, a multiple of 8.
         a_at: address of a k tile of activations in shared memory, in the layout for mma.sync
             (``kernels.common.fp4.activations``).
-        pitch: distance between neighbouring tokens in bytes. If it is an odd number of k groups, k groups are not
-            swizzled.
+        pitch: distance between neighbouring tokens in bytes. If the pitch is an odd number of k groups, k groups are
+            not swizzled.
         lane: index of the lane in its warp.
         acc: accumulators, four per eight tokens.
         dtype: dtype of the operands.
