@@ -218,7 +218,7 @@ class Barriers:
         relaxed: bool = False,
         cluster: bool = False,
     ) -> tuple[Array, Array]:
-        """Test whether a phase of an mbarrier is complete. The parity or the number of the phase identifies it.
+        """Test whether a phase of an mbarrier is complete. The phase is given by its parity or by its number.
 
         If ``waits``, a thread waits for an incomplete phase, unless its wait times out, which happens at most once per
         thread and phase. ``arrive`` describes ``relaxed`` and ``cluster``.

@@ -84,8 +84,8 @@ class Machine(Layout):
         strict: True if only ``bar.warp.sync`` orders memory within a warp, as PTX specifies. If False, shuffles, votes
             and elections order it too, because lanes that execute an instruction together have issued all earlier
             instructions.
-        scoped: True if the scope of an mbarrier operation limits the CTAs for which it orders memory, as PTX specifies
-            (see ``races``). If False, each operation orders memory for the whole cluster.
+        scoped: True if the scope of an mbarrier operation limits the CTAs for which the operation orders memory, as PTX
+            specifies (see ``races``). If False, each operation orders memory for the whole cluster.
         lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
             ``tensor_memory``). The calibration tool sets ``lenient``; kernels of torch_cute_ops run without it.
         before: Function that performs the remaining writes of the previous kernel, or None if that kernel has ended.
@@ -281,8 +281,8 @@ class Machine(Layout):
             del self.undefined[slot]
 
     def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
-        """Run one step, and store its results in ``values``. If the step is a branch, return the value that decides
-        it."""
+        """Run one step, and store its results in ``values``. If the step is a branch, return the value that decides the
+        branch."""
         if step.guard is not None:
             guard = values[step.guard.slot]
             taken = of_each(~guard if step.guard.negated else guard, threads)

@@ -438,7 +438,8 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """Check and record that operation ``number`` of the pipe with this ``column`` reads 16-byte chunks."""
+        """Check and record that a tensor-core operation reads 16-byte chunks of shared memory. The operation has this
+        ``number`` in the pipe with this ``column``."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))

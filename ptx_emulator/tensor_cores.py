@@ -1,8 +1,8 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Implemented are block-scaled MMAs (``ScaledShape``), and MMAs of FP8, fp16 and bf16 without scales (``PlainShape``), for
-which A may be in tensor memory. NVIDIA documents neither the order of additions nor intermediate rounding. The emulator
-adds the exact products and the accumulator in float64, and rounds the sum once.
+This module implements block-scaled MMAs (``ScaledShape``), and MMAs of FP8, fp16 and bf16 without scales
+(``PlainShape``), for which A may be in tensor memory. NVIDIA documents neither the order of additions nor intermediate
+rounding. The emulator adds the exact products and the accumulator in float64, and rounds the sum once.
 
 The PTX ISA shows the places of accumulators and scales only in figures. Calibration with NVIDIA's kernels showed:
 

@@ -76,7 +76,8 @@ class UnderWay:
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
-        # Arrivals that wait for cp.async copies, and for each thread the number of groups that such arrivals cover.
+        # Arrivals that wait for cp.async copies, and for each thread the number of groups for which these arrivals
+        # wait.
         self.arrivals: list[Arrival] = []
         self.covered = np.zeros(machine.threads, np.int64)
         # Shared-memory reads by warpgroup MMAs: for each warp, keyed by its first thread, a list of groups. The last

@@ -18,7 +18,7 @@ writes the result.
 If the backend ``checks_operands``, calls may pass a plain tuple of the fields of ``Operands`` instead, because creating
 a plain tuple takes 0.16 µs less. The backend's function then accesses the fields only by unpacking the tuple.
 
-The function queues its work on the GPU's current stream. The result has at least one row and one column."""
+The function queues its work on the GPU's current stream. The result contains at least one row and one column."""
 
 
 @dataclass(frozen=True)

@@ -202,8 +202,8 @@ def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: 
 def _off_by_gate(
     problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
 ) -> Tensor:
-    """Return the error, in fp64, that is allowed in gated activations because implementations of the exponential
-    function differ.
+    """Return the error, in fp64, that gated activations may have because implementations of the exponential function
+    differ.
 
     Args:
         problem: problem with a gate in its prologue.
@@ -279,6 +279,7 @@ def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert
 
 
 def _slices(within: slice, k: int) -> Iterator[slice]:
-    """Divide ``within`` into slices of rows that are small enough to be decoded at once. A row has ``k`` elements."""
+    """Divide ``within`` into slices of rows that are small enough to be decoded at once. A row contains ``k``
+    elements."""
     step = max(1, MAX_DECODED // k)
     return (slice(start, min(start + step, within.stop)) for start in range(within.start, within.stop, step))

@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
         Args:
             problem, m, target: problem, number of rows, and device of the call.
-            k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands have arrived.
+            k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands arrive.
             wait: fraction of a k tile's transfer time that is added to ``k_tile_clocks``, because the MMAs wait for the
                 operands.
             row_bytes: bytes of one weight row in a k tile.

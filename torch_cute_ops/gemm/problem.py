@@ -31,7 +31,8 @@ class Operand:
         format: format of FP4 or FP8 codes, or a 16-bit dtype.
         scale_layout: layout of the block scales, or None for 16 bits, for prepared scales, and for MXFP8, whose scales
             may be in another layout in each call.
-        is_prepared: True if an FP4 weight has prepared scales (``formats.prepared_scales``) instead of block scales.
+        is_prepared: True if an FP4 weight comes with prepared scales (``formats.prepared_scales``) instead of block
+            scales.
         is_interleaved: True if k of FP8 activations is interleaved (``formats.interleave``).
     """
 
@@ -115,8 +116,8 @@ class GemmProblem:
         grouping: division among experts.
         epilogue: operations that are applied to an accumulator before it is stored.
         gate: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu2"``, ``"swiglu"`` with parameters that calls pass, or
-            None without a gate. With a gate, the weight has ``2 · n`` rows, and the gate combines the results of the
-            two halves of each expert's rows.
+            None without a gate. With a gate, the weight contains ``2 · n`` rows, and the gate combines the results of
+            the two halves of each expert's rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
         global_scale: ``"one"`` if a quantised result has a single encode scale, ``"expert"`` if each expert has an
             encode scale, or None without an encode scale.

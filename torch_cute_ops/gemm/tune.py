@@ -186,7 +186,7 @@ class Bench:
         return operands, (out,)
 
     def _routed(self, generator: torch.Generator) -> Tensor:
-        """Return routing factors (M, E). Each token has ``topk`` experts, all equally likely, whose weights sum to
+        """Return routing factors (M, E). Each token goes to ``topk`` experts, all equally likely, whose weights sum to
         1."""
         shape = self.m, self.problem.experts
         scores = torch.rand(shape, dtype=torch.float32, device=generator.device, generator=generator)

@@ -205,7 +205,7 @@ class SharedMemory:
 
 
 class _Mapped:
-    """Pinned CPU tensor, described as memory of the GPU, which can access it at the same address."""
+    """Pinned CPU tensor that presents itself as GPU memory. The GPU can access the tensor at the same address."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -265,7 +265,7 @@ def shared_memory(name: str, device: int) -> SharedMemory:
 
 
 def _current_memory(name: str, device: int) -> SharedMemory | None:
-    """Return the memory of the group with this name. Drop the memory of an earlier group with the name."""
+    """Return the memory of the group with this name. Drop the memory of an earlier group with the same name."""
     found = _shared.get((name, device))
     if found is not None and found.group is not group_of(name):
         del _shared[name, device]

@@ -1,6 +1,6 @@
 """Code that the two backends for routed (token, expert) pairs share.
 
-On Hopper the estimates use measurements. The kernels have never run on other GPUs. For these GPUs, the estimates use
+On Hopper the estimates use measurements. The kernels were never run on other GPUs. For these GPUs, the estimates use
 data sheets, and Hopper's measurements for everything that data sheets do not give.
 """
 

@@ -1,6 +1,6 @@
 """Tactic and cost model that the FP4 and FP8 backends for data-center Blackwell share.
 
-The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
+The kernels were run only in a PTX emulator. All constants come from data sheets, not from measurements.
 """
 
 from typing import ClassVar, Final, NamedTuple

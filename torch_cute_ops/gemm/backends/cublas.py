@@ -1,4 +1,4 @@
-"""GEMMs of FP4 operands by cuBLAS, with decoded operands or with FP4 codes.
+"""GEMMs of FP4 operands with cuBLAS, which multiplies either decoded operands or FP4 codes.
 
 The first tactic decodes the operands to 16 bits in memory, and then multiplies them. With many rows, decoding takes
 little of the total time. The second tactic lets cuBLASLt multiply NVFP4 codes, which needs FP4 tensor cores. No GPU
@@ -134,9 +134,9 @@ def finish(acc: Tensor, given: Operands, out: Tensor) -> None:
 
 @functools.cache
 def _cuda_multiplies_codes() -> bool:
-    """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
+    """Return True if the CUDA toolkit of PyTorch contains block-scaled FP4 GEMMs.
 
-    A PyTorch without CUDA can only plan for other machines. The CUDA toolkits of these machines are assumed to have
+    A PyTorch without CUDA can only plan for other machines. The CUDA toolkits of these machines are assumed to contain
     block-scaled FP4 GEMMs.
     """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
@@ -215,8 +215,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         )
     from torch.nn.functional import ScalingType, SwizzleType
 
-    # Call the private function, because ``torch.nn.functional.scaled_mm``, which calls it, has no argument for an
-    # output.
+    # Call the private function, because ``torch.nn.functional.scaled_mm``, which calls it, takes no output.
     call = torch._scaled_mm_v2
     blocks, tiles = [ScalingType.BlockWise1x16.value], [SwizzleType.SWIZZLE_32_4_4.value]
     both = [*blocks, ScalingType.TensorWise.value], [*tiles, SwizzleType.NO_SWIZZLE.value]
@@ -231,7 +230,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         if unit is None:
             unit = torch.ones_like(factor)
             if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
-                one = unit  # do not cache it during a graph capture: a captured tensor is written only in replays
+                one = unit  # do not cache ``one`` in a graph capture: a captured tensor is written only in replays
         call(a, b, [a_scale, factor], *both, [b_scale, unit], *both, None, dtype, out=out)
 
     return multiply

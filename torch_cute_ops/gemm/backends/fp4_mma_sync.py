@@ -1,7 +1,7 @@
-"""GEMMs with an FP4 weight by ``mma.sync``, for few rows, when reading the weight limits the speed.
+"""GEMMs with an FP4 weight, with ``mma.sync``, for few rows, when reading the weight limits the speed.
 
-The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, the codes
-are multiplied without decoding.
+The weight is decoded in registers. If the activations are FP4 too, and the GPU supports block-scaled ``mma.sync``, the
+codes are multiplied without decoding.
 """
 
 import itertools

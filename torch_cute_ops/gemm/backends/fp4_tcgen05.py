@@ -1,4 +1,4 @@
-"""GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell, by ``kernels/fp4_tcgen05``."""
+"""GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell (``kernels/fp4_tcgen05``)."""
 
 import torch
 

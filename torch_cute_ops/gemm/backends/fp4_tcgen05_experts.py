@@ -1,5 +1,5 @@
 """GEMMs of two FP4 operands in which each expert owns a range of K, on the block-scaled tensor cores of data-center
-Blackwell, by ``kernels/fp4_tcgen05_experts``."""
+Blackwell (``kernels/fp4_tcgen05_experts``)."""
 
 import functools
 from typing import Final, NamedTuple
@@ -47,8 +47,8 @@ class Tcgen05ExpertsTactic(NamedTuple):
 
 
 class FP4Tcgen05Experts(Tcgen05Backend):
-    """Backend for GEMMs in which each expert owns a range of K. It multiplies the FP4 codes of both operands by
-    ``tcgen05.mma``."""
+    """Backend for GEMMs in which each expert owns a range of K. The backend multiplies the FP4 codes of both operands
+    by ``tcgen05.mma``."""
 
     tactic_type = Tcgen05ExpertsTactic
     kernel = fp4_tcgen05_experts.KERNEL

@@ -1,5 +1,5 @@
 """GEMMs of two FP4 operands with a gate in which each expert owns columns of the result, on the block-scaled tensor
-cores of data-center Blackwell, by ``kernels/fp4_tcgen05_gated_experts``."""
+cores of data-center Blackwell (``kernels/fp4_tcgen05_gated_experts``)."""
 
 import functools
 from typing import Final, NamedTuple

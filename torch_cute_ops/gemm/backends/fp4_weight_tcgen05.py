@@ -1,5 +1,5 @@
-"""GEMMs of 16-bit activations and an FP4 weight on the tensor cores of data-center Blackwell, by
-``kernels/fp4_weight_tcgen05``."""
+"""GEMMs of 16-bit activations and an FP4 weight on the tensor cores of data-center Blackwell
+(``kernels/fp4_weight_tcgen05``)."""
 
 from typing import Final, NamedTuple
 

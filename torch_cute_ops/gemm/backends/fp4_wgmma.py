@@ -150,7 +150,7 @@ class FP4Wgmma(FP4KernelBackend):
         wave = RAMP_SECONDS + k_tiles * cost.overlapped(computed, read, order=order)
         seconds = cost.LAUNCH_SECONDS + waves * wave
         if not schedule.rearranges:
-            # With a gate, the activations have twice as many bytes.
+            # With a gate, the input holds twice the bytes of the activations.
             seconds += REARRANGE_SECONDS + cost.memory_seconds(m * (problem.a_width - problem.k) * 2, 0, target)
         if schedule.has_clusters:
             seconds += waves * CLUSTER_SECONDS * (split_k - 1)

@@ -1,5 +1,5 @@
-"""FP4 GEMMs in which each expert owns a range of K, and only routed (token, expert) pairs are computed, by
-``kernels/fp4_experts``."""
+"""FP4 GEMMs in which each expert owns a range of K, and only routed (token, expert) pairs are computed
+(``kernels/fp4_experts``)."""
 
 import functools
 from typing import NamedTuple

@@ -1,5 +1,5 @@
 """FP4 GEMMs with a gate in which each expert owns columns of the result, and only routed (token, expert) pairs are
-computed, by ``kernels/fp4_gated_experts``."""
+computed (``kernels/fp4_gated_experts``)."""
 
 import functools
 import math

@@ -2,7 +2,7 @@
 
 ``kernels.common.fp4.activations`` describes the layout. The number of tokens is rounded up to whole m tiles; the kernel
 does not write the places of tokens that do not exist. The kernel also clears the flags that the GEMM's CTAs set after
-they have stored their partial sums. Each thread writes 64 bytes.
+they store their partial sums. Each thread writes 64 bytes.
 """
 
 from typing import TYPE_CHECKING

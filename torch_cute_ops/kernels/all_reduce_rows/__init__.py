@@ -4,8 +4,8 @@ Each GPU (*rank*) of a group calls the kernel with its own input. The sum over t
 order of the ranks, and rounded once to the input's dtype. The remaining steps are the steps of ``row_quant`` with the
 source ``"add"``: add the residual, normalise and quantise. All ranks get the same bits, for any number of rows.
 
-Data path. Each rank has a buffer in its memory, the *staging*, into which its peers write over NVLink. The kernel is
-``row_quant`` with an ``Exchange``:
+Data path. Each rank allocates a buffer in its memory, the *staging*, into which its peers write over NVLink. The kernel
+is ``row_quant`` with an ``Exchange``:
 
 1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its 16-byte vectors of the row to
    all peers. With two stages, a thread sends each row before it processes the previous row.
@@ -31,10 +31,10 @@ are counted too. The count is called the *epoch*. Even and odd epochs use differ
 rank A sends words of epoch n + 2 to rank B. These words overwrite words of epoch n, so B must have read and cleared the
 words of epoch n before. This holds for three reasons:
 
-- A's kernel n + 2 sends nothing before A's kernel n + 1 has ended: launches of a stream follow each other, and a kernel
-  that is launched with programmatic dependent launch first waits for the previous kernel.
-- A's kernel n + 1 ends only after it has received all words of B's kernel n + 1, or sums that contain them.
-- B's kernel n + 1 sends nothing before B's kernel n has ended.
+- A's kernel n + 2 sends nothing before the end of A's kernel n + 1: launches of a stream follow each other, and a
+  kernel that is launched with programmatic dependent launch first waits for the previous kernel.
+- A's kernel n + 1 ends only after it receives all words of B's kernel n + 1, or sums that contain these words.
+- B's kernel n + 1 sends nothing before the end of B's kernel n.
 
 Launches may have different numbers of rows, because each launch clears all words that it receives. The end and the
 start of a kernel order memory accesses at system scope.

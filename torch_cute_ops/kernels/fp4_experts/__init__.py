@@ -10,7 +10,7 @@ computed if its ``alpha`` is zero. A call launches two kernels:
    rows of ``w``. A CTA computes one n tile for one token block: the m tiles of all experts to which a token of the
    block is routed. So each byte of such an expert's weight is read once per token block.
 
-A CTA of the second kernel runs up to four *pipelines*. Each pipeline has one producer warp and its own consumer warps,
+A CTA of the second kernel runs up to four *pipelines*. Each pipeline uses one producer warp and its own consumer warps,
 and computes one m tile at a time. Roles:
 
 1. A producer warp copies to the stages: codes and scales of the weight, activations of the m tile's tokens, and one
@@ -32,11 +32,11 @@ with 256 elements do not fit, the CTA therefore runs only two pipelines, and two
 same rows.
 
 Blackwell: the activations of an m tile are laid out for mma.sync. Desktop Blackwell has only 99 KB of shared memory per
-CTA. There, a token block has at most 256 tokens, and a CTA may run only two pipelines or one. Two or four warps then
-divide the k of the same rows. All warps of a pipeline execute the same instructions, with different addresses. Desktop
-Blackwell has no setmaxnreg, so all warps have 96 registers. If both operands are FP4, desktop Blackwell multiplies
-their codes by block-scaled MMAs (``kernels.common.fp4.code_mma``): the list kernel copies codes and scales, and
-consumer warps decode nothing. On Blackwell, the kernels have run only in the PTX emulator.
+CTA. There, a token block contains at most 256 tokens, and a CTA may run only two pipelines or one. Two or four warps
+then divide the k of the same rows. All warps of a pipeline execute the same instructions, with different addresses.
+Desktop Blackwell lacks setmaxnreg, so all warps get 96 registers. If both operands are FP4, desktop Blackwell
+multiplies their codes by block-scaled MMAs (``kernels.common.fp4.code_mma``): the list kernel copies codes and scales,
+and consumer warps decode nothing. On Blackwell, the kernels were run only in the PTX emulator.
 
 A warp accumulates an m tile in registers. At the end of the expert's k, the warp adds the expert's bias and multiplies
 by the tokens' factors, both in fp32. It then adds the products to the token block's accumulators (tokens, 64) in shared
@@ -51,8 +51,8 @@ Schedule: with one class of experts, a CTA computes one n tile. With ``classes``
 index modulo ``classes``. The (n tile, class) pairs are divided among CTAs, one per SM, in equal contiguous ranges. A
 range consists of some classes of one n tile or of two consecutive n tiles. With two n tiles, the CTA computes the
 second n tile first, and writes this n tile's partial sums to the workspace. The CTA with an n tile's last class adds up
-the partial sums in the order of the classes, its own partial sums last. A CTA rarely has to wait, and it waits only for
-CTAs with lower indices, which started earlier.
+the partial sums in the order of the classes, its own partial sums last. A CTA rarely needs to wait, and it waits only
+for CTAs with lower indices, which started earlier.
 
 The bits of a token's result depend only on the tactic, the number of SMs, and the token's rows of ``a`` and ``alpha``.
 

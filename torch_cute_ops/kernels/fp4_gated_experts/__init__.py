@@ -43,10 +43,10 @@ results through shared memory, quantise whole blocks, and store them.
 
 Blackwell: activations are always copied for mma.sync. If two stages per pipeline do not fit into shared memory, as on
 desktop Blackwell with its 99 KB per CTA, k tiles have 128 elements, or a CTA has 8 consumer warps and half of the
-pipelines. Desktop Blackwell has no setmaxnreg: with 16 consumer warps, all warps have at most 96 registers, so values
+pipelines. Desktop Blackwell lacks setmaxnreg: with 16 consumer warps, all warps get at most 96 registers, so values
 that depend only on the lane are computed again for each work tile. If both operands are FP4, desktop Blackwell
 multiplies their codes by block-scaled MMAs (``kernels.common.fp4.code_mma``): the list kernel copies codes and scales,
-and consumers decode nothing. On Blackwell, the kernels have run only in the PTX emulator.
+and consumers decode nothing. On Blackwell, the kernels were run only in the PTX emulator.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 

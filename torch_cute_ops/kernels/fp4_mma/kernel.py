@@ -1,4 +1,4 @@
-"""Device code of the FP4 GEMM by mma.sync. The package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM with mma.sync. The package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -210,7 +210,7 @@ class FP4MmaKernel:
 
     @cute.jit
     def _load(self, k_tile, stage, base, work):
-        """Start this thread's part of the copies of a k tile."""
+        """Start the copies that this thread makes of a k tile."""
         c = self.config
         codes, scales, activations = (at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at))
         for i in range_constexpr(c.code_bytes // 16 // THREADS):

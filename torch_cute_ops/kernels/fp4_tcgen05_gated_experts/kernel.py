@@ -1,5 +1,5 @@
-"""Device code of the FP4 GEMM over experts with a gate, by tcgen05. The package's docstring describes the roles and the
-data path."""
+"""Device code of the FP4 tcgen05 GEMM over experts with a gate. The package's docstring describes the roles and
+the data path."""
 
 from typing import NamedTuple
 

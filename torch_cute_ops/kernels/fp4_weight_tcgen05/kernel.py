@@ -162,7 +162,7 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
         k tile's stage, and always uses the same ``stages / teams`` stages. The scales of a k tile are loaded before the
         group decodes its previous k tile.
 
-        A warp can access only one quarter of the lanes of tensor memory, which its index determines.
+        A warp can access only one quarter of the lanes of tensor memory. The index of the warp determines this quarter.
         """
         c = self.config
         team, lane = decoder // MMA_M, decoder % WARP

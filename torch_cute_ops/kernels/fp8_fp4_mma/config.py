@@ -1,4 +1,4 @@
-"""Configuration of the FP8 x FP4 GEMM by mma.sync. No device code."""
+"""Configuration of the FP8 x FP4 GEMM with mma.sync. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -20,7 +20,7 @@ CODE_BYTES: Final = K_TILE // 2
 
 @dataclass(frozen=True)
 class Config(WarpGemmConfig):
-    """Static properties of the FP8 x FP4 GEMM by mma.sync.
+    """Static properties of the FP8 x FP4 GEMM with mma.sync.
 
     Attributes:
         fmt: format of the weight.

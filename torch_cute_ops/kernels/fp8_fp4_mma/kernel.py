@@ -1,4 +1,4 @@
-"""Device code of the FP8 x FP4 GEMM by mma.sync.
+"""Device code of the FP8 x FP4 GEMM with mma.sync.
 
 The package's docstring describes the roles of the warps and the data path.
 """
@@ -42,7 +42,7 @@ SPAN = SLAB_K // K_TILE  # k tiles whose elements are interleaved with each othe
 
 
 class FP8FP4MmaKernel(FP8Kernel):
-    """GEMM kernel by mma.sync, compiled for a ``Config``."""
+    """GEMM kernel with mma.sync, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -81,7 +81,7 @@ class DecodedWeight:
 
     @cute.jit
     def load(self, k_tile, at, tile, work):
-        """Start this thread's part of the copies of a k tile's codes to the stage at ``at``.
+        """Start the copies that this thread makes of a k tile's codes, to the stage at ``at``.
 
         If ``a`` is interleaved, the k tile consists of every second run of 32 elements of 256 elements.
         """
@@ -205,8 +205,8 @@ class PreparedScales:
 
 
 class UnitPromotion(Promotion):
-    """Promotion with block scales of ``a``, and units of weight rows that depend on the k tile. ``BlockScales`` stores
-    both in a slot."""
+    """Promotion for block scales of ``a`` and for units of weight rows that depend on the k tile. ``BlockScales``
+    stores both in a slot."""
 
     def of_rows(self, factors: list, slot: cute.Pointer, i: int, work: Work) -> list:
         """Load the scales of two rows of ``a``."""

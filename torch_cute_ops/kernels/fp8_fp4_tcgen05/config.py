@@ -135,7 +135,7 @@ class Config(FP8TileConfig):
 
     @property
     def slab_tiles(self) -> int:
-        """Number of k tiles whose indices a slab of prepared scales holds."""
+        """Number of k tiles whose indices are in one slab of prepared scales (``formats.prepared_scales``)."""
         return SLAB_K // K_TILE
 
     def reason_unfit(self) -> str | None:

@@ -73,7 +73,7 @@ class Config(FP8GemmConfig):
         # If a stage held two k tiles of ``a``, only two stages would fit, and copies would come too late.
         if self.tile_m != FAST_TILE_M:
             return 0
-        return 5 if self.split_k == 1 else 3  # under split-K, received accumulators take 64 KB
+        return 5 if self.split_k == 1 else 3  # with split-K, received accumulators take 64 KB
 
     @property
     def exchanges(self) -> bool:

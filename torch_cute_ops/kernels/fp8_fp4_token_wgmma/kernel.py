@@ -190,7 +190,7 @@ class DecodingLoop:
             self._decode(words[(i + 1) % 2], loaded)
             if self.config.a_slots:
                 read = used
-                if within == self.k_tiles - 2:  # all codes of the stage are decoded
+                if within == self.k_tiles - 2:  # all codes of the stage have been decoded
                     self.stages.release(stage, consumer.lane, smem)
             done = read
         warpgroup.wait_group(0)
@@ -300,7 +300,7 @@ class DecodingConsumers:
 
         Args:
             scales: result of ``_token_scales``.
-            finish: functions that apply the epilogue, or None under split-K.
+            finish: functions that apply the epilogue, or None with split-K.
             tile: (first row, number of rows, first column, expert, True if it is the CTA's last tile).
         """
         row, rows, column, expert, is_last = tile

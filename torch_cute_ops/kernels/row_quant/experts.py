@@ -63,7 +63,8 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
             # Clamp offsets and counts, so that wrong values cause a wrong result but no access out of bounds.
             begin = cutlass.max(_load(offsets, expert, exists), Int32(0))
         size = _load(counts, expert, exists)
-        # Limit the number of an expert's rows to the expert's part of the buffer, and to the end of the buffer.
+        # Limit the number of an expert's rows: they must end inside the expert's part of the buffer, and inside the
+        # buffer.
         size = cutlass.max(
             cutlass.min(size, rows_per_expert if const_expr(offsets is None) else rows - begin), Int32(0)
         )

@@ -222,7 +222,7 @@ class Rows:
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
         """Return the values of the thread's j-th block in fp32, and the same values as words: in the residual's dtype
         if a residual is added, otherwise in the input's dtype. With a gate, the list of words is empty. ``again`` is
-        True if the row is read a second time, after its sums have overwritten the residual.
+        True if the row is read a second time, after the sums have overwritten the residual.
         """
         spec = self.config.spec
         block = self._safe_block(j, thread)

@@ -1,4 +1,4 @@
-"""State of a thread, and pointers into shared memory. The classes of the kernel pass both to each other."""
+"""State of a thread, and pointers into shared memory, which the classes of the kernel pass to each other."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

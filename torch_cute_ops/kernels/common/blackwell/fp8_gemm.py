@@ -48,8 +48,8 @@ class Work(NamedTuple):
         first, pitch: index of the CTA's first tile, and distance to its next tile.
         num_tiles: number of all tiles.
         rank: rank of the CTA in its cluster.
-        experts, space: number of experts, and ``Views.space``.
-        offsets, counts: first rows and numbers of rows of the experts, or None.
+        experts, space: number of experts, and number of rows of the buffer (in the masked layout, per expert).
+        offsets, counts: first row of each expert, and number of rows of each expert, or None.
         a_scale, b_scale: scales of ``a`` and of the weight, for all experts. ``b_scale`` is None with per-token scales.
         alpha, bias: operands of the epilogue, or None.
         out: result.
@@ -82,8 +82,8 @@ class FP8Smem(Smem):
     """Shared memory of a CTA.
 
     Attributes:
-        factors: memory for scales. With block scales: slots, each with the factors of one k tile's accumulator. With
-            per-token scales: one copy of the tile's scales for each epilogue warp.
+        factors: memory for scales. With block scales, each slot holds the factors of one k tile's accumulator. With
+            per-token scales, each epilogue warp keeps a copy of the tile's scales.
         factor_pipeline: pipeline whose stages are the slots of ``factors``.
         copied: mbarriers, one per stage, if decoder warps decode the weight. They complete when the copies to the stage
             have arrived.
@@ -305,7 +305,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp, which fills the stages."""
+        """Run the producer warp, which copies both operands to the stages."""
         tid, _, _ = cute.arch.thread_idx()
         rows = self.stage.cta_mma_n
         half = work.rank if const_expr(self.stage.cta_group == 2) else Int32(0)
@@ -445,7 +445,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _store(self, values: list, first, finish, tile, column, tid, work, smem):
-        """Store scaled columns of the accumulator, starting at column ``first``, as results or, under split-K, as
+        """Store scaled columns of the accumulator, starting at column ``first``, as results or, with split-K, as
         partial sums."""
         c = self.config
         if const_expr(c.split_k <= 1):

@@ -1,4 +1,4 @@
-"""Host side of GEMMs by ``tcgen05.mma`` with FP8 operands: base class of their configurations. No device code."""
+"""Host side of GEMMs with ``tcgen05.mma`` and FP8 operands: base class of their configurations. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -81,12 +81,12 @@ class FP8TileConfig(Tcgen05Config):
     Attributes:
         rows: assignment of rows of ``a`` to experts.
         epilogue: operations on the finished accumulators.
-        has_blocks: True if ``a`` has block scales, False if it has per-token scales or if the MMAs apply all scales.
+        has_blocks: True for block scales of ``a``, False for per-token scales, or if the MMAs apply all scales.
         tile_m: number of rows of ``a`` per tile.
         cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA stores 128 rows of the weight tile.
         split_k: number of CTAs of a cluster that split a tile's K range.
         pdl: True to launch with programmatic dependent launch.
-        prefetches: as in ``FP8GemmConfig``.
+        prefetches: True if the producer prefetches memory into L2 after its last copy.
         tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
         stage_writers: number of warps that load from stages or store to them, or 0 if only TMA and MMAs access them.
         factor_arrivals: number of arrivals that complete a slot with factors.

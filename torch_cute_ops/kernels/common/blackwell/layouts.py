@@ -21,11 +21,11 @@ MMA_K: Final = 64
 TMEM_COLUMNS: Final = 512
 """Number of columns of tensor memory of an SM."""
 EPILOGUE_WARPS: Final = MMA_M // 32
-"""Number of epilogue warps. Each can load 32 lanes of tensor memory."""
+"""Number of epilogue warps. Each warp can load 32 lanes of tensor memory."""
 SCALE_LOADER_WARPS: Final = 4
 """Number of scale-loader warps. These warps load linear scales and store them in the 128x4 layout."""
 SCALE_STAGES: Final = 2
-"""Number of buffers in tensor memory. Each holds the scales of one k tile."""
+"""Number of buffers for scales in tensor memory. Each buffer holds the scales of one k tile."""
 ALIGNMENT: Final = 1024
 """Alignment of a stage in bytes. The 128-byte swizzle requires it."""
 
@@ -102,7 +102,7 @@ class BlockScaledStage(OperandStage):
 
     Attributes:
         fmt, layout: format and scale layout of all operands.
-        mma_n, cta_group: as in ``OperandStage``.
+        mma_n, cta_group: attributes that ``OperandStage`` describes.
         spread: True if a k tile may begin in the middle of a scale tile.
         n_operands: number of operands on the N side, each with ``mma_n`` rows, its own MMAs and its own accumulator.
     """

@@ -27,7 +27,8 @@ HALF_LOG2E: Final = (-0.7213475108146667, -0.7213475204444817 + 0.72134751081466
 
 Finish = Callable[..., Float32]
 """Function of an accumulator, a column and a row scale that applies the epilogue. The column is counted from the first
-column whose alpha and bias were loaded. The row scale is None if the epilogue has none. The result is not rounded."""
+column whose alpha and bias were loaded. The row scale is None if the epilogue has no row scales. The result is not
+rounded."""
 TileEpilogue = Callable[..., Finish]
 """Function of ``column``, ``count`` and, optionally, a constant ``after``. It loads alpha and bias of the ``count``
 columns from ``column + after`` on, and returns a ``Finish`` for these columns."""

@@ -40,8 +40,8 @@ def ctas_unless_overlapping(
     ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
 ) -> Int32:
     """Return ``ctas``, or 0 to refuse the launch. The launch is refused if a written tensor overlaps another tensor, if
-    rows of a written tensor overlap each other, or if rows of scale tiles have gaps between them. TVM-FFI checks none
-    of these conditions.
+    rows of a written tensor overlap each other, or if rows of scale tiles are not contiguous. TVM-FFI checks none of
+    these conditions.
 
     Call this function in the host function (``__call__``), and launch with the result as one extent of the grid. The
     memory of a tensor is the range from its first to its last element, including gaps between rows. An empty tensor

@@ -62,7 +62,7 @@ def _vectors(words: cute.Tensor) -> range | None:
         (shape,), (stride,) = shape, stride
     at = words.iterator
     if not isinstance(shape, int) or stride != 1 or at.alignment < 4 or at.max_alignment != at.alignment:
-        return None  # among others: swizzled addresses, whose alignment is reduced
+        return None  # for example, swizzled addresses, whose alignment is reduced
     return range(0, shape, math.gcd(shape, at.alignment // 4, 8))
 
 

@@ -444,7 +444,7 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def end_straight_code(never, *, loc=None, ip=None) -> None:
-    """Keep ptxas from analysing the code before and after this point together.
+    """Keep ptxas from analysing the code before this point together with the code after it.
 
     ptxas 13.5 serialises warpgroup MMAs (C7513) if straight-line code writes registers of an MMA's A operand while
     earlier MMAs run, even if those MMAs use other registers. A predicated instruction between the writes and the MMA

@@ -20,7 +20,7 @@ def table_experts(experts: int) -> int:
 WARP = 32
 MAX_UNROLLED_KEYS = 16
 """Largest number of keys per lane for which the loop of the choice is unrolled. With more keys, the loop would spill: a
-CTA of 1,024 threads has only 64 registers per thread."""
+CTA of 1,024 threads gets only 64 registers per thread."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,7 @@ SINGLE_CTA_ROWS = 8192
 """Largest number of rows for which a single CTA writes all rows. On an H200 with 33,000 rows, a single CTA takes 5 µs
 longer than several CTAs, which is the time that a second launch would take."""
 ROWS_PER_CTA = 8192
-"""Number of rows that a CTA writes as long as the GPU has idle SMs. If all SMs have a CTA, each CTA writes more
-rows."""
+"""Number of rows that a CTA writes as long as the GPU has idle SMs. If no SM is idle, each CTA writes more rows."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ PAIR_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class TokenListLayout:
-    """Sizes of the lists of routed tokens. Each token block has one list per expert.
+    """Sizes of the lists of routed tokens. Each token block gets one list per expert.
 
     Attributes:
         token_block: number of tokens of a token block.

@@ -120,7 +120,7 @@ class ExpertChooser:
         value = self._logit(logits, token, own)
         if const_expr(c.computes_softmax_first and c.renormalize):
             # Subtract the largest chosen logit, not the largest of all logits. The expert with the largest logit may
-            # not be chosen, and relative to its logit all chosen weights could round to zero.
+            # not be chosen. Relative to this logit, the weights of all chosen experts could round to zero.
             largest = _value_of(cute.arch.warp_redux_sync(ptx.select(lane < c.topk, _key_of(value), Uint32(0)), "max"))
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))

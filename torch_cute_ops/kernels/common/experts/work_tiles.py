@@ -180,7 +180,8 @@ class TokenLister:
 
 
 class MTileLists(NamedTuple):
-    """Lists of a CTA's m tiles, in shared memory. A touched expert has a token in the CTA's token block.
+    """Lists of a CTA's m tiles, in shared memory. An expert is touched if a token in the CTA's token block is routed to
+    it.
 
     Attributes:
         experts: indices of the touched experts.

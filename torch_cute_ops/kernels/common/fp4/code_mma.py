@@ -132,7 +132,7 @@ class CodeTileMma:
             for group in range(self.tile_m // ATOM_M)
         ]
         for begin in range(0, count, 2):
-            together = range(min(2, count - begin))  # steps whose codes of a token are loaded together
+            together = range(min(2, count - begin))  # steps for which a token's codes are loaded at once
             weights, factors = [], []
             for i in together:
                 step = first + begin + i

@@ -226,7 +226,7 @@ def _bfloat16_pairs(word) -> list:
 
     In both halves of the word, one integer multiplication moves a nibble's sign to bit 15 and its other bits to bits
     8..6. The multiplication replaces two shifts. It runs in another execution pipe than the logic instructions, whose
-    pipe has only half the usual throughput.
+    pipe runs at only half the usual throughput.
     """
     pairs = []
     for bits in (word, word >> 8):

@@ -199,7 +199,7 @@ class FP4Operands:
 
     def reason_codes_unsupported(self, arch: Arch) -> str | None:
         """If ``by_codes``, return the reason that no MMA of ``arch`` multiplies the operands' codes, or None if
-        ``arch`` has the MMA. Otherwise return None."""
+        ``arch`` supports the MMA. Otherwise return None."""
         if self.by_codes and not arch.has_block_scaled_mma:
             return f"needs block-scaled mma.sync; this is {arch.name}"
         return None

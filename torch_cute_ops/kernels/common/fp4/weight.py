@@ -1,9 +1,9 @@
 """Device code that copies k tiles of an FP4 weight to shared memory, and loads the codes and scales of a lane.
 
-A k tile consists of 256 elements along K of each of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, a
-cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row has 64 bytes
-of codes, and the box has the 64-byte swizzle.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4
-blocks, and linear scales by TMA, as one box.
+A k tile consists of 256 elements along K of each of ``tile_n`` rows. In a k tile, the codes of a row take 128 bytes, a
+cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, the codes of a row
+take 64 bytes, and TMA applies the 64-byte swizzle.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x
+4 blocks, and linear scales by TMA, as one box.
 
 If K is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends. A
 range may be an odd number of half scale tiles (``WeightTile.spread``). Experts then begin alternately in the first and
@@ -36,7 +36,7 @@ class WeightCopies(NamedTuple):
         codes_copy, codes_from, codes_to: TMA copy of codes, with its boxes in global memory and in the stages.
         scale_copy, scales_from, scales_to: TMA copy of linear scales, with its boxes in global memory and in the
             stages. None for tiled scales.
-        scales: all scales in global memory. Tiled scales are copied from it in bulk.
+        scales: all scales in global memory. Tiled scales are copied from this tensor in bulk.
         scales_at: address of the stages' scales in shared memory.
     """
 
