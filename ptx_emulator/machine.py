@@ -533,8 +533,8 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """Divide accesses by memory. Yield (positions in ``threads``, memory, banks, offsets) for each memory that is
-        accessed."""
+        """Divide accesses by memory. For each memory that is accessed, yield (positions in ``threads``, memory, banks,
+        offsets)."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]

@@ -96,7 +96,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # If the program uses cp.async, one more column per thread counts the thread's cp.async groups.
+        # If the program uses cp.async, each thread gets one more column, which counts the thread's cp.async groups.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)

@@ -285,7 +285,7 @@ class TensorCores:
         shared memory or an address of tensor memory, and ``b`` is a descriptor of shared memory.
         """
         shape = PlainShape.of(instruction, group, kind)
-        # CUTLASS refuses these sizes, but FlashInfer has tiles of 8 columns.
+        # CUTLASS refuses these sizes, but FlashInfer uses tiles of 8 columns.
         if a_in_tensor_memory and shape.n % (16 * group) and not self.machine.lenient:
             raise Fault(EmulationError, 0, f"{shape.m} x {shape.n} with A in tensor memory")
         self._multiply(thread, accumulator, a, b, shape, accumulates, None, a_in_tensor_memory)

@@ -31,7 +31,7 @@ SCALE_BYTES = {"e4m3": (0x18, 0x31), "ue8m0": (123, 127)}
 float16."""
 
 EXACT_SCALES = {"e4m3": (0x38, 8), "ue8m0": (127, 1)}
-"""Byte of a scale with the value 1, and the step from this byte to the byte of the value 2."""
+"""Byte that encodes the scale 1, and difference between the bytes that encode the scales 2 and 1."""
 
 Tensor = torch.Tensor
 Given = tuple[Any, tuple[Tensor | None, ...]]

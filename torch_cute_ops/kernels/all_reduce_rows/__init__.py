@@ -4,8 +4,8 @@ Each GPU (*rank*) of a group calls the kernel with its own input. The sum over t
 order of the ranks, and rounded once to the input's dtype. The remaining steps are the steps of ``row_quant`` with the
 source ``"add"``: add the residual, normalise and quantise. All ranks get the same bits, for any number of rows.
 
-Data path. Each rank allocates a buffer in its memory, the *staging*, into which its peers write over NVLink. The kernel
-is ``row_quant`` with an ``Exchange``:
+Data path. Each rank keeps a buffer in its memory, the *staging*, into which its peers write over NVLink. The kernel is
+``row_quant`` with an ``Exchange``:
 
 1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its 16-byte vectors of the row to
    all peers. With two stages, a thread sends each row before it processes the previous row.

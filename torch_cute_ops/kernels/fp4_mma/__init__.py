@@ -8,8 +8,8 @@ Roles and data path. A CTA consists of 8 warps. It computes 128 rows of ``b`` by
 ``split_k`` CTAs of a cluster divide k into contiguous ranges of k tiles of 256 elements.
 
 1. All threads copy k tiles to shared memory by ``cp.async``, with ``stages`` k tiles in flight. A k tile consists of
-   128 x 128 bytes of codes, the scales of their 128 x 16 (NVFP4) or 128 x 8 (MXFP4) blocks, and the activations. In
-   shared memory they have the same layouts as in global memory. Elements beyond a matrix become zeros. The kernel uses
+   128 x 128 bytes of codes, the scales of their 128 x 16 (NVFP4) or 128 x 8 (MXFP4) blocks, and the activations. The
+   layouts in shared memory are the same as in global memory. Elements beyond a matrix become zeros. The kernel uses
    barriers of the CTA and no mbarriers.
 2. A warp multiplies 16 rows of ``b``. Four lanes share a row. In each 128 elements of k, each of these lanes reads 32
    contiguous elements, 16 bytes of codes, which eight MMAs with K = 16 multiply: each MMA uses four of a lane's

@@ -33,7 +33,7 @@ spill, because with linear scales the CTA also contains scale-loader warps."""
 STORE_COLUMNS: Final = 8
 """Number of columns of the result that a thread stores at once."""
 EXPERTS_PER_WORD: Final = 32
-"""Number of experts whose bits share a word. All these experts belong to the same class."""
+"""Number of experts whose bits share a 32-bit word. All experts of a word belong to the same class."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):

@@ -169,8 +169,8 @@ class Config:
         pdl: True to launch with programmatic dependent launch.
         static_weight: True if the weight was complete before the previous launch. ``plan`` sets the field only if it
             affects the kernel: with ``pdl``, and if the CTAs rearrange the activations.
-        prefetches: True if the producer prefetches a matrix into L2 after its last copy. Such a kernel has few tokens
-            per tile, and its CTAs rearrange the activations.
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. A kernel that prefetches has
+            few tokens per tile, and its CTAs rearrange the activations.
     """
 
     operands: FP4Operands

@@ -22,7 +22,7 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 SPAN_K: Final = LINE_SPAN * K_TILE
-"""Number of elements of K in a stage. Activations are interleaved within this many elements."""
+"""Number of elements of K in a stage. Activations are interleaved within each group of this size."""
 FAST_TILE_M: Final = 256
 """Number of rows of ``a`` of the largest tiles. There are not enough registers for a second set of accumulators, so
 ``fast_accum`` must be True."""

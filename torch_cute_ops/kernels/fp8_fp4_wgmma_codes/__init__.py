@@ -28,8 +28,9 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
    the codes of such a block by rounded codes with a larger scale.
 
 With few rows of ``a``, a block has few accumulators, and scaling these accumulators takes less time than computing
-look-up tables of scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: with five of the
-eight significands of an e4m3 scale, the codes 1.5, 3 and 6 would be rounded.
+look-up tables of scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: for five of the
+eight significands of an e4m3 scale, the definition rounds the products with the codes 1.5, 3 and 6, and rounded
+products cannot be computed from sums of codes.
 
 Bytes moved: The kernel moves the same bytes as ``fp8_wgmma``, except that the weight takes half the bytes, plus its
 block scales.

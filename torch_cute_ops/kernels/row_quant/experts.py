@@ -90,7 +90,8 @@ def _load(tensor: cute.Tensor, at, exists) -> Int32:
 
 
 def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
-    """Return the row of the buffer with dense number ``number``. The result is arbitrary if ``number`` is too large.
+    """Return the row of the buffer whose dense number is ``number``. The result is arbitrary if ``number`` is too
+    large.
 
     ``is_of_warp`` is True if all lanes of the warp call this function together, with the same number.
     """

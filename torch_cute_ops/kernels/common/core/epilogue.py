@@ -244,7 +244,7 @@ GATES: Final[dict[str, Callable[[Float32, Float32], Float32]]] = {
     "gelu": gelu_mul,
     "relu2": relu2_mul,
 }
-"""Functions of gate and up, keyed by the name of the gate."""
+"""Functions that compute the gated result from gate and up, keyed by the name of the gate."""
 
 
 def _gated(value: Float32, gate: Float32) -> Float32:

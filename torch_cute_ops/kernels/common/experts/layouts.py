@@ -209,8 +209,8 @@ class SmemOffsets(NamedTuple):
 
     Attributes:
         bits: bitmap with one bit per expert and slot of the batch.
-        chosen: expert of each pair of the batch.
-        before: number of pairs of each expert before the batch.
+        chosen: index of the expert of each pair of the batch.
+        before: number of pairs of each expert that precede the batch.
         begins: first row of each expert, followed by the end of the last expert's rows.
         sizes: number of rows of each expert.
         partial_sums: partial sums of each expert's counts: over the CTAs before this CTA, and over all CTAs.
