@@ -1,4 +1,4 @@
-"""Emulator of PTX for sm_90a and Blackwell. It runs all threads of a kernel on a CPU, and finds races.
+"""Emulator of PTX for sm_90a and Blackwell. The emulator runs all threads of a kernel on a CPU, and finds races.
 
 ``Machine`` executes one launch of a parsed PTX program. The docstring of ``machine`` lists the faults that it finds.
 ``host`` evaluates the host function of a kernel that CuTe DSL compiled. ``adapter`` runs kernels of torch_cute_ops, and

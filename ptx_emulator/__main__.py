@@ -87,11 +87,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--param", action="append", default=[], metavar="VALUE", help="parameter of the kernel, in order"
     )
     parser.add_argument(
-        "--seeds", type=int, default=3, help="random orders of warps and copies to run after the one in step"
+        "--seeds", type=int, default=3, help="number of runs in random orders, after the run in lockstep"
     )
-    parser.add_argument("--lenient", action="store_true", help="allow omissions that NVIDIA's kernels make (see races)")
-    parser.add_argument("--max-steps", type=int, default=20_000_000, help="instructions after which to give up")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the buffers after the run in step as .npy")
+    parser.add_argument("--lenient", action="store_true", help="allow omissions of NVIDIA's kernels (see races.py)")
+    parser.add_argument("--max-steps", type=int, default=20_000_000, help="instructions after which a run is aborted")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the buffers of the run in lockstep as .npy")
     given = parser.parse_args(arguments)
     try:
         programs = {program.name: program for program in parse_all(given.file.read_text())}

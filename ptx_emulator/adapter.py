@@ -40,7 +40,8 @@ class Compiled:
         module: MLIR module that contains the host function.
         resources: Registers, spills and shared memory of each program, as ptxas reports them; empty if
             ``CUTE_DSL_LINEINFO`` is set.
-        instructions: Number of tensor-core instructions in the machine code, keyed by name; also empty then.
+        instructions: Number of tensor-core instructions in the machine code, keyed by name; empty if
+            ``CUTE_DSL_LINEINFO`` is set.
     """
 
     programs: dict[str, Program]
@@ -92,7 +93,7 @@ def forget() -> None:
 def programs_of(ptx: str) -> dict[str, Program]:
     """Parse a PTX text. Return its programs, keyed by name.
 
-    The cache holds only the last two texts, because tests run many edited texts, and each of them with several seeds.
+    The cache holds only two texts: tests run many edited texts, but run each of them with several seeds in sequence.
     """
     return {program.name: program for program in parse_all(ptx)}
 
@@ -160,8 +161,8 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # The previous kernel released its dependents only after all kernels before it had ended, so no other kernel can
-        # still be running.
+        # The previous kernel released its dependents only after all kernels before it had ended. So no kernel before
+        # the previous kernel can still be running.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(

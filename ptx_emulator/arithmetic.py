@@ -2,8 +2,8 @@
 
 ``PURE`` maps the first parts of an opcode to an ``Operation``. An operation's function takes its operands as arrays of
 the types that the operation names (``bf16`` as ``uint16``, packed types as ``uint32``), and returns the array of the
-target register. If PTX defines the rounding of an instruction, its results equal the hardware's bit for bit. If PTX
-defines an instruction as approximate, its results are correctly rounded.
+target register. If PTX defines the rounding of an instruction, its results equal the hardware's results bit for bit. If
+PTX calls an instruction approximate, the emulator returns correctly rounded results.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ class Operation:
     """Implementation of an instruction: a function, the types of its operands and result, and supported modifiers.
 
     ``ins`` and ``out`` name types by letters: ``t`` is the opcode's last type, ``d`` is the opcode's first type, and
-    ``w`` is a type with twice the bits of ``t``. ``mods`` are the supported modifiers. An instruction with any other
-    modifier is unknown to the emulator.
+    ``w`` is a type with twice the bits of ``t``. ``mods`` are the supported modifiers. The emulator refuses an
+    instruction with any other modifier.
     """
 
     function: Callable[..., Any]
@@ -263,7 +263,7 @@ def _extreme(op, largest: bool, a, b):
             result = np.maximum(x, y) if largest else np.minimum(x, y)
         else:
             result = np.fmax(x, y) if largest else np.fmin(x, y)
-        # PTX orders minus zero below plus zero, but NumPy treats them as equal.
+        # PTX orders minus zero below plus zero, but NumPy treats the two zeros as equal.
         zeros = (x == 0) & (y == 0)
         if not any_true(zeros):
             return result

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
 
 AT_WARP, AT_CLUSTER, FOR_COPIES, FOR_KERNEL = -1, -2, -3, -4
-"""Reasons for which a thread waits (``Machine.wait``). A positive reason is the number of an instruction that the lanes
-of a warp execute together."""
+"""Numbers that say why a thread waits (``Machine.wait``). A positive number is the number of an instruction that the
+lanes of a warp execute together."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Barriers:
             wanted = int(expected[at[0]])
             before, groups = self.arrived.get(name, (wanted, []))
             if before != wanted or (expected[at] != wanted).any():
-                raise Fault(EmulationError, at[0], f"barrier {name[1]} with {wanted} threads; others said {before}")
+                raise Fault(EmulationError, at[0], f"barrier {name[1]} with {wanted} threads; earlier: {before}")
             groups.append(threads[at] if waits else threads[at][:0])
             self.machine.races.arrive(("bar", *name), threads[at])
             self.arrived_counts[name] += len(at)
@@ -218,10 +218,10 @@ class Barriers:
         relaxed: bool = False,
         cluster: bool = False,
     ) -> tuple[Array, Array]:
-        """Test whether a phase of an mbarrier is complete. The parity or the number of the phase identifies it.
+        """Test whether a phase of an mbarrier is complete. The phase is given by its parity or by its number.
 
         If ``waits``, a thread waits for an incomplete phase, unless its wait times out, which happens at most once per
-        thread and phase. ``relaxed`` and ``cluster`` mean the same as in ``arrive``.
+        thread and phase. ``arrive`` describes ``relaxed`` and ``cluster``.
 
         Returns:
             Masks of the threads that continue, and of the threads whose phase is complete.
@@ -252,7 +252,8 @@ class Barriers:
         return done, complete
 
     def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
-        """Return a mask of the threads whose wait times out. They continue although the phase is not complete."""
+        """Return a mask of the threads whose wait times out. These threads continue although the phase is not
+        complete."""
         goes_on = self.times_out[threads]
         if self.random is not None and self.random.random() < 0.1:
             goes_on = np.ones(len(threads), bool)

@@ -63,8 +63,8 @@ class Flow:
 def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
     """Annotate the steps and blocks of a program. Return the number of loads that may read shared memory.
 
-    The analysis is cached for each program, because it takes longer than decoding. It depends on the launch in two
-    ways: in clusters, addresses of shared memory are read from registers, and while a previous kernel runs,
+    The analysis is cached for each program, because it takes longer than decoding. The analysis depends on the launch
+    in two ways: in clusters, addresses of shared memory are read from registers, and while a previous kernel runs,
     ``griddepcontrol.wait`` ends a block.
     """
     key = in_clusters, *(len(block.steps) for block in blocks)
@@ -84,7 +84,7 @@ def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
 
 
 def find_live_registers(blocks: list[Block]) -> None:
-    """Find the registers that are live at the start and the end of each block. They are stored as bit sets."""
+    """Find the registers that are live at the start and the end of each block. The result is stored as bit sets."""
     reads, writes = [], []
     for block in blocks:
         read = written = 0
@@ -137,9 +137,9 @@ def find_loads(blocks: list[Block]) -> int:
     """Number all loads that may read shared memory, and find the instructions that need their results.
 
     The compiler may move any instruction that does not synchronise, branch or access memory. All other instructions are
-    *fixed*: they need the results of loads at a definite point of the program. A fixed instruction needs a load if it
-    uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 moved an ``mma`` past
-    a later arrival at a barrier.
+    *fixed*: when a fixed instruction runs, the loads that it needs must be complete. A fixed instruction needs a load
+    if it uses the load's result, directly or through other instructions. ``mma`` is not fixed: ptxas 13 moved an
+    ``mma`` past a later arrival at a barrier.
     """
     loads = 0
     origins: Counter[int] = Counter()  # for each register, a bit set of the loads on which its value depends

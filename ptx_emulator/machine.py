@@ -20,9 +20,9 @@ Each of these faults raises an error that names the instruction, the thread and 
   launch in which no thread waits, and stores to global memory that the previous kernel may still access.
 
 The emulator does not model any other memory ordering: other fences have no effect, no other proxies exist, and accesses
-to global memory are not ordered. It does not model the registers of a warpgroup MMA or ``tcgen05.ld`` before the
-operation has completed, caches, or timing. ``mbarrier.try_wait`` blocks until it can succeed, but may time out once per
-thread and phase: if nothing else can run, and with a ``seed`` also at random.
+to global memory are not ordered. The emulator does not model caches or timing, nor the register contents of a warpgroup
+MMA or a ``tcgen05.ld`` before the operation has completed. ``mbarrier.try_wait`` blocks until it can succeed, but may
+time out once per thread and phase: if nothing else can run, and with a ``seed`` also at random.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Machine(Layout):
         strict: True if only ``bar.warp.sync`` orders memory within a warp, as PTX specifies. If False, shuffles, votes
             and elections order it too, because lanes that execute an instruction together have issued all earlier
             instructions.
-        scoped: True if the scope of an mbarrier operation limits the CTAs for which it orders memory, as PTX specifies
-            (see ``races``). If False, each operation orders memory for the whole cluster.
+        scoped: True if the scope of an mbarrier operation limits the CTAs for which the operation orders memory, as PTX
+            specifies (see ``races``). If False, each operation orders memory for the whole cluster.
         lenient: True to allow omissions in NVIDIA's kernels that the PTX specification forbids (see ``races``,
-            ``tensor_memory``). This is for calibration. Kernels of torch_cute_ops run without it.
+            ``tensor_memory``). The calibration tool sets ``lenient``; kernels of torch_cute_ops run without it.
         before: Function that performs the remaining writes of the previous kernel, or None if that kernel has ended.
             The previous kernel ends as late as possible: when all threads wait at ``griddepcontrol.wait`` or poll.
         accessed_before: Numbers of the allocations that the previous kernel accesses (see ``accessed``). Before the
@@ -281,8 +281,8 @@ class Machine(Layout):
             del self.undefined[slot]
 
     def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
-        """Run one step, and store its results in ``values``. If the step is a branch, return the value that decides
-        it."""
+        """Run one step, and store its results in ``values``. If the step is a branch, return the value that decides the
+        branch."""
         if step.guard is not None:
             guard = values[step.guard.slot]
             taken = of_each(~guard if step.guard.negated else guard, threads)
@@ -350,7 +350,7 @@ class Machine(Layout):
         if not known and step.undefined in ("load", "store", "error"):
             for which in strange[: None if step.undefined == "error" else 1]:
                 if which is not None:
-                    raise Fault(Uninitialised, positions(which)[0], "depends on memory that nobody wrote")
+                    raise Fault(Uninitialised, positions(which)[0], "depends on uninitialised memory")
         if step.undefined == "store" and not known:
             self.undefined_values = strange[1:]
         results, unwritten = step.run(threads, *arguments), self.unwritten
@@ -360,7 +360,7 @@ class Machine(Layout):
             return results, None
         if step.undefined == "shuffle":
             if any(which is not None for which in strange[1:]):
-                raise Fault(Uninitialised, 0, "depends on memory that nobody wrote")
+                raise Fault(Uninitialised, 0, "depends on uninitialised memory")
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
@@ -399,7 +399,7 @@ class Machine(Layout):
     def release_dependents(self, threads: Array) -> None:
         early = positions(~self.has_waited[threads])
         if len(early) and not self.lenient:
-            raise Fault(EmulationError, early[0], "releases dependents before it has waited for the kernel before")
+            raise Fault(EmulationError, early[0], "releases dependents before it has waited for the previous kernel")
 
     def _check_waits(self) -> None:
         """Check that some thread has waited for the previous kernel.
@@ -408,13 +408,13 @@ class Machine(Layout):
         launch has waited, the previous kernel has ended by then.
         """
         if self.overlaps and not any_true(self.has_waited):
-            raise EmulationError("ended, and no thread has waited for the kernel before")
+            raise EmulationError("ended, but no thread has waited for the previous kernel")
 
     def _end_kernel_before(self) -> None:
         for number, contents in self.contents.items():
             region = self.global_memory.regions[number - 1]
             if not np.array_equal(region.data, contents):
-                raise EmulationError(f"{region.name} is written before the kernel before has ended")
+                raise EmulationError(f"{region.name} is written before the previous kernel has ended")
         before, self.before = self.before, None
         assert before is not None
         before()
@@ -533,8 +533,8 @@ class Machine(Layout):
     def places(
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
-        """Divide accesses by memory. Yield (positions in ``threads``, memory, banks, offsets) for each memory that is
-        accessed."""
+        """Divide accesses by memory. For each memory that is accessed, yield (positions in ``threads``, memory, banks,
+        offsets)."""
         address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]
@@ -573,12 +573,12 @@ class Machine(Layout):
         cta = self.cta_of_rank[self.cluster[threads], rank]
         if space != "shared::cluster" and (cta != own).any():
             bad = positions(cta != own)[0]
-            raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of another CTA: not shared::cta")
+            raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} belongs to another CTA: not shared::cta")
         remote = distinct(cta[cta != own])
         for other in remote:
             if (self.state[self.cta == other] == ENDED).all():
                 bad = positions(cta == other)[0]
-                raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of CTA {other}, which has ended")
+                raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} belongs to CTA {other}, which has ended")
         return cta, address & ((1 << RANK_SHIFT) - 1)
 
     def ctas_of_mask(self, thread: int, mask: int) -> list[int]:
@@ -620,7 +620,7 @@ class Machine(Layout):
                     at = positions(which[subset])
                     if memory is not self.shared and memory is not self.local:
                         position = at[0] if isinstance(subset, slice) else subset[at[0]]
-                        raise Fault(Uninitialised, position, "stores what comes from memory that nobody wrote")
+                        raise Fault(Uninitialised, position, "stores a value that depends on uninitialised memory")
                     memory.forget(bank[at], offset[at] + i * width, width)
 
     @staticmethod

@@ -42,7 +42,7 @@ class Race(EmulationError):
 
 
 class Deadlock(EmulationError):
-    """Threads wait, and nothing that can still run would let them continue."""
+    """Threads wait, and no thread or copy that can still run would let these threads continue."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Memory:
         flags[(bank * self.stride + offset) // width] = _repeat(ALLOCATED, width)
 
     def span(self, bank: int, offset: int, size: int, reads: bool) -> slice:
-        """Check the bytes that a bulk copy reads or writes, and return their indices as a slice.
+        """Check the bytes that a bulk copy reads or writes, and return the indices of these bytes as a slice.
 
         The bytes must be aligned, in bounds and allocated, and must not be part of an mbarrier. If ``reads``, they must
         also be initialised.

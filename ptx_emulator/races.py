@@ -1,16 +1,16 @@
 """A detector of data races in shared memory, by vector clocks.
 
 Each thread has a vector clock with one column per thread of its cluster, and one column for all asynchronous copies. A
-thread *knows of* an access if the access happened before the thread's current point, as the thread's clock shows. For
-each byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An
-access races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order
-in which the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through
-barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation. It learns of a copy by waiting for the copy's
+thread *knows of* an access if its clock shows that the access happened before the thread's current point. For each
+byte, the detector records the last writer and each warp's last reader, with the clocks of their accesses. An access
+races with an earlier conflicting access if the accessing thread does not know of the earlier access. The order in which
+the emulator executed the two accesses does not matter. A thread learns of another thread's accesses through barriers
+(``arrive``, ``publish``, ``leave``) and warp synchronisation. A thread learns of a copy by waiting for the copy's
 mbarrier. Only the last reader in each warp is recorded, so some races are missed, but every reported race is real.
 
 Loads. A barrier does not wait for loads. A load has been *performed* when its thread has executed a fence, or when an
 instruction that synchronises, branches or accesses memory needs the result of this load or of a later load of the
-thread. A use of the result in arithmetic or ``mma`` does not count, because these instructions may complete after the
+thread. A use of the result in arithmetic or ``mma`` does not count, because such instructions may complete after the
 barrier. A bulk copy may overwrite a byte only if the issuing thread knows that earlier loads of the byte have been
 performed. Each thread has a separate clock for this knowledge.
 
@@ -21,8 +21,8 @@ Scopes. With ``scoped``, an mbarrier orders memory between two threads only if t
 include both threads. If a thread waits at CTA scope, it does not learn of arrivals and copies from other CTAs. If a
 thread arrives at CTA scope, other CTAs learn nothing from its arrival. So each mbarrier collects clocks under two keys:
 one key for the CTA that contains the mbarrier, and a ``far`` key for other CTAs. A relaxed arrival passes on the
-knowledge of the thread's last release fence. A relaxed wait takes effect at the thread's next acquire fence. Commits of
-tensor cores have no scope.
+knowledge that the thread had at its last release fence. A relaxed wait takes effect at the thread's next acquire fence.
+Commits of tensor cores have no scope.
 
 Clusters. An access to another CTA's shared memory must complete before the other CTA ends: a thread of the other CTA
 must know of the access.
@@ -39,9 +39,9 @@ copy's group. After a thread has written bytes, a ``fence.proxy.async`` must pre
 separate clock of each thread records the fenced accesses. Barriers pass on all three clocks of a thread.
 
 ``lenient`` relaxes three rules, because NVIDIA's own kernels break them. First, a bulk copy may overwrite bytes before
-loads of the bytes have been performed. Second, a lane arrives for its whole warp, as when kernels for sm_120a release a
-stage between ``ldmatrix`` and ``mma``. Third, a commit passes on the earlier accesses of its thread, by which a CTA of
-a pair learns that the mbarriers of the other CTA are initialised.
+loads of the bytes have been performed. Second, a lane may arrive for its whole warp, as in kernels for sm_120a that
+release a stage between ``ldmatrix`` and ``mma``. Third, a commit passes on the earlier accesses of its thread. In this
+way, a CTA of a pair learns that the mbarriers of the other CTA are initialised.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 Key = tuple
 READING = 0xFFFF
-"""Clock of a copy's read that no thread has waited for. It is later than any clock."""
+"""Clock of a copy's read for which no thread has waited. It is later than any clock."""
 PIPES = 8
 """Largest number of threads in a cluster that issue tensor-core operations."""
 PERFORMED = 0xFFFF
@@ -96,7 +96,7 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
-        # If the program uses cp.async, one more column per thread counts the thread's cp.async groups.
+        # If the program uses cp.async, each thread gets one more column, which counts the thread's cp.async groups.
         self.grouped = columns + 1
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
@@ -182,7 +182,8 @@ class Races:
             self.arrive(key, threads)
 
     def leave_scoped(self, cta: int, offset: int, threads: Array, relaxed: bool, cluster: bool) -> None:
-        """Merge an mbarrier's clocks into the clocks of ``threads``. They belong to its CTA, and have waited for it.
+        """Merge an mbarrier's clocks into the clocks of ``threads``. These threads belong to the mbarrier's CTA, and
+        have waited for the mbarrier.
 
         ``relaxed`` and ``cluster`` describe the wait: ``cluster`` is True if its scope is the cluster.
         """
@@ -437,7 +438,8 @@ class Races:
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
     def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
-        """Check and record that operation ``number`` of the pipe with this ``column`` reads 16-byte chunks."""
+        """Check and record that a tensor-core operation reads 16-byte chunks of shared memory. The operation has this
+        ``number`` in the pipe with this ``column``."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))

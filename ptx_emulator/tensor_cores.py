@@ -1,18 +1,18 @@
 """MMAs and copies of scales by tensor cores, with their descriptors, scales and accumulators (PTX ISA, "tcgen05").
 
-Implemented are block-scaled MMAs (``ScaledShape``), and MMAs of FP8, fp16 and bf16 without scales (``PlainShape``), for
-which A may be in tensor memory. NVIDIA documents neither the order of additions nor intermediate rounding. The emulator
-adds the exact products and the accumulator in float64, and rounds the sum once.
+This module implements block-scaled MMAs (``ScaledShape``), and MMAs of FP8, fp16 and bf16 without scales
+(``PlainShape``), for which A may be in tensor memory. NVIDIA documents neither the order of additions nor intermediate
+rounding. The emulator adds the exact products and the accumulator in float64, and rounds the sum once.
 
-The PTX ISA shows only in figures where accumulators and scales are placed. Calibration with NVIDIA's kernels showed:
+The PTX ISA shows the places of accumulators and scales only in figures. Calibration with NVIDIA's kernels showed:
 
 - Accumulators of one CTA with 128 rows, or of two CTAs with 256 rows: row r of a CTA is in lane r, and column n is in
   column n.
 - A in tensor memory, with 128 rows per CTA: row r is in lane r, and each column holds 32 bits of consecutive elements.
 - Scales of row r are in lane r % 32 of each quarter, in column r // 32. The bytes of a word are the scales of
   consecutive blocks along k. For K = 96, the scales continue in a second word, four columns further per 128 rows.
-- For K = 96, the leading dimension in the descriptor may be an absolute address. It locates the second 128 bytes of a
-  row.
+- For K = 96, the leading dimension in the descriptor may be an absolute address. The address locates the second 128
+  bytes of a row.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class TensorCores:
         if chunks.min() < 0 or chunks.max() + 16 > shared.size:
             raise Fault(OutOfBounds, 0, f"operand at offset {int(chunks.max()):#x} of shared memory")
         if (shared.flags[cta * shared.stride + chunks] & ALLOCATED == 0).any():
-            raise Fault(OutOfBounds, 0, "operand outside of what is allocated of shared memory")
+            raise Fault(OutOfBounds, 0, "operand outside of the allocated shared memory")
         self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
 
     def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
@@ -285,7 +285,7 @@ class TensorCores:
         shared memory or an address of tensor memory, and ``b`` is a descriptor of shared memory.
         """
         shape = PlainShape.of(instruction, group, kind)
-        # CUTLASS refuses these sizes, but FlashInfer has tiles of 8 columns.
+        # CUTLASS refuses these sizes, but FlashInfer uses tiles of 8 columns.
         if a_in_tensor_memory and shape.n % (16 * group) and not self.machine.lenient:
             raise Fault(EmulationError, 0, f"{shape.m} x {shape.n} with A in tensor memory")
         self._multiply(thread, accumulator, a, b, shape, accumulates, None, a_in_tensor_memory)
@@ -351,7 +351,7 @@ class TensorCores:
             memory.check_write(threads, total, "tcgen05.mma", pipe, (COPIED, how))
             for part in parts:
                 if self._overlap(part, total):
-                    raise Fault(EmulationError, 0, f"the accumulator is where {'A is' if lefts else 'the scales are'}")
+                    raise Fault(EmulationError, 0, f"the accumulator overlaps {'A' if lefts else 'the scales'}")
         for total, parts in zip(sums, reads, strict=True):
             memory.mark_written(total, pipe.column, number, how)
             for part in parts:

@@ -2,20 +2,20 @@
 
 The memory of each CTA is (128 lanes, 512 columns) of 32-bit words. A record covers one column in one quarter of the
 lanes, because one warp can access only one quarter. A record stores three accesses to these words: the last write, the
-last MMA that read scales from them, and the last load by a warp. For each of the three, it stores a column of the
-vector clocks of ``races``, and the clock in this column. MMAs and copies to tensor memory (``cp``) use the column of
-their *pipe*, which stands for the issuing thread. The clock in it counts the thread's operations. Loads and stores use
-the column of their warp's first thread. No thread knows their clock before ``tcgen05.wait``.
+last MMA that read scales from them, and the last load by a warp. Each access is stored as a column of the vector clocks
+of ``races``, and the clock in this column. MMAs and copies to tensor memory (``cp``) use the column of their *pipe*,
+which stands for the issuing thread. The clock in a pipe's column counts the thread's operations. Loads and stores use
+the column of their warp's first thread. Before ``tcgen05.wait``, no thread knows the clocks of loads and stores.
 
-An operation must know of all conflicting operations. The rules are those of "Memory Consistency Model for 5th
-generation of TensorCore operations":
+An operation must know of all conflicting operations. The section "Memory Consistency Model for 5th generation of
+TensorCore operations" gives the rules:
 
 - Within one thread, an MMA is ordered after earlier copies, and after earlier MMAs with the same accumulator and shape.
   No other operations are ordered. For example, a copy after an MMA needs a commit and a wait for its mbarrier.
 - A thread learns of operations through barriers. This knowledge takes effect at the thread's next
   ``tcgen05.fence::after_thread_sync``.
-- Other threads know of a load or store if ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` preceded the
-  barrier. A commit implies the fence ``before_thread_sync``.
+- Other threads know of a load or store if its thread executed ``tcgen05.wait``, and then
+  ``tcgen05.fence::before_thread_sync``, before the barrier. A commit implies the fence ``before_thread_sync``.
 
 ``lenient`` relaxes these rules, because NVIDIA's own kernels break them. All operations of a thread are then ordered,
 without fences or waits.
@@ -80,14 +80,15 @@ class Records:
         self.column[part], self.clock[part], self.fenced[part] = column, clock, True
 
     def complete(self, part: Part, column: int, clock: int, fenced: bool) -> None:
-        """Record that a thread has waited for its accesses. ``fenced`` is True if it has also executed a fence."""
+        """Record that a thread has waited for its accesses. ``fenced`` is True if the thread has also executed a
+        fence."""
         own = self.column[part] == column
         self.clock[part] = np.where(own, clock, self.clock[part])
         self.fenced[part] = np.where(own, fenced, self.fenced[part])
 
 
 class TensorMemory:
-    """Tensor memory of one launch. It is empty if the program contains no ``tcgen05`` instructions."""
+    """Tensor memory of one launch. The object holds no data if the program contains no ``tcgen05`` instructions."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
@@ -102,7 +103,7 @@ class TensorMemory:
         self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
         self.pipes: dict[int, Pipe] = {}
         # ``pending`` contains loads and stores for which the warp has not waited yet. ``unfenced`` contains loads and
-        # stores for which it has waited, but not executed a fence. The warp's first thread is the key.
+        # stores for which the warp has waited, but not yet executed a fence. The key is the warp's first thread.
         self.pending: dict[tuple[int, str], list[Part]] = {}
         self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
         # For each thread, its vector clock at the last ``tcgen05.fence::after_thread_sync`` that it executed.
@@ -304,7 +305,8 @@ class TensorMemory:
         return pipe, pipe.issued
 
     def issue(self, thread: int, execute: Callable[[], None], ctas: Sequence[int]) -> None:
-        """Schedule an operation of a tensor core. It runs after all earlier operations of the same thread."""
+        """Schedule an operation of a tensor core. The operation runs after all earlier operations of the same
+        thread."""
         self.machine.under_way.start_in_pipe(thread, self.pipe_of(thread).under_way, execute, tuple(ctas))
 
     def commit(self, thread: int, barriers: list[tuple[int, int]]) -> None:

@@ -76,7 +76,8 @@ class UnderWay:
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
-        # Arrivals that wait for cp.async copies, and for each thread the number of groups that such arrivals cover.
+        # Arrivals that wait for cp.async copies, and for each thread the number of groups for which these arrivals
+        # wait.
         self.arrivals: list[Arrival] = []
         self.covered = np.zeros(machine.threads, np.int64)
         # Shared-memory reads by warpgroup MMAs: for each warp, keyed by its first thread, a list of groups. The last
@@ -84,8 +85,9 @@ class UnderWay:
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
-        """Check that threads that end have waited for their copies. Bulk copies must have read their source, and
-        ``cp.async`` copies must have written their target, or make the thread arrive at an mbarrier when they have.
+        """Check that threads that end have waited for their copies. Bulk copies must have read their source.
+        ``cp.async`` copies must have written their target; alternatively, the thread may let them arrive at an mbarrier
+        when they have.
 
         NVIDIA's cooperative kernel for sm_120a breaks this rule.
         """
@@ -122,7 +124,7 @@ class UnderWay:
         self.copies.append(Copy(self.machine.step, threads, execute, groups=self.committed[threads]))
 
     def start_in_pipe(self, thread: int, pipe: deque[Copy], execute: Callable[[], None], ctas: tuple[int, ...]) -> None:
-        """Schedule a tensor-core operation. It runs after all earlier operations of ``pipe``."""
+        """Schedule a tensor-core operation. The operation runs after all earlier operations of ``pipe``."""
         pipe.append(Copy(self.machine.step, np.array([thread]), execute, ctas, pipe=pipe))
         self.copies.append(pipe[-1])
 

@@ -143,7 +143,7 @@ def to_f16(value: Array, mode: str = "rn") -> Array:
 
 
 _BELOW_BF16, _BELOW_HALF_OF_BF16 = np.uint64((1 << 45) - 1), np.uint64((1 << 44) - 1)
-"""Masks of the float64 bits that bf16 drops: all dropped bits, and all except the highest."""
+"""Two masks of the float64 bits that bf16 drops: of all dropped bits, and of all dropped bits except the highest."""
 
 
 def to_bf16(value: Array, mode: str = "rn") -> Array:

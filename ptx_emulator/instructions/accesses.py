@@ -94,8 +94,8 @@ def _atomic_sum(a: np.float32, b: np.float32, flushes: bool) -> np.float32:
 
 @effect("atom red")
 def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """Decode an atomic operation. Threads execute it in a fixed order. fp32 sums in global memory flush subnormals to
-    zero."""
+    """Decode an atomic operation. The threads of an instruction execute the operation in a fixed order. fp32 sums in
+    global memory flush subnormals to zero."""
     space, parts = split_space(parts)
     mods, (type,) = modifiers(ins, parts, _ACCESS + " acq_rel " + " ".join(_ATOMIC))
     (name,) = mods & set(_ATOMIC)

@@ -57,10 +57,11 @@ def _selectors(values: tuple[Array, ...]) -> list[int]:
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``(A * scales) @ (B * scales) + C``.
 
-    Lane 4 g + t holds values of rows g and g + 8 of A, and of column g of B. Of each of these rows and columns, the
-    lane holds two words: the first word's n values start at k = n t, the second word's half of k further. The scales of
-    a row or column are bytes of one word, starting at the selected byte. If thread s is selected, lanes 4 g + 2 s and
-    4 g + 2 s + 1 hold the words of rows g and g + 8, and lane 4 g + s holds the word of column g.
+    Lane 4 g + t holds values of rows g and g + 8 of A, and of column g of B. For each of these rows and columns, the
+    lane holds two words of n values. The first word starts at k = n t, and the second word starts half of K later. The
+    scales of a row or column are bytes of one word, starting at the byte that a selector gives. A second selector s
+    gives the lanes that hold these words: lanes 4 g + 2 s and 4 g + 2 s + 1 for rows g and g + 8, and lane 4 g + s for
+    column g.
     """
     match = _FORM.fullmatch(ins.opcode)
     if match is None:

@@ -58,8 +58,8 @@ def _some_cp_async(
     ctas, offsets = m.shared_place("shared", threads, target)
     words = np.zeros((len(threads), size // 4), np.uint32)
     m.shared.store(ctas, offsets, 4, list(words.T))
-    # In FlashInfer's FP8 kernels, all lanes of a warp copy one scale to one place. In lenient mode, equal copies of one
-    # instruction count as a single access.
+    # In FlashInfer's FP8 kernels, all lanes of a warp copy the same scale to the same address. In lenient mode, equal
+    # copies of one instruction count as a single access.
     writers = np.arange(len(threads))
     if m.lenient:
         _, writers = np.unique([m.warp[threads], target, source, counts], axis=1, return_index=True)
@@ -99,7 +99,8 @@ def _wait_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _arrive_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode an arrival at an mbarrier that takes place when the thread's earlier ``cp.async`` copies are complete.
 
-    Without ``noinc``, the current phase expects one more arrival, so that the arrival does not count.
+    Without ``noinc``, the current phase expects one more arrival, so that the arrival leaves the number of missing
+    arrivals unchanged.
     """
     mods, types = modifiers(ins, parts, "noinc shared shared::cta")
     # The emulator starts a new group of copies here, so that it can tell later copies from the copies that arrive.
@@ -195,8 +196,8 @@ def _start_to_shared(
 ) -> tuple:
     """Start a copy to shared memory for each thread. Addresses are checked now, and the copy is executed later.
 
-    ``bytes_of(i)`` describes the bytes that thread i copies. If they are in shared memory, ``sources`` are the CTAs
-    that contain them.
+    ``bytes_of(i)`` describes the bytes that thread i copies. If these bytes are in shared memory, ``sources`` are the
+    CTAs whose shared memory contains the bytes.
     """
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
@@ -247,7 +248,7 @@ def one_to_shared(
 @effect("cp.async.bulk.prefetch")
 def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Check and record a prefetch into L2. The race detector does not count the prefetch as a read, because threads may
-    write the bytes at the same time."""
+    write the prefetched bytes at the same time."""
     modifiers(ins, parts, "L2 global L2::cache_hint")
     m = d.machine
 

@@ -165,7 +165,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """Decode ``A @ B + C``.
 
     Lane 4 g + t holds two elements, 2 t and 2 t + 1, of row g of A and C, and of column g of B. If elements are bytes,
-    it holds elements 4 t to 4 t + 3 of A and B. NVIDIA documents neither the order of additions nor intermediate
+    the lane holds elements 4 t to 4 t + 3 of A and B. NVIDIA documents neither the order of additions nor intermediate
     rounding. The emulator adds the exact products and C in float64, and rounds the sum once.
     """
     if ".".join(parts) not in _MMA:

@@ -23,7 +23,8 @@ _BITS = {0: 8, 1: 16, 2: 32, 6: 16, 7: 32, 10: 16, 11: 4, 12: 4}
 """Number of bits of an element, keyed by the type number in a tensor map."""
 _SPREAD = 12
 """Type of elements of 4 bits (``CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B``). A copy spreads 16 elements to 16 bytes of
-shared memory: 8 bytes of codes, then 8 undefined bytes. The mbarrier counts the bytes of the codes, as in CUTLASS."""
+shared memory: 8 bytes of codes, then 8 undefined bytes. The mbarrier counts only the 8 bytes of codes, as CUTLASS
+assumes."""
 _UNDEFINED = 0xA5
 
 
@@ -95,7 +96,7 @@ class Box:
         """Write bytes of shared memory to the box in the tensor. ``known`` is a mask of the initialised bytes."""
         there = self.there.reshape(-1)
         if not known[self.place][there].all():
-            raise Fault(Uninitialised, 0, "stores to global memory what nobody wrote")
+            raise Fault(Uninitialised, 0, "stores uninitialised bytes to global memory")
         if self.memory is not None:
             self.memory.data[self.index] = contents[self.place][there]
 

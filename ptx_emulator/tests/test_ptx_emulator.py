@@ -388,7 +388,7 @@ def test_the_kernel_before_ends_for_those_who_poll(polled: int, seed: int | None
     [
         ("griddepcontrol.launch_dependents; griddepcontrol.wait;", "releases dependents before it has waited"),
         ("setp.eq.u32 %p0, %r0, 5; @!%p0 griddepcontrol.wait; griddepcontrol.launch_dependents;", "releases dep"),
-        ("st.global.u32 [%rd9], %r0; griddepcontrol.wait;", "p0 is written before the kernel before has ended"),
+        ("st.global.u32 [%rd9], %r0; griddepcontrol.wait;", "p0 is written before the previous kernel has ended"),
         ("ld.global.u32 %r1, [%rd9];", "no thread has waited"),
     ],
 )
@@ -403,7 +403,7 @@ STORE_AHEAD = f"{AT} add.s64 %rd9, %rd1, %rd8; st.global.u32 [%rd9], %r0; gridde
 def test_what_the_kernel_before_does_not_access_may_be_written() -> None:
     _, got = launch(entry(STORE_AHEAD), zeros(32), zeros(32), before=lambda: None, accessed_before={1})
     assert got.tolist() == list(range(32))
-    with pytest.raises(EmulationError, match="p1 is written before the kernel before has ended"):
+    with pytest.raises(EmulationError, match="p1 is written before the previous kernel has ended"):
         launch(entry(STORE_AHEAD), zeros(32), zeros(32), before=lambda: None, accessed_before={1, 2})
 
 

@@ -91,7 +91,7 @@ def test_alpha_of_a_grouped_gemm(config):
 @pytest.mark.parametrize("epilogue", [Epilogue(BF16, "one"), Epilogue(BF16, "column"), Epilogue(BF16, None, BF16)])
 def test_over_experts_there_is_no_epilogue(epilogue):
     assert reason(OVER_EXPERTS, epilogue=epilogue) == (
-        "over experts there is no bias, and alpha has a factor per token and expert"
+        "GEMMs over experts have no bias, and alpha has a factor per token and expert"
     )
 
 

@@ -16,9 +16,9 @@ Launch = Callable[[Any, Any], None]
 writes the result.
 
 If the backend ``checks_operands``, calls may pass a plain tuple of the fields of ``Operands`` instead, because creating
-a plain tuple takes 0.16 µs less. Such a backend's function unpacks the tuple into all names.
+a plain tuple takes 0.16 µs less. The backend's function then accesses the fields only by unpacking the tuple.
 
-The function queues its work on the GPU's current stream. The result has at least one row and one column."""
+The function queues its work on the GPU's current stream. The result contains at least one row and one column."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Backend(abc.ABC):
 
     name: str
     by_name_only: bool = False
-    """True if, on a GPU, the backend is selected only by its name: ``"auto"`` then selects it only on a CPU."""
+    """True if, on a GPU, the backend is selected only by its name. ``"auto"`` then selects the backend only on a
+    CPU."""
     tactic_type: ClassVar[Any] = None
     """Named tuple of the tactics' fields, or None if tactics are plain tuples."""
     computes_prologue: ClassVar[bool] = False

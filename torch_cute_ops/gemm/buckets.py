@@ -7,8 +7,8 @@ import functools
 def bucket(m: int) -> int:
     """Return the bucket of ``m``: the number of rows for which a GEMM of ``m`` rows is planned.
 
-    The bucket of 1 is 1. Other ``m`` are rounded up to a multiple of 8, or to a multiple of a sixteenth of the next
-    power of two if that is larger.
+    The bucket of 1 is 1. Any other ``m`` is rounded up to a multiple of 8, or to a multiple of a sixteenth of the next
+    power of two if this sixteenth is larger than 8.
     """
     if m == 1:
         return 1

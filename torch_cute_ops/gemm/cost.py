@@ -1,4 +1,5 @@
-"""Rough models of the time that kernels take. They suffice to rank backends and tactics, but not to predict a time."""
+"""Rough models of the time that kernels take. The models suffice to rank backends and tactics, but not to predict a
+time."""
 
 from collections.abc import Iterable
 
@@ -8,18 +9,19 @@ from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ, Arch
 
 MEMORY_EFFICIENCY = 0.888
-"""Bandwidth of a copy, divided by the peak of the data sheet: 4.26 of 4.8 TB/s on an H200, 3.02 of 3.35 TB/s on an H100
-(measured)."""
+"""Bandwidth of a copy, divided by the peak of the data sheet. Measured: 4.26 of 4.8 TB/s on an H200, 3.02 of 3.35 TB/s
+on an H100."""
 TENSOR_CORE_EFFICIENCY = 0.8
-"""Rate of a good large GEMM, divided by the peak of the data sheet: 700 to 830 of 919 TFLOP/s with random data
-(measured on H200s)."""
+"""Rate of a good large GEMM, divided by the peak of the data sheet. Measured on H200s with random data: 700 to 830 of
+919 TFLOP/s."""
 CLUSTER_PLACES = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91}
-"""Fraction of the CTA slots of a GPU that clusters can use, keyed by the number of CTAs of a cluster. The number of SMs
-of a GPC is not always a multiple of the cluster size.
+"""Fraction of a GPU's CTA slots that clusters can use, keyed by the number of CTAs of a cluster. It is below 1 because
+the number of SMs of a GPC is not always a multiple of the cluster size.
 
-On an H100 and an H200, 39, 30, 22, 18 and 14 clusters of 3, 4, 5, 6 and 8 CTAs run at the same time (measured)."""
+Measured on an H100 and an H200: 39 clusters of 3 CTAs run at the same time, 30 clusters of 4, 22 of 5, 18 of 6, and 14
+of 8."""
 LARGE_CLUSTER_PLACES = 0.85
-"""Fraction of the CTA slots that larger clusters can use."""
+"""Fraction of a GPU's CTA slots that clusters of more than four CTAs can use."""
 LAUNCH_SECONDS = 2e-6
 """Time in seconds of a launch of an empty kernel."""
 

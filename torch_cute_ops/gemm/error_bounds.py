@@ -26,7 +26,7 @@ GATE_EPS = 2.0**-17
 MOST_SLOPE = 1.13
 """Upper bound of the slopes of SiLU and GELU."""
 MAX_DECODED = 2**24
-"""Largest number of elements of an operand that are decoded at once. They take 0.4 GB."""
+"""Largest number of elements of an operand that are decoded at once. These elements take 0.4 GB."""
 
 Tensor = torch.Tensor
 
@@ -37,8 +37,8 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
     The error accounts for the rounding of the sum of K terms, of a gate in the prologue, of the epilogue, and of the
     result to its dtype. With MXFP8, it accounts for the rounding of elements whose scale is below the largest scale of
     128 elements (``fold_mxfp8``). If each expert owns a range of K, the error also accounts for four roundings per
-    expert: its sum, the addition of its bias, the multiplication by its factor, and the addition to the other experts'
-    sums.
+    expert: the expert's sum, the addition of its bias, the multiplication by its factor, and the addition to the other
+    experts' sums.
 
     Args:
         problem, operands: problem and tensors of the call.
@@ -111,8 +111,8 @@ def expected_gated(problem: GemmProblem, operands: GatedOperands) -> tuple[Tenso
     """Return the expected result of the gate, (M, E·I) in fp32, and the largest allowed error before rounding. Pairs
     that are not routed are zero.
 
-    The error covers one rounding per term of a sum, and the error of the exponential. The gate, whose slope is at most
-    ``MOST_SLOPE``, propagates both.
+    The error covers one rounding per term of a sum, and the error of the exponential. Both errors pass through the
+    gate, whose slope is at most ``MOST_SLOPE``.
     """
     a, b, alpha, bias, routing = operands.a, operands.b.mT, operands.alpha, operands.bias, operands.routing
     m = a.shape[0]
@@ -189,7 +189,7 @@ def difference(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
     i, j = wrong.nonzero()[0].tolist()
     ratio = (error / allowed).nan_to_num(math.inf, posinf=math.inf)[wrong].max().item()
     return (
-        f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times what may be lost; first at ({i}, {j}): "
+        f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times the allowed error; first at ({i}, {j}): "
         f"{got[i, j].item():.6g}, expected {want[i, j].item():.6g} ± {allowed[i, j].item():.2g}"
     )
 
@@ -212,8 +212,8 @@ def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: 
 def _off_by_gate(
     problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
 ) -> Tensor:
-    """Return the error, in fp64, that is allowed in gated activations because implementations of the exponential
-    function differ.
+    """Return the error, in fp64, that gated activations may have because implementations of the exponential function
+    differ.
 
     Args:
         problem: problem with a gate in its prologue.
@@ -298,6 +298,7 @@ def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert
 
 
 def _slices(within: slice, k: int) -> Iterator[slice]:
-    """Divide ``within`` into slices of rows that are small enough to be decoded at once. A row has ``k`` elements."""
+    """Divide ``within`` into slices of rows that are small enough to be decoded at once. A row contains ``k``
+    elements."""
     step = max(1, MAX_DECODED // k)
     return (slice(start, min(start + step, within.stop)) for start in range(within.start, within.stop, step))

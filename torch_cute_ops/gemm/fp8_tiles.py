@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.runtime.arch import CLOCK_HZ
 
 K_TILE: Final = 128
-"""Number of elements along K in a step of the main loop. They share a scale."""
+"""Number of elements along K in a step of the main loop. These elements share a scale."""
 
 
 class Tile(NamedTuple):
@@ -66,8 +66,9 @@ class Tile(NamedTuple):
 
         Args:
             problem, m, target: problem, number of rows, and device of the call.
-            k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands have arrived.
-            wait: fraction of a k tile's transfer time that adds to ``k_tile_clocks``, because the MMAs wait.
+            k_tile_clocks: SM clocks that the MMAs of a k tile take after the operands arrive.
+            wait: fraction of a k tile's transfer time that is added to ``k_tile_clocks``, because the MMAs wait for the
+                operands.
             row_bytes: bytes of one weight row in a k tile.
             share_clocks: SM clocks to add the partial sums of one more CTA of the cluster to a tile.
             read_again: fraction of the weight that is read from memory a second time if several m tiles run at the same

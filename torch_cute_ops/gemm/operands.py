@@ -1,4 +1,5 @@
-"""Dataclasses that hold the tensors of one GEMM call. The launch functions of backends take them as arguments."""
+"""Dataclasses that hold the tensors of one GEMM call. The launch functions of backends take these objects as
+arguments."""
 
 from typing import NamedTuple
 
@@ -6,7 +7,7 @@ import torch
 
 
 class Operands(NamedTuple):
-    """Tensors of a GEMM without a gate in its epilogue. They are contiguous, and aligned to 16 bytes.
+    """Tensors of a GEMM without a gate in its epilogue. The tensors are contiguous, and aligned to 16 bytes.
 
     Attributes:
         a: activations: (M, K/2) uint8 FP4 codes, (M, K) float8_e4m3fn, or (M, K) in 16 bits. With a gate in the
@@ -14,12 +15,13 @@ class Operands(NamedTuple):
             replaces K.
         b: transposed view of the weight: (K/2, N) uint8 FP4 codes, or (K, N) float8_e4m3fn. With experts over rows, (E,
             K/2, N) or (E, K, N).
-        a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` are one column per
+        a_scale, b_scale: block scales in the dtypes and layouts of the formats. FP8 scales of ``a`` form one column per
             block of k, and columns may be any distance apart (``formats.fp8.is_one_column``). Per-token scales are (M,
-            1), in the masked layout (E · rows per expert, 1); if all rows share one scale, their stride is 0.
+            1), or (E · rows per expert, 1) in the masked layout; if all rows share one scale, the stride is 0.
             Per-channel scales of ``b`` are (N,), and a per-tensor scale is (1,). Prepared scales of ``b`` have the
             shape of ``formats.prepared_scales``. MXFP8 scales are uint8, in any layout. ``a_scale`` is None for 16-bit
-            activations. If the prologue quantises them, it is the global scale, (1,) float32, or None.
+            activations. If the prologue quantises the activations, ``a_scale`` is the global scale, (1,) float32, or
+            None.
         alpha, bias: factors and addends of the epilogue, as ``Epilogue`` describes them. With experts over K, ``alpha``
             is (M, E) float32 with any strides, and ``bias`` is (E, N).
         offsets: (E + 1,) int32, first row of each expert if experts divide the rows of ``a``, or None.
@@ -45,8 +47,8 @@ class GatedOperands(NamedTuple):
     bytes, and all except ``routing`` are contiguous.
 
     The result is a pair: ``y``, (M, E·I) in 16 bits or (M, E·I/2) uint8 FP4 codes, and the block scales of ``y``, or
-    None. A backend writes the elements and scales of all pairs whose routing factor is not zero (NaN is not zero). It
-    writes zero to all padding of tiled scales. It leaves every other byte unchanged.
+    None. A backend writes the elements and scales of all pairs whose routing factor is not zero (NaN is not zero). The
+    backend writes zero to all padding of tiled scales, and leaves every other byte unchanged.
 
     Attributes:
         a: activations: (M, H/2) uint8 FP4 codes, or (M, H) in 16 bits.

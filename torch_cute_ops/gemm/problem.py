@@ -31,7 +31,8 @@ class Operand:
         format: format of FP4 or FP8 codes, or a 16-bit dtype.
         scale_layout: layout of the block scales, or None for 16 bits, for prepared scales, and for MXFP8, whose scales
             may be in another layout in each call.
-        is_prepared: True if an FP4 weight has prepared scales (``formats.prepared_scales``) instead of block scales.
+        is_prepared: True if an FP4 weight comes with prepared scales (``formats.prepared_scales``) instead of block
+            scales.
         is_interleaved: True if k of FP8 activations is interleaved (``formats.interleave``).
     """
 
@@ -115,11 +116,11 @@ class GemmProblem:
         grouping: division among experts.
         epilogue: operations that are applied to an accumulator before it is stored.
         gate: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu2"``, ``"swiglu"`` with parameters that calls pass, or
-            None without a gate. With a gate, the weight has ``2 · n`` rows, and the gate combines the results of the
-            two halves of each expert's rows.
+            None without a gate. With a gate, the weight contains ``2 · n`` rows, and the gate combines the results of
+            the two halves of each expert's rows.
         quantised: storage of the result if it is quantised, or None. The epilogue's dtype is then the dtype of a bias.
-        global_scale: ``"one"`` if a quantised result has one encode scale, ``"expert"`` if it has one per expert, or
-            None without an encode scale.
+        global_scale: ``"one"`` if a quantised result has a single encode scale, ``"expert"`` if each expert has an
+            encode scale, or None without an encode scale.
         prologue_gate: activation function if calls pass gate and up, (M, 2K), as ``a``, or None. The activations are
             ``act(gate) · up`` of the halves of each row, rounded to their 16-bit dtype unless they are quantised.
         prologue_quant: ``"scaled"`` if 16-bit activations are quantised to the weight's format and scale layout with a
@@ -129,7 +130,7 @@ class GemmProblem:
             that kernels may read them early.
         prefetches: True if calls pass a matrix for a later launch, which the kernel may prefetch into L2.
         fast_accum: True if tensor cores may add up FP8 products over all of K, False if they may add up at most 512
-            elements of K. With block scales, the value is False: they add up 128 elements, or in MXFP8 32
+            elements of K. With block scales, the value is False: the tensor cores add up 128 elements, or in MXFP8 32
             elements, or all of K with block-scaled MMAs.
     """
 
@@ -209,9 +210,9 @@ class GemmProblem:
     def bytes_moved(self, m: int) -> int:
         """Return the bytes that a call moves if it reads each operand once and writes the result once.
 
-        With experts over K or N, the weight of an expert counts if one of the ``m`` tokens is routed to the expert. The
-        expected number of such experts assumes that each token draws ``topk`` experts at random. With experts over
-        rows, the weights of at most ``m`` experts count.
+        With experts over K or N, the weight of an expert is counted if one of the ``m`` tokens is routed to the expert.
+        The expected number of such experts assumes that each token draws ``topk`` experts at random. With experts over
+        rows, the weights of at most ``m`` experts are counted.
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)

@@ -114,7 +114,7 @@ def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
 def key_of(problem: GemmProblem, m: int, target: Target) -> tuner.Key | None:
     """Return the key under which a tuned choice for ``m`` rows is stored, or None if the target cannot be tuned.
 
-    The key does not depend on ``static_weight`` and ``prefetches``.
+    The key does not contain ``static_weight`` and ``prefetches``, so that calls with and without them share a choice.
     """
     if target.name is None:
         return None
@@ -128,7 +128,7 @@ def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
     backend = candidates(problem).get(found.backend) if found is not None else None
     if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
         return None
-    # The tuner stores a tactic as a plain tuple. It compares equal to the backend's tactic, which is a named tuple.
+    # The tuner stores a tactic as a plain tuple. This tuple equals the backend's tactic, which is a named tuple.
     tactics = backend.tactics(problem, bucket(m), target)
     return next((Choice(backend, tactic) for tactic in tactics if tactic == found.tactic), None)
 
@@ -160,7 +160,7 @@ def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Ch
         if target.device.type == "cuda":
             # On a GPU, a slow backend must be requested by name. Otherwise "auto" could be slow for no visible reason.
             able = [backend for backend in able if not backend.by_name_only]
-            why_not |= {name: "is taken only where it is named" for name, one in known.items() if one.by_name_only}
+            why_not |= {name: "is selected only by its name" for name, one in known.items() if one.by_name_only}
         if not able:
             raise ValueError(f"no backend: {'; '.join(f'{name}: {reason}' for name, reason in why_not.items())}")
     choices = [Choice(backend, tactic) for backend in able for tactic in backend.tactics(problem, m, target)]

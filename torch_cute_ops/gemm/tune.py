@@ -27,11 +27,11 @@ from torch_cute_ops.runtime.tuner import Candidate, TuningTask
 
 SETTINGS = timing.Settings(max_sets=1024, graph_ms=1.0, max_rounds=15)
 SCALE_BYTES = {"e4m3": (0x18, 0x31), "ue8m0": (123, 127)}
-"""Range of the bytes of random FP4 scales. Their values are 1/16 to 1/2, so that sums stay far below the largest
+"""Range of the bytes of random FP4 scales. The scales are 1/16 to 1/2, so that sums stay far below the largest
 float16."""
 
 EXACT_SCALES = {"e4m3": (0x38, 8), "ue8m0": (127, 1)}
-"""Byte of a scale with the value 1, and the step from this byte to the byte of the value 2."""
+"""Byte that encodes the scale 1, and difference between the bytes that encode the scales 2 and 1."""
 
 Tensor = torch.Tensor
 Given = tuple[Any, tuple[Tensor | None, ...]]
@@ -74,7 +74,7 @@ def bench_of(problem: GemmProblem, m: int, target: Target) -> "Bench":
 
 
 class Bench:
-    """Random operands, on which candidates are checked and timed. They are created on first use.
+    """Random operands, on which candidates are checked and timed. The operands are created on first use.
 
     Args:
         problem: problem of the candidates.
@@ -89,8 +89,7 @@ class Bench:
         self._launchers: dict[Candidate, Launch] = {}
 
     def check(self, candidate: Candidate) -> str | None:
-        """Run a candidate. Return a description of the errors in its result, or None if all errors are within the
-        bound."""
+        """Run a candidate. Return a description of the errors in its result, or None if no error exceeds its bound."""
         _, (out,) = self._exact
         assert out is not None
         out.fill_(math.nan)  # NaN, so that the check below detects unwritten elements
@@ -148,7 +147,7 @@ class Bench:
         """Operands and results, on which candidates are checked against known results.
 
         If sums are in fp32, these are the random operands. FP8 tensor cores add the products of a k block with about 14
-        bits, so FP8 operands are whole numbers, whose sums are exact.
+        bits, so FP8 operands are whole numbers, whose sums such tensor cores compute exactly.
         """
         return self._made(exact=True) if self.problem.a.is_fp8 else self._random
 
@@ -163,7 +162,8 @@ class Bench:
         if problem.prologue_quant == "scaled":
             a_scale = torch.full((1,), 3.0, dtype=torch.float32, device=device)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
-        # With FP8 activations and an FP4 weight, sums are exact only if one power of two scales a whole weight row.
+        # With FP8 activations and an FP4 weight, sums are exact only if all scales of a weight row are the same power
+        # of two.
         b, b_scale = _weight(problem.b, weights, problem.k, generator, exact and problem.a.is_fp8)
         offsets = counts = None
         if over == "rows":
@@ -186,7 +186,7 @@ class Bench:
         return operands, (out,)
 
     def _routed(self, generator: torch.Generator) -> Tensor:
-        """Return routing factors (M, E). Each token has ``topk`` experts, all equally likely, whose weights sum to
+        """Return routing factors (M, E). Each token goes to ``topk`` experts, all equally likely, whose weights sum to
         1."""
         shape = self.m, self.problem.experts
         scores = torch.rand(shape, dtype=torch.float32, device=generator.device, generator=generator)

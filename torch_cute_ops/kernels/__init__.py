@@ -1,2 +1,2 @@
-"""CuTe DSL kernels, and the configurations that they are compiled for. Kernels work on tensors and layouts. They do not
-import ops."""
+"""CuTe DSL kernels, and the configurations that they are compiled for. Kernels work on tensors and layouts. Kernels do
+not import ops."""

@@ -50,14 +50,15 @@ def agree(
     timeout_s: float,
     absent: set[int],
 ) -> str:
-    """Decide on ``name`` together with the other ranks; return the same text on every rank.
+    """Make the decision ``name`` together with the other ranks. Return the same text on every rank.
 
     Every rank posts its ``text``, even if its work failed. Rank 0 waits up to ``timeout_s`` for the other posts,
     applies ``decide`` to the posts that arrived, and publishes the result. The other ranks wait up to twice as long for
-    the result, because rank 0 may arrive at the end of its own time limit and then wait as well. A rank that waits in
-    vain decides instead of rank 0. The first decision that is written wins (compare and set), and all ranks use it. So
-    ranks that arrive late, or give up on rank 0 at the same time, still agree. If a rank has died or never calls
-    ``agree``, the other ranks wait for it once, without an error.
+    the result, because rank 0 may arrive up to ``timeout_s`` later than these ranks, and then wait ``timeout_s``
+    itself. A rank that waits in vain decides instead of rank 0. The first decision that is written to the store wins
+    (compare and set), and all ranks use it. So ranks still agree if they arrive late, or if several ranks give up on
+    rank 0 at the same time. If a rank has died or never calls ``agree``, the other ranks wait for it once, without an
+    error.
 
     Args:
         ranks: ranks that decide.
@@ -65,8 +66,8 @@ def agree(
         text: post of this rank.
         decide: function that maps {rank: text} to the decision. This rank's text is always present.
         timeout_s: longest wait of rank 0, seconds. With 0, rank 0 uses the posts that have already arrived.
-        absent: ranks that posted nothing for earlier decisions; ``agree`` does not wait for these ranks. It adds ranks
-            that post nothing now, and removes ranks that post.
+        absent: ranks that posted nothing for earlier decisions; ``agree`` does not wait for these ranks. ``agree`` adds
+            ranks that post nothing now, and removes ranks that post.
 
     Raises:
         RuntimeError: if the store cannot be reached, for example because the process that hosts it died. The state of

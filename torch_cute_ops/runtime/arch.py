@@ -61,9 +61,9 @@ class Arch(NamedTuple):
         """Estimate the peak DRAM bandwidth of a GPU, bytes per second.
 
         Of the models in ``gpus`` with ``sms`` SMs, select the model whose bandwidth is nearest to ``reported``, and
-        return its bandwidth. So all GPUs of a model get the same plans, at run time and ahead of time. If no model has
-        ``sms`` SMs (a MIG slice, for example), return ``reported``, or else the first model's bandwidth per SM times
-        ``sms``.
+        return the model's bandwidth. So all GPUs of a model get the same plans, at run time and ahead of time. If no
+        model has ``sms`` SMs (for example, on a MIG slice), return ``reported``. If ``reported`` is None, return the
+        first model's bandwidth per SM times ``sms``.
 
         Args:
             sms: number of SMs of the GPU.

@@ -22,7 +22,7 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = 2
 MANIFEST_BYTES: Final = 64 * 2**20
 LIBRARY_BYTES: Final = 2**30
-"""Size limits: larger files were not made by ``bundle_build``."""
+"""Maximum file sizes in bytes. ``bundle_build`` writes no larger files, so larger files are refused."""
 
 
 GROUP: Final = "torch_cute_ops.kernels"
@@ -136,8 +136,8 @@ class Bundle:
         """Find the DSL's runtime library: the configured file, else the bundle's file, else the DSL package's file.
 
         Raises:
-            BundleError: if no library is found, or if it is not configured and differs from the library that the bundle
-                was built with.
+            BundleError: if no library is found, or if the library is not the configured file and differs from the
+                library that the bundle was built with.
         """
         if settings.DSL_RUNTIME is not None:
             if not settings.DSL_RUNTIME.is_file():

@@ -30,13 +30,14 @@ log = logging.getLogger("torch_cute_ops")
 MOST_WORKERS: Final = 32
 """Maximum number of processes by default. A process needs about 0.7 GB of memory."""
 FEWEST_KERNELS: Final = 3
-"""Fewest kernels that ``compile_ahead`` compiles in a pool. A process starts in the time that two kernels take."""
+"""Smallest number of kernels that ``compile_ahead`` compiles in a pool. Starting a process takes as long as compiling
+two kernels."""
 MOST_FAILURES: Final = 3
 """Number of failed kernels after which ``compile_ahead`` stops, because the cause, such as a full disk, probably
 affects all kernels."""
 
 DEFAULT_TILE_N: Final = 128
-"""Number of columns of an output tile in kernels whose configuration does not contain it."""
+"""Number of columns of an output tile to assume for kernels whose configuration does not contain it."""
 
 
 class Task(NamedTuple):
@@ -124,7 +125,7 @@ class EarlyPool:
             pool.__exit__(None, None, None)
 
     def expect(self, kernels: Iterable[KernelSpec], arch: Arch) -> None:
-        """Start the pool if this call and earlier calls together name enough kernels that must be compiled."""
+        """Start the pool if this call and earlier calls together name enough kernels that still need compiling."""
         if self._pool is None and len(self._missing) < FEWEST_KERNELS and _pool_helps(self._workers):
             self._missing.update(each for each in kernels if _is_missing(each, arch))
             if len(self._missing) >= FEWEST_KERNELS:
@@ -169,10 +170,10 @@ def compile_ahead(
     """Compile, in parallel processes, the kernels that are not in memory, the bundle or the cache on disk. Show the
     progress on a terminal, and log it.
 
-    This function only saves time and raises no error if compilation fails: the call that needs a kernel compiles it, or
-    raises the error. After a failed kernel, the remaining kernels are still compiled here, until ``MOST_FAILURES``
-    kernels failed. Warnings name the failed kernels, and the reason if no process can start. ``workers``, ``ranks`` and
-    ``pool`` are as for :func:`compile_all`.
+    This function only saves time. It raises no error if compilation fails, because the call that needs a kernel
+    compiles the kernel, or raises the error. After a failed kernel, the remaining kernels are still compiled here,
+    until ``MOST_FAILURES`` kernels have failed. Warnings name the failed kernels, and the reason if no process can
+    start. :func:`compile_all` describes ``workers``, ``ranks`` and ``pool``.
     """
     if not _pool_helps(workers):
         return
@@ -232,17 +233,19 @@ def _compile(task: Task) -> str:
 
 
 def _duration(task: Task) -> int:
-    """Return a number that orders kernels roughly by the time that they take to compile: the elements of a GEMM's
-    output tile, because the code that handles accumulators is unrolled. Kernels with the largest tiles take 3 to 4 s to
-    compile, and most kernels 0.6 to 1 s. If a kernel with the largest tile began last, the other processes would be
-    idle until its end."""
+    """Return a number by which kernels can be ordered roughly by the time that they take to compile.
+
+    The number is the number of elements of a GEMM's output tile, because the code that handles accumulators is
+    unrolled. Kernels with the largest tiles take 3 to 4 s to compile, and most kernels 0.6 to 1 s. If a kernel with the
+    largest tile began last, the other processes would be idle until its end.
+    """
     config = task.kernel.config
     return int(getattr(config, "tile_m", 0) * getattr(config, "tile_n", DEFAULT_TILE_N))
 
 
 def _import_compiler() -> None:
-    """Import the DSL. If it is missing, workers report this for each kernel."""
-    # Name a GPU that none of the kernels runs on. Otherwise the DSL initialises CUDA in each worker to find its GPU,
+    """Import the DSL. If the DSL is missing, workers report this for each kernel."""
+    # Name a GPU on which none of the kernels runs. Otherwise the DSL initialises CUDA in each worker to find its GPU,
     # and prepares each kernel to be called in the worker, which takes 0.15 s. The compiled code does not depend on this
     # name: the option ``--gpu-arch``, passed with each kernel, names the architecture to compile for.
     os.environ["CUTE_DSL_ARCH"] = "sm_80"

@@ -45,7 +45,7 @@ log = logging.getLogger("torch_cute_ops")
 OPTIONS = "--enable-tvm-ffi"
 
 # cute.compile keeps global state, so only one thread compiles at a time. The lock is held from the look-up until the
-# kernel is stored, so two threads that need the same kernel compile it once.
+# kernel is stored, so a kernel that two threads need is compiled only once.
 _lock = threading.Lock()
 _compiled: dict[tuple["KernelSpec", str], Callable[..., None]] = {}
 
@@ -135,9 +135,9 @@ def key_of(kernel: KernelSpec, arch: Arch) -> Key:
 def compile_kernel(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
     """Return the compiled function of ``kernel`` for ``arch``, from memory, a bundle, the disk, or the compiler.
 
-    The function takes torch tensors and numbers, as the kernel's ``arguments()`` describe them. It launches on torch's
-    current stream of the first tensor's device. It raises ``ValueError`` or ``TypeError`` for arguments that do not
-    match their descriptions.
+    The function takes torch tensors and numbers, as the kernel's ``arguments()`` describe them. The function launches
+    on torch's current stream of the first tensor's device. It raises ``ValueError`` or ``TypeError`` for arguments that
+    do not match their descriptions.
 
     Raises:
         BundleError: if this process cannot use the configured bundle.

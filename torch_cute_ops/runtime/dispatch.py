@@ -28,16 +28,16 @@ mark_written: Final = _increment_version
 """Increment the version counters of tensors that a kernel wrote, so that autograd detects stale saved tensors."""
 
 NEEDS_REDISPATCH: str
-"""``NEEDS_DISPATCHER`` for calls that have reached the Autograd key: without the tests for a compiler or tracer,
-because these act before the Autograd key."""
+"""Variant of ``NEEDS_DISPATCHER`` for calls that have reached the Autograd key. It lacks the tests for a compiler or
+tracer, because these act before the Autograd key."""
 
 NEEDS_DISPATCHER: str
 """Expression that is true if a compiler, tracer, dispatch mode, transform, dual level, log or dump must see the call.
 
-If it is false, the op's Python function bypasses the dispatcher, which saves 2.5 µs (torch 2.11). The expression does
-not test for ``__torch_function__`` modes and the profiler. These see kernels and calls of ``torch.ops.cute``, but not
-calls of the Python functions. The expression uses the names in ``CHECKS``. It is inserted into generated functions,
-because calling a function would cost 0.06 µs.
+If the expression is false, the op's Python function bypasses the dispatcher, which saves 2.5 µs (torch 2.11). The
+expression does not test for ``__torch_function__`` modes and the profiler. Such modes and the profiler see kernels and
+calls of ``torch.ops.cute``, but not calls of the Python functions. The expression uses the names in ``CHECKS``. The
+expression is inserted into generated functions, because calling a function would cost 0.06 µs.
 """
 
 NEEDS_DISPATCHER_WITHOUT_DYNAMO: str

@@ -126,8 +126,8 @@ def replace(path: Path, content: bytes, mode: int = 0o644, *, follow_links: bool
 
 
 def is_stale(path: Path) -> bool:
-    """Return True if a file or folder was last modified long ago, or has a date so far in the future that no clock
-    error explains it.
+    """Return True if a file or folder was last modified long ago, or has a modification date so far in the future that
+    no clock error explains it.
 
     Raises:
         OSError: if the path does not exist.

@@ -169,7 +169,7 @@ class SharedMemory:
             self._gathered(None)
 
     def enter(self) -> None:
-        """Prepare a launch on the current stream: let it follow the last launch, which may be on another stream.
+        """Prepare a launch on the current stream: let it follow the last launch, which may have been on another stream.
 
         This method does not see replays of CUDA graphs. The caller must order them.
 
@@ -205,7 +205,7 @@ class SharedMemory:
 
 
 class _Mapped:
-    """Pinned CPU tensor, described as memory of the GPU, which can access it at the same address."""
+    """Pinned CPU tensor that presents itself as GPU memory. The GPU can access the tensor at the same address."""
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -217,9 +217,10 @@ class _Mapped:
 
 
 def follow_last_launch(device: torch.device) -> None:
-    """Let the current stream wait for the last launch of ``all_reduce_rows`` on this device, of any group.
+    """Let the current stream wait for the last launch of ``all_reduce_rows`` on this device, by any group.
 
-    These kernels wait for the peers' kernels, so all ranks must execute them one at a time, in the order of the calls.
+    These kernels wait for the peers' kernels, so all ranks must execute these kernels one at a time, in the order of
+    the calls.
     """
     stream, is_capturing = torch.cuda.current_stream(device), torch.cuda.is_current_stream_capturing()
     last = _last_streams.get((device.index, is_capturing))
@@ -264,7 +265,7 @@ def shared_memory(name: str, device: int) -> SharedMemory:
 
 
 def _current_memory(name: str, device: int) -> SharedMemory | None:
-    """Return the memory of the group with this name. Drop the memory of an earlier group with the name."""
+    """Return the memory of the group with this name. Drop the memory of an earlier group with the same name."""
     found = _shared.get((name, device))
     if found is not None and found.group is not group_of(name):
         del _shared[name, device]

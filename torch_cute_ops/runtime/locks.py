@@ -1,4 +1,4 @@
-"""Locks between processes. They only avoid duplicate work: callers must be correct even if a lock fails.
+"""Locks between processes. The locks only avoid duplicate work: callers must be correct even if a lock fails.
 
 A lock is an advisory lock (``flock``) on an empty file. The system releases the lock when its process ends; the file
 stays.
@@ -39,8 +39,8 @@ def one_process(path: Path, patience: float) -> Iterator[None]:
             descriptor = os.open(path, flags, 0o644)
             held.callback(os.close, descriptor)
             _wait(path, descriptor, patience)
-            # Unlock explicitly: if a child was forked meanwhile, it inherited the descriptor, and closing ours would
-            # not release the lock.
+            # Unlock explicitly: a child that was forked meanwhile has inherited the descriptor, so closing the
+            # descriptor in this process would not release the lock.
             held.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         except OSError as error:
             log.debug("no lock %s (%s)", path, error)

@@ -38,7 +38,8 @@ def _read(name: str, default: T, parse: Callable[[str], T], expected: str) -> T:
 
 
 def _is_command() -> bool:
-    """Return True if ``python -m torch_cute_ops`` is starting. It imports the package before it can catch errors."""
+    """Return True if ``python -m torch_cute_ops`` is starting. This command imports the package before it can catch
+    errors."""
     # While Python looks up a module, ``sys.argv`` contains "-m" instead of the module's name.
     return sys.argv[:1] == ["-m"] and ["-m", "torch_cute_ops"] in map(list, itertools.pairwise(sys.orig_argv))
 
@@ -90,7 +91,8 @@ DUMP_MB: Final = _read("TORCH_CUTE_OPS_DUMP_MB", 256, _megabytes, "a whole numbe
 tensors without their contents."""
 
 BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
-"""Folder of a bundle made by ``python -m torch_cute_ops build``; it takes precedence over the cache and compiler."""
+"""Folder of a bundle made by ``python -m torch_cute_ops build``; the bundle takes precedence over the cache and the
+compiler."""
 
 DSL_RUNTIME: Final = _path("TORCH_CUTE_OPS_DSL_RUNTIME", "a file")
 """Path of the DSL's runtime library, ``libcute_dsl_runtime.so``, which a bundle needs. None: use the library in the

@@ -37,7 +37,7 @@ PATIENCE_SECONDS: Final = 120.0
 """Longest wait for another process that compiles the same kernel. Compiling takes 0.5 to 5 s on an idle machine."""
 OBJECT_BYTES: Final = 2**30
 DESCRIPTION_BYTES: Final = 2**20
-"""Size limits: larger files were not written by a ``Store``."""
+"""Maximum file sizes in bytes. A ``Store`` writes no larger files, so larger files are refused."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Store:
         Args:
             key: text of the cache key.
             export: function (path, name of the kernel's function) that writes an object file to the path, or a shared
-                library ``LIBRARY`` to the same folder. It may raise ``OSError``.
+                library ``LIBRARY`` to the same folder. The function may raise ``OSError``.
 
         Returns:
             True if the kernel is stored, by this or by another process.
@@ -277,8 +277,9 @@ class Store:
     def _delete(self, folder: Path, identity: tuple[int, int] | None = None) -> None:
         """Delete an entry. The entry is renamed first, so that no process finds a half-deleted entry.
 
-        With ``identity``, only the entry with this identity is deleted. An entry that has replaced it is put back:
-        another process has deleted the damaged entry, and compiled the kernel again.
+        With ``identity``, only the entry with this identity is deleted. If another entry has replaced this entry
+        meanwhile, the other entry is put back: another process has deleted the damaged entry, and compiled the kernel
+        again.
 
         Raises:
             OSError: if the entry cannot be renamed or deleted.
@@ -295,8 +296,8 @@ class Store:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return numbers that identify an entry even after it is renamed, and differ from the numbers of any other entry
-    that gets its name; or None if the entry does not exist."""
+    """Return numbers that identify an entry even after the entry is renamed, or None if the entry does not exist.
+    Another entry that gets the same name has other numbers."""
     try:
         status = folder.stat()
     except OSError:

@@ -1,12 +1,12 @@
 """Timing method: cold L2, replayed CUDA graphs, interleaved variants, medians with percentiles.
 
 - Buffer sets. Each variant cycles through ``n_sets`` independent sets of tensors, including weights. Together the sets
-  occupy at least 3 × L2; at least 2 sets are used. A tiny problem would need thousands of sets, but gets at most
-  ``max_sets``; the plan's ``rotation_over_l2`` is then below 3. The alternative is to flush L2 between calls and to
-  subtract the flush's time, but the noise of that time exceeds a 2 µs kernel. In a served model, the activations of a
-  decode step are in L2 and the weights are not; here, no operand is in L2.
-- Graphs. For each variant, one CUDA graph contains a whole number of passes over the sets. It lasts about ``graph_ms``
-  or longer, so that launching the graph costs little. The time of a call is the time between two events around a
+  occupy at least 3 × L2; at least 2 sets are used. A tiny problem would need thousands of sets; it gets at most
+  ``max_sets``, and the plan's ``rotation_over_l2`` is then below 3. The alternative would be to flush L2 between calls
+  and to subtract the flush's time, but this time varies by more than the duration of a 2 µs kernel. In a served model,
+  the activations of a decode step are in L2 and the weights are not; here, no operand is in L2.
+- Graphs. For each variant, one CUDA graph contains a whole number of passes over the sets. The graph lasts about
+  ``graph_ms`` or longer, so that launching it costs little. The time of a call is the time between two events around a
   replay, divided by the number of calls.
 - Rounds. Replays of the variants are queued A, B, C, A, B, C, … without host synchronisation, so that clocks, heat and
   other users of the GPU affect all variants alike. The result is the median over the rounds, with the 20th and 80th

@@ -27,7 +27,7 @@ __all__ = ["Candidate", "Key", "TuningTask", "canonical", "lookup", "tune", "ver
 log = logging.getLogger("torch_cute_ops")
 
 HOPELESS: Final = 4.0
-"""Candidates are not timed if their estimate is longer than the shortest estimate by more than this factor."""
+"""Largest ratio of a candidate's estimate to the shortest estimate. Candidates above this ratio are not timed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TuningTask:
         key: key of the choice.
         estimates: estimated duration of a call with each candidate, seconds. Infinity marks a candidate that is correct
             but never fastest.
-        check: function that returns a description of a candidate's wrong result, or None if it is correct.
+        check: function that returns a description of a candidate's wrong result, or None if the result is correct.
         time: function that measures the duration of a call with each given candidate, seconds.
     """
 
@@ -61,8 +61,8 @@ class _Choices:
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # Choices that the ranks agreed on by estimate because tuning had failed. This process uses them, but does not
-        # write them to the file.
+        # Choices that the ranks agreed on by estimate because tuning had failed. This process uses these choices, but
+        # does not write them to the file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()
         self.attempts: dict[Key, int] = {}
@@ -83,8 +83,7 @@ def lookup(key: Key) -> Candidate | None:
 
 
 def tune(problem: TuningTask) -> None:
-    """Tune the problem if it is called inside an ``autotune`` block, so that ``lookup`` then finds a choice for its
-    key.
+    """Inside an ``autotune`` block, tune the problem, so that ``lookup`` then finds a choice for the problem's key.
 
     Each key is tuned once per block. Does nothing outside a block, while a stream captures, or if there is only one
     candidate.
@@ -104,7 +103,7 @@ def tune(problem: TuningTask) -> None:
         return
     if problem.key in choices.agreed:
         return
-    # All ranks enter the same blocks, so their attempt counts agree, and so do the names of their decisions.
+    # All ranks enter the same blocks, so their attempt counts agree, and the names of their decisions agree too.
     attempt = choices.attempts[problem.key] = choices.attempts.get(problem.key, 0) + 1
     name = _name(problem.key, attempt)
     try:
@@ -206,7 +205,7 @@ def _is_right(problem: TuningTask, candidate: Candidate) -> bool:
 
 def _decide(problem: TuningTask, votes: Mapping[int, str]) -> str:
     """Choose the candidate with the shortest total time over all ranks. Return JSON with the candidate, a flag that is
-    true if it was tuned, and its mean duration in seconds."""
+    true if the candidate was tuned, and the candidate's mean duration in seconds."""
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:
@@ -247,7 +246,8 @@ def _adopt(problem: TuningTask, text: str) -> None:
 
 
 def _name(key: Key, attempt: int) -> str:
-    """Return the name under which the ranks vote. It omits the GPU, so that ranks with different GPUs choose alike."""
+    """Return the name under which the ranks vote. The name omits the GPU, so that ranks with different GPUs choose
+    alike."""
     return f"tune/{key.family}/{text_digest(key.static)}/{key.bucket}/{attempt}"
 
 

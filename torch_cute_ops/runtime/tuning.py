@@ -9,11 +9,11 @@ from contextvars import ContextVar
 from typing import Any
 
 generation = 0
-"""Version of the tuner's state. It changes whenever ``lookup`` or ``tune`` may behave differently, so that callers who
-keep a choice can detect that it is outdated."""
+"""Version of the tuner's state. The version changes whenever ``lookup`` or ``tune`` may behave differently, so that
+callers who keep a choice can detect that it is outdated."""
 
 blocks = 0
-"""Number of active ``autotune`` blocks in all threads. If it is 0, callers need not look for a block."""
+"""Number of active ``autotune`` blocks in all threads. If the number is 0, callers need not look for a block."""
 
 
 class Block:
@@ -40,17 +40,18 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
     """Tune calls inside the block: choose their backend and tactic by timing, if there are several candidates.
 
     The first call with new static properties, or with an M in another bucket, compares the candidates' results with the
-    reference, times the correct candidates with a cold L2, and stores the fastest, in memory and in a file for later
-    processes. Besides compiling the candidates, this takes about a second of GPU time, and memory for copies of the
-    operands. Candidates with a wrong result are logged and not used. Nothing is tuned in a CUDA-graph capture, for
-    calls that name a backend, on a CPU, or in threads other than the block's. If tuning fails, calls use the candidate
-    with the shortest estimate, and a warning gives the reason.
+    reference, times the correct candidates with a cold L2, and stores the fastest candidate, in memory and in a file
+    for later processes. Besides compiling the candidates, this takes about a second of GPU time, and memory for copies
+    of the operands. Candidates with a wrong result are logged and not used. Nothing is tuned in a CUDA-graph capture,
+    for calls that name a backend, on a CPU, or in threads other than the block's. If tuning fails, calls use the
+    candidate with the shortest estimate, and a warning gives the reason.
 
     If ``torch.distributed`` is initialised, all ranks of the default process group must make the same calls in the
     block, and get the same choices. If a rank knows an earlier choice, all ranks use it. Otherwise the ranks compare
     the candidates that all ranks without a failure have timed, and choose the candidate with the shortest total time. A
     rank whose tuning fails tells the other ranks, which do not wait for it. The ranks wait ``timeout_s`` for a missing
-    rank, or twice as long for rank 0. Then they decide without this rank; if it arrives later, it uses their decision.
+    rank, or twice as long for rank 0. Then the ranks decide without the missing rank; if this rank arrives later, it
+    uses their decision.
 
     Example:
         >>> with torch_cute_ops.autotune():

@@ -20,7 +20,7 @@ FORMAT = 1
 LIMIT = 10_000
 """Maximum number of records; the oldest are dropped first. A record takes about 700 bytes."""
 BYTES = 64 * 2**20
-"""Size limit: larger files were not written by ``TuningFile``."""
+"""Maximum size of the file in bytes. ``TuningFile`` writes no larger file, so a larger file is refused."""
 LOCK_SECONDS = 30.0
 
 

@@ -2,8 +2,8 @@
 
 The workers are forked from a *template*: a new interpreter that has imported what the workers need. Imports take
 seconds, and longer if many processes import at the same time. The calling process itself cannot be forked, because it
-may have initialised CUDA. In contrast to ``multiprocessing``, the template does not run the caller's main module again,
-so a script can start workers without ``if __name__ == "__main__"``; and daemonic processes can start workers too.
+may have initialised CUDA. Unlike ``multiprocessing``, the template does not run the caller's main module again, so a
+script can start workers without ``if __name__ == "__main__"``. Daemonic processes can start workers, too.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Workers(Generic[Task, Result]):
     Args:
         function: function of an importable module. The function, its tasks and its results are pickled.
         count: maximum number of processes.
-        prepare: function of an importable module, which the template calls before it forks workers.
+        prepare: function of an importable module. The template calls this function before it forks workers.
 
     Attributes:
         pids: ids of all started workers.
@@ -263,7 +263,7 @@ def serve(control: int, parent: int) -> None:
 
 
 def _work(function: Callable[[Any], Any], pipe: int, parent: int) -> NoReturn:
-    """Run tasks in a worker until its pipe sends an empty message or closes. Then exit."""
+    """Run tasks in a worker until its pipe sends an empty message or closes. Then end the worker."""
     status = 1
     try:
         gc.enable()

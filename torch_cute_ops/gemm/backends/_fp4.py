@@ -58,7 +58,7 @@ class FP4KernelBackend(FP4Backend):
         raise NotImplementedError
 
     def built(self, problem: GemmProblem, tactic: Any, arch: Arch) -> Any:
-        """Return the result of ``config``. It is cached, because planning needs it several times."""
+        """Return the result of ``config``. The result is cached, because planning needs it several times."""
         key = self.kernel, tactic, arch.name, settings.PDL
         if key not in problem.configs:
             problem.configs[key] = self.config(problem, tactic, arch)

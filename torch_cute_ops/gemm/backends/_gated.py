@@ -11,8 +11,8 @@ from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels.common.experts.gated_layouts import GatedEpilogue
 
 COLUMN_MULTIPLE: Final = 64
-"""Divisor that an expert's number of columns must have. Then the rows of an expert are whole scale tiles, and n tiles
-of up to 128 weight rows are full."""
+"""Divisor that an expert's number of columns must have. With this divisor, the rows of an expert are whole scale tiles,
+and n tiles of up to 128 weight rows are full."""
 
 
 def reason_ungated(problem: GemmProblem) -> str | None:

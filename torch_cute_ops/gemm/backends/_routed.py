@@ -1,6 +1,6 @@
 """Code that the two backends for routed (token, expert) pairs share.
 
-On Hopper the estimates use measurements. The kernels have never run on other GPUs, so the estimates for them use
+On Hopper the estimates use measurements. The kernels were never run on other GPUs. For these GPUs, the estimates use
 data sheets, and Hopper's measurements for everything that data sheets do not give.
 """
 
@@ -15,8 +15,8 @@ from torch_cute_ops.runtime.arch import Arch
 
 DECODE_CLOCKS = 0.0275
 TOKEN_CLOCKS = 0.0006
-"""SM clocks to decode one weight element, and additional clocks per weight element for each row of an m tile beyond
-eight (measured on an H200)."""
+"""SM clocks to decode one weight element, and additional clocks per weight element for each row of an m tile after the
+eighth row (measured on an H200)."""
 WARP_MMA_FLOPS_PER_CLOCK = 2048.0
 """Highest assumed rate of mma.sync with 16-bit operands, FLOP per SM and clock: the rate of an A100, by its data sheet.
 The data sheets of data-center Blackwell give only the rate of tcgen05."""
@@ -27,7 +27,7 @@ CODE_BYTES = 0.5625
 """Bytes that a warp reads from shared memory for each FP4 element that it multiplies undecoded: half a byte of codes,
 and one scale byte for 16 elements."""
 HALF_K_TILE_SLOWDOWN = 1.2
-"""Factor on the time if k tiles have half the width (measured on an H200 with the second GEMM)."""
+"""Factor by which a call takes longer if k tiles have half the width (measured on an H200 with the second GEMM)."""
 FIXED_SECONDS = 6e-6
 """Time in seconds of a call's two kernels with almost no work (measured on an H200)."""
 

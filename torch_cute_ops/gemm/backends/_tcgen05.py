@@ -1,6 +1,6 @@
 """Tactic and cost model that the FP4 and FP8 backends for data-center Blackwell share.
 
-The kernels have run only in a PTX emulator. All constants come from data sheets, not from measurements.
+The kernels were run only in a PTX emulator. All constants come from data sheets, not from measurements.
 """
 
 from typing import ClassVar, Final, NamedTuple
@@ -38,7 +38,7 @@ class Tcgen05Model:
     l2_rate: ClassVar[int] = 2
     """Bandwidth of L2, divided by the bandwidth of memory."""
     least_mma_n: ClassVar[int] = 64
-    """N of an MMA below which the MMA gets no faster, because it reads 128 rows of the other operand anyway."""
+    """Size N below which an MMA gets no faster, because it reads 128 rows of the other operand anyway."""
 
     def read_seconds(self, weight_bytes: float, activation_bytes: float, m_tiles: float, target: Target) -> float:
         """Return the time in seconds in which a CTA copies both operands of a k tile, at its share of the bandwidth.

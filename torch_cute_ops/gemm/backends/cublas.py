@@ -1,8 +1,8 @@
-"""GEMMs of FP4 operands by cuBLAS, with decoded operands or with FP4 codes.
+"""GEMMs of FP4 operands with cuBLAS, which multiplies either decoded operands or FP4 codes.
 
 The first tactic decodes the operands to 16 bits in memory, and then multiplies them. With many rows, decoding takes
 little of the total time. The second tactic lets cuBLASLt multiply NVFP4 codes, which needs FP4 tensor cores. No GPU
-with FP4 tensor cores was available. So the second tactic was tested only up to PyTorch's argument checks, and its
+with FP4 tensor cores was available, so the second tactic was tested only up to PyTorch's argument checks, and its
 estimates come from data sheets.
 """
 
@@ -46,8 +46,8 @@ L2_RATE: Final = 2
 FIRST_CUDA: Final = (12, 8)
 """First CUDA toolkit whose cuBLASLt multiplies FP4."""
 HAS_TWO_LEVELS: Final = hasattr(torch.nn.functional, "scaled_mm")
-"""True if PyTorch (2.10 or later) accepts a scale of the whole tensor together with block scales. It can then apply
-``alpha``."""
+"""True if PyTorch (2.10 or later) accepts a scale of the whole tensor together with block scales. PyTorch can then
+apply ``alpha``."""
 
 Tensor = torch.Tensor
 
@@ -55,7 +55,8 @@ Tensor = torch.Tensor
 class Cublas(FP4Backend):
     """Backend that calls cuBLAS. A tactic is ``DECODED`` or ``BLOCK_SCALED``.
 
-    16 bits represent the decoded operands exactly. Sums are fp32, and are rounded once, after the epilogue.
+    16-bit numbers represent the decoded operands exactly. Sums are computed in fp32, and are rounded once, after the
+    epilogue.
     """
 
     name = "cublas"
@@ -133,9 +134,10 @@ def finish(acc: Tensor, given: Operands, out: Tensor) -> None:
 
 @functools.cache
 def _cuda_multiplies_codes() -> bool:
-    """Return True if the CUDA toolkit of PyTorch has block-scaled FP4 GEMMs.
+    """Return True if the CUDA toolkit of PyTorch contains block-scaled FP4 GEMMs.
 
-    A PyTorch without CUDA can only plan for other machines. Their toolkits are assumed to have these GEMMs.
+    A PyTorch without CUDA can only plan for other machines. The CUDA toolkits of these machines are assumed to contain
+    block-scaled FP4 GEMMs.
     """
     return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split(".")[:2])) >= FIRST_CUDA
 
@@ -205,16 +207,15 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
 
 
 def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], Any]:
-    """Return a function that multiplies FP4 codes. Its arguments are the codes of both operands, the block scales of
-    both, a factor or None, and the result in ``dtype``."""
+    """Return a function that multiplies FP4 codes. The function's arguments are the codes of both operands, the block
+    scales of both operands, a factor or None, and the result in ``dtype``."""
     if not HAS_TWO_LEVELS:
         return lambda a, b, a_scale, b_scale, factor, out: torch._scaled_mm(
             a, b, a_scale, b_scale, out_dtype=dtype, out=out
         )
     from torch.nn.functional import ScalingType, SwizzleType
 
-    # Call the private function, because ``torch.nn.functional.scaled_mm``, which calls it, has no argument for an
-    # output.
+    # Call the private function, because ``torch.nn.functional.scaled_mm``, which calls it, takes no output.
     call = torch._scaled_mm_v2
     blocks, tiles = [ScalingType.BlockWise1x16.value], [SwizzleType.SWIZZLE_32_4_4.value]
     both = [*blocks, ScalingType.TensorWise.value], [*tiles, SwizzleType.NO_SWIZZLE.value]
@@ -229,7 +230,7 @@ def _multiplier(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor, Tensor,
         if unit is None:
             unit = torch.ones_like(factor)
             if not (factor.is_cuda and torch.cuda.is_current_stream_capturing()):
-                one = unit  # do not cache it during a graph capture: a captured tensor is written only in replays
+                one = unit  # do not cache ``one`` in a graph capture: a captured tensor is written only in replays
         call(a, b, [a_scale, factor], *both, [b_scale, unit], *both, None, dtype, out=out)
 
     return multiply

@@ -1,7 +1,7 @@
-"""GEMMs with an FP4 weight by ``mma.sync``. They are for few rows, when reading the weight limits the speed.
+"""GEMMs with an FP4 weight, with ``mma.sync``, for few rows, when reading the weight limits the speed.
 
-The weight is decoded in registers. If the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, the codes
-are multiplied without decoding.
+The weight is decoded in registers. If the activations are FP4 too, and the GPU supports block-scaled ``mma.sync``, the
+codes are multiplied without decoding.
 """
 
 import itertools
@@ -31,8 +31,8 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 SPLIT_K = (1, 2, 3, 4, 6, 8)
 CTAS_PER_SM = (1, 2)
 EFFICIENCY = 0.25
-"""Rate of the tensor cores, divided by their rate in a good large GEMM. Every warp reads all activations of its CTA, so
-the rate is low (180 TFLOP/s with 64 rows, measured on an H200)."""
+"""Rate of the tensor cores, divided by their rate in a good large GEMM. The rate is low because every warp reads all
+activations of its CTA (180 TFLOP/s with 64 rows, measured on an H200)."""
 DECODE_CLOCKS = 0.035
 """SM clocks to decode one weight element (measured on an H200)."""
 WAVE_SECONDS = 1.5e-6

@@ -1,4 +1,4 @@
-"""GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell, by ``kernels/fp4_tcgen05``."""
+"""GEMMs of two FP4 operands on the block-scaled tensor cores of data-center Blackwell (``kernels/fp4_tcgen05``)."""
 
 import torch
 
@@ -28,7 +28,7 @@ class FP4Tcgen05(Tcgen05Backend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tcgen05Tactic, ...]:
         k_tiles = -(-problem.k // K_TILE)
         widest = cost.smallest_tile(fp4_tcgen05.TILES_M[1], m)
-        # Several narrow m tiles would each read the weight again, so smaller tiles are useful only for few rows.
+        # Several narrow m tiles would each read the weight again. So try smaller tiles only for few rows.
         least = min(widest, self.least_mma_n)
         every = [
             Tcgen05Tactic(tile_m, cta_group, split_k)

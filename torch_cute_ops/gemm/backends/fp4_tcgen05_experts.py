@@ -1,5 +1,5 @@
 """GEMMs of two FP4 operands in which each expert owns a range of K, on the block-scaled tensor cores of data-center
-Blackwell, by ``kernels/fp4_tcgen05_experts``."""
+Blackwell (``kernels/fp4_tcgen05_experts``)."""
 
 import functools
 from typing import Final, NamedTuple
@@ -23,10 +23,11 @@ ROUTED: Final = "routed"
 ACC_CLOCKS: Final = 3.0
 """Number of clocks in which a warp loads one column of an expert's accumulator and adds it to the sum over experts."""
 STEP_SECONDS: Final = 1e-6
-"""Time in seconds from the end of one kernel of a call until the next kernel, already started, continues (a guess)."""
+"""Time in seconds from the end of one kernel of a call until the next kernel, which has already started, continues (a
+guess)."""
 MAX_WORK_TILES: Final = 16
-"""Number of work tiles per SM beyond which experts are not divided into classes, because partial sums would only cost
-memory traffic."""
+"""Largest number of work tiles per SM for which experts are divided into classes. With more work tiles, partial sums
+would only cost memory traffic."""
 
 
 class Tcgen05ExpertsTactic(NamedTuple):
@@ -46,8 +47,8 @@ class Tcgen05ExpertsTactic(NamedTuple):
 
 
 class FP4Tcgen05Experts(Tcgen05Backend):
-    """Backend for GEMMs in which each expert owns a range of K. It multiplies the FP4 codes of both operands by
-    ``tcgen05.mma``."""
+    """Backend for GEMMs in which each expert owns a range of K. The backend multiplies the FP4 codes of both operands
+    by ``tcgen05.mma``."""
 
     tactic_type = Tcgen05ExpertsTactic
     kernel = fp4_tcgen05_experts.KERNEL
@@ -72,8 +73,8 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         experts = work_tiles * problem.experts / classes
         if mode == ROUTED:
             routed = 1 - (1 - problem.topk / problem.experts) ** tile_m
-            # The classes contain unequal numbers of routed experts. A CTA computes several classes, which reduces the
-            # difference between the CTAs.
+            # The classes contain unequal numbers of routed experts. If a CTA computes several classes, the work of the
+            # CTAs differs less.
             several = min(work_tiles, classes)
             spread = several * (1 - several / classes) * problem.experts / classes * routed
             experts = experts * routed + spread**0.5

@@ -1,5 +1,5 @@
 """GEMMs of two FP4 operands with a gate in which each expert owns columns of the result, on the block-scaled tensor
-cores of data-center Blackwell, by ``kernels/fp4_tcgen05_gated_experts``."""
+cores of data-center Blackwell (``kernels/fp4_tcgen05_gated_experts``)."""
 
 import functools
 from typing import Final, NamedTuple
@@ -24,23 +24,24 @@ GATE_CLOCKS: Final = 48.0
 """Number of clocks in which a warp applies the gate to one column and stores it (a guess)."""
 LIST_SECONDS: Final = 2.5e-6
 LIST_BYTES_PER_SECOND: Final = 1e11
-"""Time in seconds of the kernel that lists touched m tiles with few tokens, and rate at which one of its CTAs reads the
-routing of 1,024 tokens (guesses)."""
+"""Estimate of the kernel that lists touched m tiles: its time in seconds with few tokens, and the rate in bytes per
+second at which one of its CTAs reads the routing of 1,024 tokens (guesses)."""
 
 
 class Tcgen05GatedTactic(NamedTuple):
     """Tactic of ``FP4Tcgen05GatedExperts``.
 
     Attributes:
-        tile_n: number of weight rows in a work tile. Half of them belong to the gate.
+        tile_n: number of weight rows in a work tile. Half of the rows belong to the gate.
     """
 
     tile_n: int
 
 
 class FP4Tcgen05GatedExperts(Tcgen05Backend):
-    """Backend for GEMMs with a gate in which each expert owns columns of the result. It multiplies the FP4 codes of
-    both operands by ``tcgen05.mma``, for all tokens of each m tile with a token that is routed to the expert."""
+    """Backend for GEMMs with a gate in which each expert owns columns of the result. The backend multiplies the FP4
+    codes of both operands by ``tcgen05.mma``. If an m tile contains a token that is routed to an expert, the backend
+    computes all tokens of the m tile for this expert."""
 
     tactic_type = Tcgen05GatedTactic
     kernel = fp4_tcgen05_gated_experts.KERNEL

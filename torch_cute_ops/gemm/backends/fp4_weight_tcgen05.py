@@ -1,5 +1,5 @@
-"""GEMMs of 16-bit activations and an FP4 weight on the tensor cores of data-center Blackwell, by
-``kernels/fp4_weight_tcgen05``."""
+"""GEMMs of 16-bit activations and an FP4 weight on the tensor cores of data-center Blackwell
+(``kernels/fp4_weight_tcgen05``)."""
 
 from typing import Final, NamedTuple
 
@@ -39,10 +39,10 @@ Counted in the PTX for NVFP4 and bf16."""
 DECODER_RATE: Final = 0.4
 """Instructions per clock that a decoder warp issues, if one or two warps run on each scheduler of the SM. Not measured:
 more than half of the instructions are logic, shifts and permutations, which take two clocks each (CUDA C++ Programming
-Guide, "Arithmetic Instructions"), so that two warps can issue at most 0.45 each."""
+Guide, "Arithmetic Instructions"), so two warps on a scheduler can issue at most 0.45 instructions per clock each."""
 REDUCE_SECONDS: Final = 1e-6
-"""Time in seconds from the end of the GEMM to the end of the kernel that adds up partial sums. On an H200, a kernel
-that adds up two tiles of one row for each of 132 CTAs, with programmatic dependent launch, took 0.7 µs."""
+"""Time in seconds from the end of the GEMM to the end of the kernel that adds up partial sums. Measured on an H200:
+with programmatic dependent launch, a kernel that adds up two tiles of one row for each of 132 CTAs took 0.7 µs."""
 
 
 class WeightTcgen05Tactic(NamedTuple):
@@ -81,14 +81,14 @@ class FP4WeightTcgen05(Tcgen05Model, FP4KernelBackend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[WeightTcgen05Tactic, ...]:
         k_tiles = -(-problem.k // K_TILE)
         widest = cost.smallest_tile(fp4_weight_tcgen05.TILES_M, m)
-        # Do not try narrower tiles, because each of several m tiles decodes the weight again.
+        # Do not try narrower tiles: with several m tiles, each would decode the weight again.
         least = min(widest, self.least_mma_n)
         every = [
             WeightTcgen05Tactic(tile_m, split_k)
             for tile_m in fp4_weight_tcgen05.TILES_M
             for split_k in fp4_weight_tcgen05.split_ks(tile_m)
             if least <= tile_m <= widest and split_k <= k_tiles
-            # With several m tiles, the number of tiles is usually large enough to divide evenly.
+            # With several m tiles, stream-K is not tried: the number of tiles is usually large enough to divide evenly.
             if split_k != STREAM_K or m <= tile_m
         ]
         return self.buildable(problem, every, target)
@@ -111,7 +111,7 @@ class FP4WeightTcgen05(Tcgen05Model, FP4KernelBackend):
                 own = -(-n_tiles * m_tiles // places) * -(-k_tiles // split_k)
             return own * cost.overlapped(computed, read, decoded, order=8)
 
-        # Several m tiles share one read of the weight. They take at least as long as a single m tile.
+        # Several m tiles share one read of the weight. The m tiles take at least as long as a single m tile.
         waves = -(-n_tiles * m_tiles // places)
         seconds = max(main_loop(m_tiles), main_loop(1))
         stored = self.store_seconds(tile_m, problem.out_dtype.itemsize)

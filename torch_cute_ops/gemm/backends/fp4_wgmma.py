@@ -24,11 +24,11 @@ end inside a tile."""
 EXPERT_SPLIT_K = (1, 2, 3, 4)
 """Supported numbers of CTAs per n tile, with experts over K."""
 DECODE_CLOCKS, ROW_CLOCKS, CODES_CLOCKS = 0.0265, 0.0245, 0.013
-"""SM clocks to decode one weight element, in three cases: tiles of several rows, tiles of one row, and tiles of one row
-whose codes are multiplied without decoding."""
+"""SM clocks to decode one weight element: in tiles of several rows, in tiles of one row, and in tiles of one row whose
+codes are multiplied without decoding."""
 MMA_FACTOR, EXPERTS_MMA_FACTOR = 0.8, 1.0
-"""Time of the MMAs, which alternate with decoding, divided by their time in a good large GEMM: without experts, and
-with experts over K."""
+"""Time of the MMAs, divided by their time in a good large GEMM: without experts, and with experts over K. The MMAs take
+longer because they alternate with decoding."""
 READ_ORDER, EXPERTS_READ_ORDER = 4.0, 8.0
 """Exponent p of the p-norm that models how reading and computing overlap (``cost.overlapped``): without experts, and
 with experts over K."""
@@ -47,8 +47,8 @@ activations."""
 GATE_SECONDS = 6e-8
 """Additional time in seconds that a CTA takes to gate one row of a k tile.
 
-With this value, a GEMM with 8 rows of 4,096 × 14,336 uses one launch on an H100, where one launch is faster than two,
-and two launches on an H200, where one launch is slower (measured in a layer). Two special-function operations per
+With this value, the model chooses one launch on an H100 and two launches on an H200 for a GEMM of 8 rows and a weight
+of 4,096 × 14,336. In a layer, these choices are faster on the two GPUs (measured). Two special-function operations per
 element alone would take 2.4e-8 s in three warps."""
 QUANTISE_SECONDS = 3e-8
 """Additional time in seconds that a CTA takes to quantise one row of a k tile (a guess from the number of
@@ -115,10 +115,10 @@ class FP4Wgmma(FP4KernelBackend):
         """Estimate the time of a call in seconds.
 
         The constants are fitted to two sets of measurements. The first set contains all tactics for the matrices of 18
-        layers with 1 to 64 rows, on an H100 and an H200. Here the chosen tactic takes on average 1.0 % longer than the
-        fastest tactic. The second set contains all tactics for the matrices of 12 layers with 96 to 1,024 rows, on an
-        H100. Here the average is 0.4 %. In both sets, the chosen tactic takes at most 12 % longer. The sets contain no
-        GEMMs with experts or prologues.
+        layers with 1 to 64 rows, on an H100 and an H200. In this set, the chosen tactic takes on average 1.0 % longer
+        than the fastest tactic. The second set contains all tactics for the matrices of 12 layers with 96 to 1,024
+        rows, on an H100. In this set, the average is 0.4 %. In both sets, the chosen tactic takes at most 12 % longer
+        than the fastest tactic. The sets contain no GEMMs with experts or prologues.
         """
         tile_m, tile_n, split_k = tactic
         schedule = _schedule(problem, tactic, target)
@@ -129,8 +129,8 @@ class FP4Wgmma(FP4KernelBackend):
         weights = tile_n * K_TILE
         over_k = problem.grouping.over == "k"
         factor, order = (EXPERTS_MMA_FACTOR, EXPERTS_READ_ORDER) if over_k else (MMA_FACTOR, READ_ORDER)
-        # Time per k tile. Each of the two warpgroups alternates between decoding and MMAs, and each fills half of the
-        # other's gaps.
+        # Time per k tile. Each of the two warpgroups alternates between decoding and MMAs. The work of the
+        # other warpgroup fills half of the gaps.
         computed = cost.overlapped(
             cost.weight_seconds(weights, _decode_clocks(problem, tile_m, tile_n)),
             factor * cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_n(tile_m), target, sms=1),
@@ -150,7 +150,7 @@ class FP4Wgmma(FP4KernelBackend):
         wave = RAMP_SECONDS + k_tiles * cost.overlapped(computed, read, order=order)
         seconds = cost.LAUNCH_SECONDS + waves * wave
         if not schedule.rearranges:
-            # With a gate, the activations have twice as many bytes.
+            # With a gate, the input holds twice the bytes of the activations.
             seconds += REARRANGE_SECONDS + cost.memory_seconds(m * (problem.a_width - problem.k) * 2, 0, target)
         if schedule.has_clusters:
             seconds += waves * CLUSTER_SECONDS * (split_k - 1)
@@ -267,7 +267,8 @@ def _tiles_n(problem: GemmProblem, m: int, tile_m: int, split_k: int, target: Ta
     """Return the values of ``tile_n`` to try: the largest value, and the value with the least work per SM.
 
     Only clusters that rearrange the activations may use several values. With some values, the kernel multiplies codes
-    without decoding them. For tiles of one row, the value with the least work among these is also returned.
+    of one-row tiles without decoding them. For these tiles, the result also contains the value with the least work per
+    SM among such values.
     """
     sizes = fp4_wgmma.tiles_n(tile_m)
     if problem.grouping.over != "none" or not fp4_wgmma.rearranges(tile_m, split_k):

@@ -1,4 +1,4 @@
-"""Backend that calls the ops' references. It is correct on every device, and slow."""
+"""Backend that calls the ops' references. The backend is correct on every device, and slow."""
 
 import functools
 

@@ -1,5 +1,5 @@
-"""FP4 GEMMs in which each expert owns a range of K, and only routed (token, expert) pairs are computed, by
-``kernels/fp4_experts``."""
+"""FP4 GEMMs in which each expert owns a range of K, and only routed (token, expert) pairs are computed
+(``kernels/fp4_experts``)."""
 
 import functools
 from typing import NamedTuple
@@ -26,15 +26,16 @@ from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import KIB, Arch
 
 SMALL_SMEM = 128 * KIB
-"""Bytes of shared memory per CTA below which small token blocks are tried, too."""
+"""Shared memory per CTA, in bytes, below which small token blocks are tried, too."""
 LEAST_TOKEN_BLOCK = {False: 256, True: 64}
-"""Smallest token block that is tried if tokens fill a larger block, without and with ``SMALL_SMEM``."""
+"""Smallest token block that is tried although the tokens fill a larger block, keyed by True if a CTA has less shared
+memory than ``SMALL_SMEM``."""
 K_WARPS_SLOWDOWN = 1.3
-"""Factor on the time if warps split the K of a work tile (measured on an H200)."""
+"""Factor by which a call takes longer if warps split the K of a work tile (measured on an H200)."""
 PARTIAL_SUMS_SECONDS = 3e-6
 PARTIAL_SUMS_PASSES = 4
-"""Time to exchange partial sums through the workspace: fixed seconds, and number of passes over the partial sums
-(measured on an H200)."""
+"""Time to exchange partial sums through the workspace (measured on an H200): fixed seconds, and number of times that
+the partial sums are moved."""
 
 
 class RoutedTactic(NamedTuple):
@@ -52,7 +53,8 @@ class RoutedTactic(NamedTuple):
 
 
 class Routed(RoutedBackend):
-    """Backend for GEMMs in which each expert owns a range of K. It multiplies only routed (token, expert) pairs."""
+    """Backend for GEMMs in which each expert owns a range of K. The backend multiplies only routed (token, expert)
+    pairs."""
 
     tactic_type = RoutedTactic
     kernel = fp4_experts.KERNEL
@@ -89,7 +91,7 @@ class Routed(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         m_tiles = problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m)
         n_tiles, num_ctas = -(-problem.n // tile_n), config.num_ctas(problem.n, target.sms)
-        # ``most`` is the work of the CTA with the most work, measured in n tiles.
+        # ``most`` is the work of the busiest CTA, measured in n tiles.
         most = -(-n_tiles * classes // num_ctas) / classes
         waves = -(-num_ctas * blocks // target.sms)
         clocks = clocks_per_weight(tactic.tile_m, target.arch, by_codes=config.operands.by_codes)

@@ -1,5 +1,5 @@
 """FP4 GEMMs with a gate in which each expert owns columns of the result, and only routed (token, expert) pairs are
-computed, by ``kernels/fp4_gated_experts``."""
+computed (``kernels/fp4_gated_experts``)."""
 
 import functools
 import math
@@ -38,7 +38,8 @@ class Model:
         handover_seconds: time from the end of a CTA's part of a work tile until the next CTA has received its partial
             sums.
         l2_rate: rate of reads from L2, divided by the rate of reads from memory.
-        fewer_warps_slowdown: factor on the time to decode and multiply if half of the usual consumer warps do it.
+        fewer_warps_slowdown: factor by which decoding and multiplying take longer with half of the usual consumer
+            warps.
         order: exponent p of the p-norm that models how decoding, memory and L2 overlap (``cost.overlapped``).
     """
 
@@ -50,15 +51,15 @@ class Model:
 
 
 MODEL = Model()
-"""Constants of the estimates. They are the values of the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s
-(measured on an H200). ``handover_seconds`` and ``fewer_warps_slowdown`` are guesses."""
+"""Constants of the estimates. Most values are taken from the second GEMM, whose activations come from L2 at 4.5 to 7
+TB/s (measured on an H200). ``handover_seconds`` and ``fewer_warps_slowdown`` are guesses."""
 
 
 class GatedTactic(NamedTuple):
     """Tactic of ``RoutedGated``.
 
     Attributes:
-        tile_n: number of weight rows in a work tile. Half of them belong to the gate.
+        tile_n: number of weight rows in a work tile. Half of the rows belong to the gate.
         tile_m: number of rows of ``a`` in a work tile.
         split_k: number of equal ranges into which K of a work tile is divided. Each range is computed by one CTA.
         token_block: number of tokens whose work tiles are listed together.
@@ -71,8 +72,8 @@ class GatedTactic(NamedTuple):
 
 
 class RoutedGated(RoutedBackend):
-    """Backend for GEMMs with a gate in which each expert owns columns of the result. It multiplies only routed (token,
-    expert) pairs."""
+    """Backend for GEMMs with a gate in which each expert owns columns of the result. The backend multiplies only routed
+    (token, expert) pairs."""
 
     tactic_type = GatedTactic
     kernel = fp4_gated_experts.KERNEL
@@ -103,8 +104,8 @@ class RoutedGated(RoutedBackend):
         routed_experts = problem.experts * (1 - (1 - probability) ** block_tokens)
         n_tiles = 2 * problem.expert_n // tile_n
         work_tiles = blocks * problem.experts * mean_m_tiles(block_tokens, probability, tactic.tile_m) * n_tiles
-        # A CTA never computes a part of a range of K. So at the end of the launch a CTA is idle, on average for the
-        # time of half a range.
+        # A CTA computes whole ranges of K. So at the end of the launch, a CTA is idle for half the time of a range, on
+        # average.
         most = max(1.0, work_tiles * split_k / target.sms + 0.5) / split_k
         clocks = clocks_per_weight(tactic.tile_m, target.arch, by_codes=config.operands.by_codes)
         computed = most * weight_seconds(tile_n * problem.k, clocks)

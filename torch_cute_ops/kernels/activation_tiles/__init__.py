@@ -1,8 +1,8 @@
-"""Rearrange activations in global memory, so that the CTAs of ``kernels.fp4_wgmma`` can copy them in bulk.
+"""Rearrange activations in global memory, so that the CTAs of the GEMM ``kernels.fp4_wgmma`` can copy them in bulk.
 
-``kernels.common.fp4.activations`` describes the layout. The last m tile may have room for more tokens than exist; the
-kernel does not write this room. The kernel also clears the flags that the GEMM's CTAs set after they store their
-partial sums. Each thread writes 64 bytes.
+``kernels.common.fp4.activations`` describes the layout. The number of tokens is rounded up to whole m tiles; the kernel
+does not write the places of tokens that do not exist. The kernel also clears the flags that the GEMM's CTAs set after
+they store their partial sums. Each thread writes 64 bytes.
 """
 
 from typing import TYPE_CHECKING

@@ -41,8 +41,8 @@ class ActivationTilesKernel:
 
     @cute.jit
     def launch(self, ctas, a, scale, tiles, flags, alpha, factors, stream):
-        """Launch ``ctas`` CTAs. This function does not check for overlapping tensors, because the GEMM that calls it
-        has already checked."""
+        """Launch ``ctas`` CTAs. This function does not check whether tensors overlap, because the GEMM's host code,
+        which calls it, has already checked."""
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -67,7 +67,7 @@ class ActivationTilesKernel:
             tile_m, experts, _ = factors.shape
             for i in range(thread, cute.size(factors), ctas * THREADS):
                 expert, token = i % experts, i // experts
-                # The last m tile has room for tokens that do not exist. Their factors are zero.
+                # The last m tile may contain places of tokens that do not exist. Their factors are zero.
                 value = Float32(0.0)
                 if token < alpha.shape[0]:
                     value = alpha[token, expert]

@@ -1,55 +1,61 @@
-"""Sum rows of several GPUs and process the sums as ``row_quant`` does, in one launch on each GPU.
+"""Sum the rows of several GPUs, and process the sums as ``row_quant`` does, with one launch on each GPU.
 
 Each GPU (*rank*) of a group calls the kernel with its own input. The sum over the ranks is computed in fp32, in the
-order of the ranks, and rounded once to the input's dtype. The kernel ``row_quant`` with the source ``"add"`` does the
-rest: it adds the residual, normalises and quantises. All ranks get the same bits, for any number of rows.
+order of the ranks, and rounded once to the input's dtype. The remaining steps are the steps of ``row_quant`` with the
+source ``"add"``: add the residual, normalise and quantise. All ranks get the same bits, for any number of rows.
 
-Data path. In its memory, each rank has a buffer, the *staging*, into which its peers write over NVLink. The kernel is
+Data path. Each rank keeps a buffer in its memory, the *staging*, into which its peers write over NVLink. The kernel is
 ``row_quant`` with an ``Exchange``:
 
-1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its blocks of the row to all
-   peers, one row ahead of the arithmetic if there are two stages.
-2. Each thread loads the peers' blocks of its row from the staging. If some have not arrived, the thread waits for the
-   last block, and then loads all missing blocks again, at once. The thread sets the blocks in the staging to
-   ``ABSENT``, and replaces its own block in shared memory by the sum.
-3. The row is processed as any other row of ``row_quant``.
+1. A row of the input arrives in shared memory, as in ``row_quant``. Each thread sends its 16-byte vectors of the row to
+   all peers. With two stages, a thread sends each row before it processes the previous row.
+2. Each thread loads the peers' vectors of its row from the staging. If some have not arrived, the thread waits for the
+   vector that peers send last, and then loads all missing vectors again, without waiting between the loads. The thread
+   overwrites the vectors in the staging with ``ABSENT``, and replaces its own vectors in shared memory by the sum.
+3. From here on, the row is processed like any row of ``row_quant``.
 
-With more than two ranks and many rows, a row is exchanged in two shots: each rank sends the row only to its *owner*.
-The owner adds up all ranks' rows and sends the rounded sum to all peers, which wait for the sum instead of the rows.
-This sends fewer bytes, but takes one more trip over NVLink. The ranks own the rows in turn. With one shot or two, a
-place in the staging receives at most one vector: of the peer's row, or of the sum. If a vector did not arrive in time,
-the owner does not send its sum, so the peers' waits fail too.
+With more than two ranks and many rows, a row is exchanged in two steps, called *shots*: each rank sends the row only to
+the row's *owner*. The owner adds up the rows of all ranks and sends the rounded sum to all peers, which wait for the
+sum instead of the rows. Two shots send fewer bytes than one shot, but take one more trip over NVLink. The ranks take
+turns as owners. In both cases, a place in the staging receives at most one vector per launch, either of a peer's row or
+of the sum. If a vector does not reach the owner in time, the owner does not send its sum, so the peers' waits fail too.
 
-There are no flags: the words show if they have arrived. A word of the staging is ``ABSENT``, a pair of NaNs, until the
-peer writes it. Instead of a word of data that equals ``ABSENT``, a peer sends another pair of NaNs; all NaNs give the
-same sum. A store of 16 bytes may arrive in parts, but each of its words arrives as a whole. So neither a fence nor a
-second message delays a row: the wait takes one trip over NVLink.
+The kernel needs no flags, because the value of a word shows whether it has arrived. A word of the staging is
+``ABSENT``, a pair of NaNs, until a peer writes it. If a word of a peer's data equals ``ABSENT``, the peer sends a
+different pair of NaNs instead, which gives the same sum. A store of 16 bytes may arrive in parts, but each of its
+32-bit words arrives as a whole. So a row needs neither a fence nor a second message: its wait takes one trip over
+NVLink.
 
-When the staging may be overwritten. The kernel itself counts its launches in ``control``, so that replays of a CUDA
-graph count too. The count is the *epoch*. Even and odd epochs use different halves. Let rank A send words of epoch n +
-2 to rank B. These words overwrite words of epoch n, which B must have read and cleared. A's kernel n + 2 sends nothing
-before A's kernel n + 1 has ended, because launches of a stream follow each other, and because a kernel that is launched
-with programmatic dependent launch first waits for the previous kernel. A's kernel n + 1 ended after it had received all
-words of B's kernel n + 1, or sums that contain them, and B's kernel n + 1 sent nothing before B's kernel n had ended.
-So B has read and cleared the words of epoch n. The launches may have different numbers of rows, because each launch
-clears all words that it receives. The end and the start of a kernel order memory accesses at system scope.
+When the staging may be overwritten. The kernel counts its own launches in ``control``, so that replays of a CUDA graph
+are counted too. The count is called the *epoch*. Even and odd epochs use different halves of the staging. Suppose that
+rank A sends words of epoch n + 2 to rank B. These words overwrite words of epoch n, so B must have read and cleared the
+words of epoch n before. This holds for three reasons:
 
-Each CTA reads its own copy of the number of launches, after the wait for the previous kernel. After a barrier of the
-CTA, its threads increment this copy, and every copy whose index differs from the CTA's index by a multiple of the
-number of CTAs. So all copies are incremented in each launch, without atomic operations, and no CTA reads a copy that
-another CTA writes.
+- A's kernel n + 2 sends nothing before the end of A's kernel n + 1: launches of a stream follow each other, and a
+  kernel that is launched with programmatic dependent launch first waits for the previous kernel.
+- A's kernel n + 1 ends only after it receives all words of B's kernel n + 1, or sums that contain these words.
+- B's kernel n + 1 sends nothing before the end of B's kernel n.
 
-The waits cannot deadlock: all ranks have the same number of SMs and launch the same CTAs, and each walker sends a row
-before it waits for this row. In two shots, the owner of a row waits only for words that its peers send before they wait
-for the sum, and each walker processes its rows in the same order on all ranks. If not all clusters are resident at
-first, the other clusters start in the order of their indices on all ranks.
+Launches may have different numbers of rows, because each launch clears all words that it receives. The end and the
+start of a kernel order memory accesses at system scope.
 
-Waits end ``timeout_ms`` after the start of the kernel. The kernel then reports the peer to the host, marks the exchange
-as failed, and finishes with wrong results. After that, launches neither send nor wait, so that the peers' waits end
-too, and later words are not mistaken for earlier words. Only a new staging ends this state.
+``control`` contains many copies of the number of launches, and each CTA reads its own copy, after the wait for the
+previous kernel. After a barrier of the CTA, its threads increment this copy, and every copy whose index differs from
+the CTA's index by a multiple of the number of CTAs. So each launch increments all copies without atomic operations, and
+no CTA reads a copy that another CTA writes.
 
-Bytes moved per row of H elements and rank, in addition to the bytes of ``row_quant``: in one shot, H · itemsize are
-sent to each peer. In two shots, a rank of n sends 2 · (n - 1) / n · H · itemsize on average.
+The waits cannot deadlock, because all ranks have the same number of SMs, launch the same CTAs, and process rows in the
+same order. Each *walker* (a group of threads that processes whole rows in sequence) sends a row before it waits for
+this row. In two shots, the owner of a row waits only for words that its peers send before they wait for the sum. If
+some clusters are not resident at first, they start later, in the order of their indices, on all ranks.
+
+Waits end ``timeout_ms`` after the start of the kernel. If a wait ends without its words, the kernel reports the peer to
+the host, marks the exchange as failed, and finishes with wrong results. Later launches then neither send nor wait. So
+the peers' waits end too, and no kernel mistakes late words for words of a later launch. This state ends only when a new
+staging is created.
+
+Bytes moved per row of H elements and rank, in addition to the bytes of ``row_quant``: with one shot, each rank sends H
+· itemsize bytes to each peer. With two shots, each of n ranks sends 2 · (n - 1) / n · H · itemsize bytes on average.
 """
 
 from typing import TYPE_CHECKING

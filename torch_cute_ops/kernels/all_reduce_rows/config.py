@@ -9,13 +9,14 @@ from torch_cute_ops.kernels.row_quant.config import RowQuantSpec
 from torch_cute_ops.runtime.arch import Arch
 
 MAX_RANKS: Final = 8
-"""Largest number of GPUs. All GPUs need direct access to each other's memory."""
+"""Largest number of GPUs in a group. All GPUs need direct access to each other's memory."""
 SAVED_BYTES: Final = 1 << 20
-"""Number of bytes that two shots must save per GPU. NVLink sends this many bytes in about the time of one more trip."""
+"""Number of bytes per GPU that two shots must save. In the time of one trip over NVLink, about this many bytes can be
+sent."""
 MAX_CTAS: Final = 1024
 """Number of words of ``control`` that count launches."""
 FAILED, CONTROL_WORDS = MAX_CTAS, MAX_CTAS + 4
-"""Index of the word of ``control`` that tells if a wait failed, and number of words of ``control``."""
+"""Index of the word of ``control`` that is 1 after a failed wait, and number of words of ``control``."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Config:
     """Static properties of a kernel that sums rows of several GPUs.
 
     Attributes:
-        rows: configuration of the kernel ``row_quant`` that adds the residual to the sum, normalises and quantises it.
+        rows: configuration of the ``row_quant`` kernel that adds the residual to the sum, normalises and quantises the
+            result.
         ranks: number of GPUs, 2 to ``MAX_RANKS``.
     """
 
@@ -32,23 +34,24 @@ class Config:
 
     @property
     def spec(self) -> RowQuantSpec:
-        """Specification of what is done with the sums."""
+        """Specification of the steps after the sum: residual, normalisation and quantisation."""
         return self.rows.spec
 
     @property
     def two_shot_rows(self) -> int | None:
-        """Smallest number of rows that are exchanged in two shots, or None if rows are never exchanged in this way.
+        """Smallest number of rows of a launch that are exchanged in two shots, or None if one shot is always used.
 
-        One shot sends each row to ``ranks - 1`` peers. Two shots send, on average, ``2 * (ranks - 1) / ranks`` rows for
-        each row. In two shots, each rank must own a row, so that each rank waits for each peer.
+        With one shot, each rank sends ``ranks - 1`` copies of each row. With two shots, each rank sends ``2 * (ranks -
+        1) / ranks`` rows per row of the input, on average. The launch needs at least one row per rank: each rank must
+        own a row, so that each rank waits for each peer.
         """
         saved = (self.ranks - 1) * (self.ranks - 2) * self.row_bytes
         return max(self.ranks * self.rows.group_rows, -(-SAVED_BYTES * self.ranks // saved)) if saved else None
 
     @property
     def waves(self) -> int:
-        """Number of CTAs to launch, as a multiple of the number that fits on the GPU at the same time. It is 1, because
-        CTAs wait for the peers' CTAs with the same index."""
+        """Number of CTAs to launch, in multiples of the number of CTAs that the GPU runs at the same time. Always 1,
+        because CTAs wait for the peers' CTAs with the same index."""
         return 1
 
     @property
@@ -64,7 +67,7 @@ class Arguments(
         "rank staging peer0 peer1 peer2 peer3 peer4 peer5 peer6 control report timeout_ms",
     )
 ):
-    """Run-time arguments, in order. The first nine are as in ``row_quant.Arguments``.
+    """Run-time arguments, in order. ``row_quant.Arguments`` describes the first nine arguments.
 
     Attributes:
         rank: int32, index of this GPU.

@@ -1,7 +1,8 @@
-"""Exchange of rows between GPUs: pushes of this GPU's rows, and sums of all GPUs' rows.
+"""Exchange of rows between GPUs: a GPU sends its rows to its peers, and adds up the rows of all GPUs.
 
-The threads of a row divide it into vectors of 16 bytes: thread i processes vectors i, i + threads_per_row, and so on.
-So a warp sends 512 contiguous bytes at a time. (With the blocks of ``row_quant``, it would send halves of sectors.)
+The threads that process a row divide it into vectors of 16 bytes: thread i processes vectors i, i + threads_per_row,
+and so on. So a warp sends 512 contiguous bytes at a time. (If a thread sent its quantisation blocks of ``row_quant``
+instead, a warp would send halves of sectors.)
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 VECTOR_WORDS = 4
 VECTOR_BYTES = 16
 AT_ONCE = 8
-"""Largest number of vectors that a thread loads before it waits for the first of them."""
+"""Largest number of vectors that a thread loads before it waits for the first vector."""
 
 
 class Peers(NamedTuple):
@@ -64,7 +65,7 @@ class Exchange:
     def start(self, given) -> Peers:
         """Read the state of the exchange. Call this function after the wait for the previous kernel.
 
-        The state is not used at once, because the copies of the first rows should not wait for it.
+        The state is not used at once, so that the copies of the first rows need not wait for it.
         """
         rank, staging, slots, control, report, timeout_ms = given
         control_at = Int64(control.iterator.toint())
@@ -94,7 +95,8 @@ class Exchange:
 
     @cute.jit
     def push(self, iteration, thread, smem):
-        """Send the row of an iteration, if there is one, to all peers. The row's bulk copy must have been started."""
+        """Send the row of an iteration, if the row exists, to all peers. Before this call, the row's bulk copy to
+        shared memory must have been started."""
         c = self.config.rows
         if iteration < thread.iterations:
             stage = iteration % c.stages
@@ -143,12 +145,13 @@ class Exchange:
     def _await_last(self, vectors: list, takes: list, conditions: list, loaded: list[list], slots: list, thread):
         """Wait for the last of the thread's vectors, which peers send last. Then load all absent vectors again.
 
-        Without this method, the thread would load the absent vectors one after the other. The method updates
+        Without this method, the thread would wait for the absent vectors one after the other. The method updates
         ``loaded``.
         """
         peers = thread.peers
         later_exists = Uint32(0)
-        # A thread's last vector may be beyond the end of the row. Then wait for the vector before it.
+        # A thread's last vector may be beyond the end of the row. In this case, wait for the vector before the last
+        # vector.
         for i in reversed(range(max(0, len(vectors) - 2), len(vectors))):
             waits = [ptx.select(later_exists != 0, Uint32(0), condition) for condition in conditions[i]]
             later_exists = later_exists | takes[i]
@@ -171,8 +174,8 @@ class Exchange:
 
     @cute.jit
     def _sum_vector(self, row, vector, exists, conditions: list, staged: list, slots: list, buffer, thread):
-        """Wait for the peers' vectors, which were loaded before, and store the sum in shared memory. In two shots, the
-        owner of the row sends the sum to the peers, which store it."""
+        """Wait for the peers' vectors that had not arrived at the time of their load, and store the sum in shared
+        memory. In two shots, the owner of the row also sends the sum to the peers, which use it unchanged."""
         peers = thread.peers
         absent = [Uint32(ABSENT)] * VECTOR_WORDS
         others = []
@@ -228,16 +231,16 @@ class Exchange:
         return ptx.select(thread.peers.rank <= k, Int32(k + 1), Int32(k))
 
     def _sends(self, k: int, row, condition, thread) -> Uint32:
-        """Return 1 if ``condition``, and this GPU sends its row to the peer with slot ``k``. In two shots, it sends the
-        row only to the owner."""
+        """Return 1 if ``condition`` is true and this GPU sends its row to the peer with slot ``k``. In two shots, the
+        GPU sends the row only to the owner."""
         if self.config.two_shot_rows is None:
             return condition
         is_owner = Uint32(self._owner(row) == self._peer(k, thread))
         return condition & ptx.select(self._in_two_shots(thread) != 0, is_owner, Uint32(1))
 
     def _receives(self, k: int, row, thread) -> Uint32:
-        """Return 1 if the peer with slot ``k`` sends words of a row to this GPU: its row if this GPU computes the sum,
-        otherwise the sum if the peer owns the row."""
+        """Return 1 if the peer with slot ``k`` sends words of a row to this GPU. The peer sends its row if this GPU
+        computes the sum, and sends the sum if the peer owns the row."""
         if self.config.two_shot_rows is None:
             return Uint32(1)
         owner = self._owner(row)
@@ -245,7 +248,8 @@ class Exchange:
         return ptx.select(self._in_two_shots(thread) != 0, is_sent, Uint32(1))
 
     def _unless_sent(self, total: list, sent: list, k: int, row, thread) -> list:
-        """Return the words that the peer with slot ``k`` sent if it owns the row in two shots, otherwise ``total``."""
+        """Return ``sent``, the words from the peer with slot ``k``, if this peer owns the row in two shots, otherwise
+        ``total``."""
         is_sum = self._in_two_shots(thread) & Uint32(self._owner(row) == self._peer(k, thread))
         return [ptx.select(is_sum != 0, mine, other) for mine, other in zip(sent, total, strict=True)]
 
@@ -254,7 +258,8 @@ class Exchange:
         return thread.column + i * self.config.rows.threads_per_row
 
     def _takes(self, vector, row, thread) -> Uint32:
-        """Return 1 if the thread exchanges a vector of a row: both exist, and no launch has failed."""
+        """Return 1 if the thread exchanges a vector of a row: the vector and the row exist, and no wait has failed in
+        earlier launches."""
         exists = (vector < thread.cta_blocks * (self.block_bytes // VECTOR_BYTES)) & (row < thread.rows)
         return Uint32(exists & (thread.peers.has_failed == 0))
 

@@ -7,13 +7,14 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 ABSENT: Final = 0xFFFFFFFF
-"""Word of a staging buffer that no peer has written yet. In each dtype it consists of NaNs."""
+"""Value of a word of the staging that no peer has written yet. In each dtype it consists of NaNs."""
 OTHER_NAN: Final = 0xFFFF7FFF
-"""Word that is sent instead of ``ABSENT``: also NaNs, but with other payloads, which the sum does not keep."""
+"""Word that is sent instead of ``ABSENT``. This word consists of NaNs too, but with other payloads, which the sum does
+not keep."""
 POLLS: Final = 4
 PAUSE_NS: Final = 40
-"""Number of loads that a waiting thread issues without pauses (about 1 µs in total), and pause before each later load.
-Loads of many waiting threads delay other loads and the peers' stores."""
+"""Number of loads that a waiting thread issues without pauses (about 1 µs in total), and length of the pause before
+each later load. Pauses are needed because the loads of many waiting threads delay other loads and the peers' stores."""
 _ANY_ABSENT: Final = f"setp.eq.b32 p, $0, {ABSENT:#x}; " + " ".join(
     f"setp.eq.or.b32 p, ${i}, {ABSENT:#x}, p;" for i in range(1, 4)
 )
@@ -53,7 +54,7 @@ def load_far_if(address, condition, *, loc=None, ip=None) -> list:
 
 @dsl_user_op
 def load_again_if(words: list, address, condition, *, loc=None, ip=None) -> list:
-    """If ``condition``, and one of four words is ``ABSENT``, load all four again. Return the words."""
+    """If ``condition`` is true and one of four words is ``ABSENT``, load all four words again. Return the words."""
     operands = [_u32(word, loc, ip) for word in words]
     operands += [_u64(address, loc, ip), _u32(Uint32(condition), loc, ip)]
     text = (
@@ -66,10 +67,11 @@ def load_again_if(words: list, address, condition, *, loc=None, ip=None) -> list
 
 @dsl_user_op
 def await_far_if(words: list, address, condition, deadline, failed, report, *, loc=None, ip=None) -> list:
-    """If ``condition``, load four words again until none is ``ABSENT``, and return them. Otherwise return ``words``.
+    """If ``condition`` is true, load four words again until none is ``ABSENT``, and return them. Otherwise return
+    ``words``.
 
-    If the time ``deadline`` passes first, store 1 in the words at ``failed`` and ``report``, and return the words that
-    were loaded last.
+    If the deadline passes first, store 1 in the words at ``failed`` and ``report``, and return the words that were
+    loaded last.
 
     Args:
         words: words that were loaded before.

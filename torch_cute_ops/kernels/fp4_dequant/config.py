@@ -35,7 +35,7 @@ class Config:
 
     @property
     def threads_per_row(self) -> int:
-        """Number of threads that share a row. It is a power of two, so that a CTA processes whole rows."""
+        """Number of threads that share a row. The number is a power of two, so that a CTA processes whole rows."""
         return min(THREADS, 1 << (self.blocks - 1).bit_length())
 
     @property
@@ -51,7 +51,7 @@ class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
         scale: uint8, bytes of the block scales, in the shape of ``Config.layout``.
         global_scale: (1,) fp32, or None without ``Config.global_scale``.
         out: (R, W) of ``Config.out_dtype``.
-        max_ctas: int32, number of CTAs that fill the GPU.
+        max_ctas: int32, largest number of CTAs to launch: enough to fill the GPU.
     """
 
 

@@ -98,15 +98,15 @@ class Accumulators:
     def finish_n_tile(self, which: int, tid, work, smem):
         """Store the accumulators of the CTA's first or second n tile (``which``).
 
-        If another CTA computes the n tile's last class, write them to the workspace as partial sums. Otherwise add the
-        partial sums of other CTAs, and store the result.
+        If another CTA computes the n tile's last class, write the accumulators to the workspace as partial sums.
+        Otherwise add the partial sums of other CTAs to the accumulators, and store the result.
         """
         c = self.config
         threads = c.consumer_warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         if const_expr(c.pdl and c.scans and which == 0):
-            # The kernel that lists tokens also clears the flags. Wait for it before the flags are used, and before the
-            # next kernel may start. One wait serves both n tiles.
+            # The kernel that lists tokens also clears the flags. Wait for this kernel before the flags are used, and
+            # before the next kernel may start. One wait serves both n tiles.
             cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
             if (which == 1) | (work.ends[1] == 0) | (c.classes == 1):

@@ -39,12 +39,12 @@ TOKEN_BLOCKS: Final = (16, 32, 64, 128, 256, 512)
 """Supported sizes of token blocks, in tokens. Larger blocks leave room for fewer stages."""
 PIPELINE_SHAPES: Final = ((K_TILE, 4, 1), (K_TILE // 2, 4, 1), (K_TILE, 2, 2))
 """Possible (elements of a k tile, number of pipelines, number of warps that divide the k of the same rows). ``plan``
-uses the first that fits into shared memory."""
+uses the first combination that fits into shared memory."""
 SMALL_PIPELINE_SHAPES: Final = ((K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 4))
-"""Further shapes for GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses them if
-none of ``PIPELINE_SHAPES`` fits."""
+"""Further combinations for GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses
+them if no combination of ``PIPELINE_SHAPES`` fits."""
 CODE_PIPELINE_SHAPES: Final = (*PIPELINE_SHAPES, (K_TILE // 2, 2, 2), (K_TILE, 1, 4), (K_TILE // 2, 1, 2))
-"""Possible shapes if block-scaled MMAs multiply FP4 codes. Each warp multiplies whole steps of 64 elements."""
+"""Possible combinations if block-scaled MMAs multiply FP4 codes. Each warp multiplies whole steps of 64 elements."""
 CLASSES: Final = 8
 """Number of classes of experts among which work is divided. The class of an expert is its index modulo ``CLASSES``."""
 BARRIER_BYTES: Final = 512
@@ -57,8 +57,8 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
     Attributes:
         a, a_scale, b, b_scale: operands, as ``FP4Operands`` describes them.
         alpha: (M, E) float32 factors with any strides. Pairs with a factor of zero are not computed.
-        bias: (E, N) in float32 or the dtype of ``out``, or None. It is added to an expert's accumulator before the
-            multiplication by the factor.
+        bias: (E, N) in float32 or the dtype of ``out``, or None. The bias is added to an expert's accumulator before
+            the multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs per token block, from the method ``Config.num_ctas``.
@@ -142,7 +142,7 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """True if CTAs of the GEMM scan the factors themselves. They can then start to copy weights before the lists
+        """True if CTAs of the GEMM scan the factors themselves. These CTAs can start to copy weights before the lists
         exist."""
         return self.token_block <= MAX_SCANNED_TOKENS
 
@@ -177,16 +177,17 @@ class Config:
         return self.stages * self.stage_bytes + self.acc_bytes + m_tile_list_bytes(self.max_experts) + BARRIER_BYTES
 
     def num_ctas(self, n: int, sms: int) -> int:
-        """Return the number of CTAs per token block: one per SM. With a single class, or with more n tiles than SMs, it
-        is one per n tile."""
+        """Return the number of CTAs per token block: one per SM. With a single class, or with more n tiles than SMs,
+        return one CTA per n tile."""
         n_tiles = -(-n // TILE_N)
         return n_tiles if self.classes == 1 or n_tiles > sms else min(sms, n_tiles * self.classes)
 
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the size of the workspace in bytes.
 
-        The workspace holds one list of tokens per token block and expert. If CTAs share n tiles, it also holds partial
-        sums and a flag per token block and CTA. All lists are contiguous, and so are all partial sums and all flags.
+        The workspace holds one list of tokens per token block and expert. If CTAs share n tiles, the workspace also
+        holds partial sums and a flag per token block and CTA. All lists are contiguous, all partial sums are
+        contiguous, and all flags are contiguous.
         """
         partial_sums = num_ctas * (self.acc_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.token_block) * (experts * self.lists.size_bytes + partial_sums)

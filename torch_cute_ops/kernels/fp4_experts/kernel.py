@@ -243,7 +243,8 @@ class FP4ExpertsKernel:
         ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
         return (last, first), begins, ends
 
-    # Each pipeline has its own stages and producer warp. So a producer can wait for its stages in order.
+    # Each pipeline has its own stages and producer warp. Therefore a producer may wait for its stages in their order
+    # without delaying other pipelines.
 
     @cute.jit
     def _produce(self, pipeline, weight, work, smem):
@@ -413,7 +414,8 @@ class FP4ExpertsKernel:
                 warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, consumer, smem)
             smem.pipeline.release(first + last, consumer.leads)
-            # Wait for the previous warp of the chain: it adds the previous part of k, or the previous m tile.
+            # Wait until the previous warp of the chain has added its products: the previous part of k, or the previous
+            # m tile.
             if (m_tile > 0) | (consumer.k_warp > 0):
                 ptx.wait(consumer.turn_chain + consumer.chain_index, turn)
             turn ^= 1

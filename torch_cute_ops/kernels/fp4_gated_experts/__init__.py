@@ -15,9 +15,9 @@ reads the output. A call launches two kernels:
    that share scale tiles are computed at the same time, by neighbouring CTAs (*siblings*).
 
 Split-K: k is divided into ``split_k`` parts, and the parts of all work tiles are divided equally among the CTAs. If
-several CTAs share a work tile, each computes consecutive parts, and writes its partial sums to the workspace for the
-CTA that computes the next parts. If a CTA owns only the first parts of a work tile, it computes these parts before its
-other work. If it owns only the last parts of a work tile, it computes these parts after its other work.
+several CTAs share a work tile, each computes consecutive parts, and writes its partial sums to the workspace, where the
+CTA that computes the next parts reads them. If a CTA owns only the first parts of a work tile, it computes these parts
+before its other work. If it owns only the last parts of a work tile, it computes these parts after its other work.
 
 Roles in a CTA of the second kernel, which computes one work tile at a time:
 
@@ -27,10 +27,9 @@ Roles in a CTA of the second kernel, which computes one work tile at a time:
    k tiles later, the producer waits for the ``cp.async`` copies of a k tile, executes a fence, and arrives at the k
    tile's full barrier. If no stage is empty, the producer does this at once for all k tiles whose copies have started.
 2. 8 or 16 consumer warps multiply. Each warp multiplies the k tiles of one pipeline by 16 rows of the weight: 8 rows of
-   gate and 8 rows of up, so that a lane holds both values of a column. For up to eight tokens, and on GPUs without
-   wgmma, each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and multiplies it by each eight
-   tokens.
-   For more tokens on Hopper, four warps form a warpgroup (wgmma).
+   gate and 8 rows of up, so that a lane holds both values of a column. With m tiles of up to eight tokens, and on GPUs
+   without wgmma, each warp issues its own MMAs (mma.sync): it decodes a word of codes once, and multiplies it by one
+   group of eight tokens after the other. With more tokens on Hopper, four warps form a warpgroup (wgmma).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -43,18 +42,18 @@ the next warp. The last warp multiplies by ``alpha``, adds the bias, and applies
 results through shared memory, quantise whole blocks, and store them.
 
 Blackwell: activations are always copied for mma.sync. If two stages per pipeline do not fit into shared memory, as on
-desktop Blackwell with its 99 KB, k tiles have 128 elements, or a CTA has 8 consumer warps and half of the pipelines.
-Desktop Blackwell has no setmaxnreg: with 16 consumer warps, all warps have at most 96 registers, so values that depend
-only on the lane are computed again for each work tile. If both operands are FP4, desktop Blackwell multiplies their
-codes by block-scaled MMAs (``kernels.common.fp4.code_mma``): the list kernel copies codes and scales, and consumers
-decode nothing. The kernels have run on Blackwell only in the PTX emulator.
+desktop Blackwell with its 99 KB per CTA, k tiles have 128 elements, or a CTA has 8 consumer warps and half of the
+pipelines. Desktop Blackwell lacks setmaxnreg: with 16 consumer warps, all warps get at most 96 registers, so values
+that depend only on the lane are computed again for each work tile. If both operands are FP4, desktop Blackwell
+multiplies their codes by block-scaled MMAs (``kernels.common.fp4.code_mma``): the list kernel copies codes and scales,
+and consumers decode nothing. On Blackwell, the kernels were run only in the PTX emulator.
 
 The bits of a token's result depend only on the tactic and the token's row of ``a``.
 
-Bytes moved: The weights and scales of experts with a routed token are read once per m tile, and from L2 after the first
-m tile. ``routing`` is read once, or once per CTA if tokens are few. A token's activations are read and written in
-memory once, and read from L2 once per n tile of each of the token's experts. A scale tile (128 rows) is copied once per
-n tile that needs some of these rows. All of its copies except the first read from L2.
+Bytes moved: The weights and scales of experts with a routed token are read once per m tile; for all m tiles except the
+first, they are read from L2. ``routing`` is read once, or once per CTA if token blocks are small. A token's activations
+are read and written in memory once, and read from L2 once per n tile of each of the token's experts. A scale tile (128
+rows) is copied once per n tile that needs some of these rows. All of its copies except the first read from L2.
 """
 
 from typing import TYPE_CHECKING

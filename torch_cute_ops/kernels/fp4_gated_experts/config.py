@@ -32,11 +32,11 @@ SMALL_SHAPES: Final = (
     (CONSUMER_WARPS // 2, K_TILE),
     (CONSUMER_WARPS // 2, K_TILE // 2),
 )
-"""Possible shapes on GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses the
-first that fits."""
+"""Possible combinations on GPUs without wgmma, some of which have only 99 KB of shared memory per CTA. ``plan`` uses
+the first combination that fits."""
 REGISTERS: Final = {(16, 4): (104, 56), (16, 8): (96, 48), (8, 4): (224, 56)}
-"""Numbers of registers per thread, for (consumer warps, other warps), keyed by the numbers of both. In total, they do
-not exceed the registers that the CTA got at launch."""
+"""Registers per thread as (consumer warps, other warps), keyed by (number of consumer warps, number of producer warps).
+In total, they do not exceed the registers that the CTA got at launch."""
 TILES_N: Final = (32, 64, 128, 256)
 """Supported ``tile_n``, the number of weight rows of an n tile: half gate, half up."""
 SPLIT_K: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
@@ -55,7 +55,8 @@ MAX_TWO_ACC_TILE_M: Final = {True: 24, False: 16}
 MAX_EARLY_TERMS_TILE_M: Final = 24
 """Largest ``tile_m`` for which warps that issue the MMAs have registers for the factors and biases of a work tile."""
 TOKEN_GAP_BYTES: Final = 64
-"""Number of bytes between the tokens of a stage for mma.sync with 16-bit operands, to avoid bank conflicts."""
+"""Number of unused bytes between the tokens of a stage, to avoid bank conflicts. Used for mma.sync with 16-bit
+operands."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ class Config:
     def loads_terms_late(self) -> bool:
         """True if the factors and biases of a work tile are loaded after its accumulators are complete.
 
-        Otherwise they are loaded before, to hide their latency. In large tiles of kernels by warps, they would spill.
-        They would also spill in kernels that multiply codes and hold two sets of accumulators.
+        Otherwise they are loaded before, to hide their latency. If warps issue the MMAs, loading them before would
+        spill registers in two cases: in large tiles, and if the MMAs multiply codes and a thread holds two sets of
+        accumulators.
         """
         has_two_accs = self.pipelines == 1 and self.split_k > 1
         return self.by_warp and (self.tile_m > MAX_EARLY_TERMS_TILE_M or (self.operands.by_codes and has_two_accs))
@@ -185,7 +187,8 @@ class Config:
 
     @property
     def weight_tile(self) -> WeightTile:
-        """Layout of a k tile of the weight: the rows of gate, or the rows of up. A stage holds one of each."""
+        """Layout of a k tile of the weight: the rows of gate, or the rows of up. A stage holds a k tile of gate and a k
+        tile of up."""
         return WeightTile(self.operands.fmt, self.operands.layout, self.out_columns, self.k_tile)
 
     @property
@@ -229,9 +232,9 @@ class Config:
     def workspace_bytes(self, m: int, experts: int, num_ctas: int) -> int:
         """Return the size of the workspace in bytes.
 
-        The workspace holds the rearranged activations, and partial sums per token block and CTA. Unless ``scans``, it
-        also holds one list of tokens per token block and expert. Each of these three buffers is contiguous over all
-        token blocks.
+        The workspace holds the rearranged activations, and partial sums per token block and CTA. Unless ``scans``, the
+        workspace also holds one list of tokens per token block and expert. Each of these three buffers is contiguous
+        over all token blocks.
         """
         arranged = m * self.k_tiles * self.arranged.token_bytes
         lists = 0 if self.scans else experts * self.lists.size_bytes

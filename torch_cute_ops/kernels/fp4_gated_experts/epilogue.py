@@ -44,7 +44,8 @@ class WorkTileEpilogue(GatedEpilogueOps):
         self.config = config
 
     def terms(self, expert, first_column, work, consumer) -> Terms:
-        """Load alpha, bias and global scale for this lane's column of an n tile, in the warps that run the epilogue.
+        """Load alpha, bias and global scale for this lane's column of an n tile. Only warps that run the epilogue load
+        these values.
 
         ``first_column`` is the n tile's first column among the expert's columns.
         """

@@ -331,10 +331,11 @@ class FP4GatedExpertsKernel:
             waits=c.pdl and not c.scans,
         )
         if const_expr(not c.has_wgmma):
-            # While the m tiles are listed, registers are short. So compute this number again.
+            # While the m tiles are listed, registers are short. So compute ``width`` again instead of keeping it in a
+            # register.
             work = work._replace(width=self._width(outputs.y, ptx.opaque(experts)))
-        # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes them
-        # before its other work. Therefore a CTA waits only for CTAs with lower indices.
+        # Of the CTAs that share a work tile, a CTA with a lower index computes earlier parts of k, and computes these
+        # parts before its other work. Therefore a CTA waits only for CTAs with lower indices.
         num_k_splits = smem.m_tiles.num_m_tiles[0] * (n_tiles // siblings) * c.split_k
         sibling_groups = num_ctas // siblings
         order = sibling_groups - 1 - cta // siblings
@@ -350,8 +351,8 @@ class FP4GatedExpertsKernel:
             if const_expr(c.registers is not None):
                 cute.arch.setmaxregister_increase(c.registers[0])
             if const_expr(self.epilogue.is_fp4 and not c.epilogue.out_layout.is_linear):
-                # Clear the padding while the first k tiles are in flight, without a wait. This is safe: only this
-                # kernel accesses the padding, and all kernels before this op's first kernel have ended.
+                # Clear the padding while the first k tiles are in flight, without a wait. Early writes are safe: only
+                # this kernel accesses the padding, and all kernels before this op's first kernel have ended.
                 _, num_blocks, _ = cute.arch.grid_dim()
                 threads, grid_cta = Int32(c.consumer_warps * WARP), block_index * num_ctas + cta
                 self.epilogue.clear_padding(outputs, work.m, grid_cta * threads + tid, num_blocks * num_ctas * threads)
@@ -602,8 +603,8 @@ class FP4GatedExpertsKernel:
                     warpgroup.wait_group(0)
                     smem.pipeline.release(first + last, consumer.leads, begin < end)
                 if const_expr(c.pipelines > 1):
-                    # Wait for the previous warp of the chain: it adds the previous k tiles, the previous part of k, or
-                    # the previous work tile.
+                    # Wait until the previous warp of the chain has stored its sum: over the previous k tiles, the
+                    # previous part of k, or the previous work tile.
                     ptx.wait(turn_chain + pipeline, turn)
                     turn ^= 1
                 self._reduce(acc, previous_acc, k_split, work_tile, consumer, work, smem)
@@ -622,8 +623,8 @@ class FP4GatedExpertsKernel:
             cute.arch.griddepcontrol_launch_dependents()
 
     def _recomputed(self, consumer: Consumer) -> Consumer:
-        """Return ``consumer``. On GPUs without wgmma, values that depend on its lane are then computed again for each
-        work tile.
+        """Return ``consumer``. On GPUs without wgmma, hide its lane's index from the compiler, so that values that
+        depend on the lane are computed again for each work tile.
 
         If they stayed in registers, other values would spill: without setmaxnreg, a consumer has only 96 registers.
         """

@@ -1,4 +1,4 @@
-"""A GEMM with an FP4 weight by mma.sync, for every GPU: ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``.
+"""GEMM with an FP4 weight, with mma.sync, for every GPU: ``out[m, n] = epilogue(Σ_k a[m, k] · b[n, k])``.
 
 The kernel is made for few rows of ``a``, when reading ``b`` limits the speed. The weight is on the M side of the MMAs
 (16 rows of ``b`` per MMA), and the activations are on the N side (8 rows of ``a`` per MMA). Nothing is repacked in
@@ -8,18 +8,18 @@ Roles and data path. A CTA consists of 8 warps. It computes 128 rows of ``b`` by
 ``split_k`` CTAs of a cluster divide k into contiguous ranges of k tiles of 256 elements.
 
 1. All threads copy k tiles to shared memory by ``cp.async``, with ``stages`` k tiles in flight. A k tile consists of
-   128 x 128 bytes of codes, the scales of their 128 x 16 (NVFP4) or 128 x 8 (MXFP4) blocks, and the activations. In
-   shared memory they have the same layouts as in global memory. Elements beyond a matrix become zeros. The kernel uses
+   128 x 128 bytes of codes, the scales of their 128 x 16 (NVFP4) or 128 x 8 (MXFP4) blocks, and the activations. The
+   layouts in shared memory are the same as in global memory. Elements beyond a matrix become zeros. The kernel uses
    barriers of the CTA and no mbarriers.
 2. A warp multiplies 16 rows of ``b``. Four lanes share a row. In each 128 elements of k, each of these lanes reads 32
-   contiguous elements, 16 bytes of codes. Each of eight MMAs with K = 16 uses four of a lane's elements. This changes
-   the order of k, which does not matter as long as it is the same in both operands. ``decode`` converts codes to 16-bit
-   numbers and multiplies them by the scales.
-3. The thread that copied activations rearranges them in place into the same order, one k tile before they are
+   contiguous elements, 16 bytes of codes, which eight MMAs with K = 16 multiply: each MMA uses four of a lane's
+   elements. This changes the order of k, which does not matter as long as both operands have the same order. ``decode``
+   converts codes to 16-bit numbers and multiplies them by the scales.
+3. Each thread rearranges the activations that it copied into the same order, in place, one k tile before they are
    multiplied.
-4. Each CTA stores its partial sums in shared memory. The CTAs of the cluster divide the rows of ``a`` among them, add
-   up the partial sums in the order of k, and apply the epilogue. A row of the result thus depends only on ``split_k``,
-   not on M or on other rows.
+4. Each CTA stores its partial sums in shared memory. The CTAs of the cluster divide the rows of ``a`` among them. Each
+   CTA adds up the partial sums of its rows in the order of k, and applies the epilogue. A row of the result thus
+   depends only on ``split_k``, not on M or on other rows.
 
 If both operands are FP4 and the GPU has block-scaled MMAs, ``native.py`` replaces steps 2 and 3: nothing is decoded or
 rearranged. A warp multiplies codes of 64 elements of k at once, and the MMA applies both operands' scales.

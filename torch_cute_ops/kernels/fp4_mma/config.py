@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM by mma.sync. No device code."""
+"""Configuration of the FP4 GEMM with mma.sync. No device code."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias row_scal
 
 @dataclass(frozen=True)
 class Config:
-    """Static parameters of the FP4 GEMM by mma.sync. M, N and K are run-time values.
+    """Static parameters of the FP4 GEMM with mma.sync. M, N and K are run-time values.
 
     Attributes:
         dtype: dtype of the MMAs' operands (activations, decoded weight): bfloat16, or float16 (NVFP4 only), or uint8 if

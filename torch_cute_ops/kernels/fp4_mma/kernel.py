@@ -1,4 +1,4 @@
-"""Device code of the FP4 GEMM by mma.sync. The package's docstring describes the roles and the data path."""
+"""Device code of the FP4 GEMM with mma.sync. The package's docstring describes the roles and the data path."""
 
 from typing import NamedTuple
 
@@ -93,8 +93,8 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, row_scale, out, stream):
         c = self.config
-        # The grid has one dimension, which may have 2^31 CTAs: all n tiles of the first m tile, then all n tiles of the
-        # second m tile, and so on.
+        # The grid has one dimension, because this dimension may have 2^31 CTAs. It lists all n tiles of the first m
+        # tile, then all n tiles of the second m tile, and so on.
         tiles = cute.ceil_div(b.shape[1], TILE_N) * cute.ceil_div(a.shape[0], c.tile_m)
         ctas = ctas_unless_overlapping(tiles * c.split_k, (out,), (a, a_scale, b, b_scale, alpha, bias, row_scale))
         b, scale = rows_of_bytes(b, scale_matrix(b_scale, c.layout))
@@ -154,8 +154,8 @@ class FP4MmaKernel:
             if count > 0:
                 self._rearrange(0, base, work)
         for i in range(count):
-            # Wait for this thread's copies of this k tile and, because the thread rearranges them ahead, of the next k
-            # tile.
+            # Wait for this thread's copies of this k tile. If activations are rearranged, also wait for the copies of
+            # the next k tile, which this thread rearranges now.
             cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
             if const_expr(not self.native):
                 if i + 1 < count:
@@ -210,7 +210,7 @@ class FP4MmaKernel:
 
     @cute.jit
     def _load(self, k_tile, stage, base, work):
-        """Start this thread's part of the copies of a k tile."""
+        """Start the copies that this thread makes of a k tile."""
         c = self.config
         codes, scales, activations = (at(stage, base) for at in (self._codes_at, self._scales_at, self._activations_at))
         for i in range_constexpr(c.code_bytes // 16 // THREADS):
@@ -328,8 +328,8 @@ class FP4MmaKernel:
                             acc[tile * 4 + i] = total[i]
 
     def _block_scales(self, scales, k_tile, half: int, row, work) -> list:
-        """Return the scale factors of the lane's 32 elements in half a k tile: for two blocks of NVFP4, or one of
-        MXFP4."""
+        """Return the scale factors of the lane's 32 elements in half a k tile: for two NVFP4 blocks or one MXFP4
+        block."""
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.k_tile_blocks // 2) + work.quad * count
@@ -339,7 +339,7 @@ class FP4MmaKernel:
         at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16
         bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
-        # Scales of missing blocks may have any value. Replace them by zero, because a NaN times a code of 0 would not
-        # be 0.
+        # Scales of missing blocks may have any value. Replace these scales by zero, because a NaN times a code of 0
+        # would not be 0.
         bytes_ = ptx.select(k_tile * c.k_tile_blocks + block < work.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)

@@ -1,9 +1,10 @@
 """Block-scaled ``mma.sync`` of FP4 codes. Operands stay in their memory order, and the MMA applies the scales.
 
-Four lanes share a row. Per 64 elements of k, lane ``t`` of the four holds two words of codes: eight elements that begin
-at element 8 t, and eight elements that begin at element 32 + 8 t. In shared memory, the 16-byte vectors of a row are
-permuted, so that the words that a warp reads at the same time are in different banks. The scales of the activations may
-have any layout in global memory. In shared memory, each row's scales of one k tile are contiguous.
+Four lanes share a row. For every 64 elements of k, lane ``t`` of these four lanes holds two words of codes: eight
+elements that begin at element 8 t, and eight elements that begin at element 32 + 8 t. In shared memory, the 16-byte
+vectors of a row are permuted, so that the words that a warp reads at the same time are in different banks. The scales
+of the activations may have any layout in global memory. In shared memory, each row's scales of one k tile are
+contiguous.
 """
 
 import cutlass.cute as cute
@@ -26,8 +27,7 @@ def code_place(row, column) -> Int32:
 
 @cute.jit
 def load_activations(c: Config, k_tile, activations, work):
-    """Start this thread's part of the copies of a k tile of activations. Codes, then scales, are copied to
-    ``activations``."""
+    """Start the copies that this thread makes of a k tile of activations: codes, then scales, to ``activations``."""
     vectors = c.tile_m * (LINE // 16)
     for i in range_constexpr(-(-vectors // THREADS)):
         vector = work.tid + i * THREADS
@@ -56,7 +56,7 @@ def load_activations(c: Config, k_tile, activations, work):
 def multiply_codes(c: Config, k_tile, operands, acc, work):
     """Multiply a k tile, and add the products to ``acc``.
 
-    ``operands`` contains three addresses: of the weight's codes, of the weight's scales, and of the activations.
+    ``operands`` contains three shared-memory addresses: the weight's codes, the weight's scales, and the activations.
     """
     codes, scales, activations = operands
     count = CODE_MMA_K // c.fmt.block_size

@@ -79,7 +79,7 @@ class Config(BlockScaledConfig):
 
     @property
     def sum_tile(self) -> PartialSums:
-        """Layout of a CTA's partial sums under split-K. In shared memory, they overwrite the stages."""
+        """Layout of a CTA's partial sums with split-K. In shared memory, the partial sums overwrite the stages."""
         return PartialSums(self.tile_m, MMA_M)
 
     @property
@@ -93,15 +93,15 @@ class Config(BlockScaledConfig):
 
     @property
     def acc_pitch(self) -> int:
-        """Number of columns between the starts of the two accumulators. If tensor memory is too small for both
+        """Number of columns between the starts of the two accumulators. If tensor memory is too small for two separate
         accumulators, they overlap."""
         room = TMEM_COLUMNS - SCALE_STAGES * self.stage.scale_columns - self.tile_m
         return min(self.tile_m, room // self.columns_per_load * self.columns_per_load)
 
     @property
     def shared_columns(self) -> int:
-        """Number of columns that the two accumulators share. The epilogue loads these columns first. The next tile's
-        MMAs may begin as soon as these columns are loaded."""
+        """Number of columns that the two accumulators share. The epilogue loads these columns first, so that the next
+        tile's MMAs may begin as soon as these columns are loaded."""
         return self.tile_m - self.acc_pitch if self.accumulators == 2 else 0
 
     @property
@@ -112,8 +112,8 @@ class Config(BlockScaledConfig):
     def acc_empty_barriers(self) -> int:
         """Number of barriers by which the epilogue signals that MMAs may overwrite an accumulator.
 
-        There is one barrier per accumulator, or a single barrier if the accumulators overlap. With ``split_k``, there
-        is none, because a CTA computes only one tile.
+        Each accumulator has its own barrier, except that accumulators that overlap share one barrier. With ``split_k``,
+        the number is 0, because a CTA computes only one tile.
         """
         if self.split_k > 1:
             return 0

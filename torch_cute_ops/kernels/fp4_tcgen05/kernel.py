@@ -169,8 +169,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, n_tile, m_tile, k_tile, base, barrier, work):
-        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's barrier expect
-        the bytes of the stage's copies."""
+        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's full barrier
+        expect the bytes of all copies to the stage."""
         c, stage = self.config, self.stage
         first = k_tile * stage.scale_tiles
         size = cutlass.min(work.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE_BYTES
@@ -262,8 +262,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Run an epilogue warp: apply the epilogue to all tiles and store the results. Under split-K, store partial
-        sums instead."""
+        """Run an epilogue warp: apply the epilogue to all tiles and store the results. With split-K, store partial sums
+        instead of results."""
         c = self.config
         factor = self.epilogue.factor(work.alpha)
         accumulator, parity = Int32(0), Int32(0)
@@ -296,7 +296,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     @cute.jit
     def _store_acc_columns(self, start, skipped, count: int, finish, token, row, tid, work, smem):
         """Load ``count`` columns of the accumulator, starting with column ``skipped``, apply the epilogue, and store
-        the results. Under split-K, store partial sums instead."""
+        the results. With split-K, store partial sums instead of results."""
         c = self.config
         for piece in cutlass.range(count // c.columns_per_load, unroll=1):
             column = skipped + piece * c.columns_per_load
@@ -313,8 +313,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Let the epilogue warps add up the partial sums of the cluster's CTAs, apply the epilogue, and store the
-        results."""
+        """Add up the partial sums of the cluster's CTAs, apply the epilogue, and store the results. The epilogue warps
+        call this method."""
         c = self.config
         threads = 32 * EPILOGUE_WARPS
         n_tile, m_tile = self._tile(work.first, work)

@@ -23,16 +23,17 @@ TILES_N: Final = (32, 64, 128)
 CLASSES: Final = (1, 2, 3, 5, 8)
 """Supported numbers of classes of experts. An expert's class is its index modulo the number of classes."""
 ACCUMULATORS: Final = 2
-"""Number of accumulators in tensor memory. The epilogue reads one while the MMAs compute the other."""
+"""Number of accumulators in tensor memory. The epilogue reads one accumulator while the MMAs compute the other
+accumulator."""
 COLUMNS_PER_LOAD: Final = 32
 """Number of columns of tensor memory that a thread loads at once."""
 MAX_LINEAR_SCALES_TILE_N: Final = {False: 64, True: 32}
-"""Largest ``tile_n`` with linear scales, keyed by whether a bias is added. In wider tiles, the epilogue's sums would
-spill, because the CTA then also contains scale-loader warps."""
+"""Largest ``tile_n`` with linear scales, keyed by True if a bias is added. In wider tiles, the epilogue's sums would
+spill, because with linear scales the CTA also contains scale-loader warps."""
 STORE_COLUMNS: Final = 8
 """Number of columns of the result that a thread stores at once."""
 EXPERTS_PER_WORD: Final = 32
-"""Number of experts whose bits share a word. All these experts belong to the same class."""
+"""Number of experts whose bits share a 32-bit word. All experts of a word belong to the same class."""
 
 
 class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace num_ctas")):
@@ -46,7 +47,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
         b: (K/2, N) uint8 FP4 codes, the transposed view of a row-major (N, K/2) weight.
         b_scale: block scales of the weight's rows, in the same layout as ``a_scale``.
         alpha: (M, E) float32 factors, any strides. An expert whose factor is zero adds nothing to a token.
-        bias: (E, N), or None. It is added to an expert's accumulator before the multiplication by the factor.
+        bias: (E, N), or None. The bias is added to an expert's accumulator before the multiplication by the factor.
         out: (M, N) in ``Config.out_dtype``, written.
         workspace: ``Config.workspace_bytes`` uint8, written, or None if this size is 0.
         num_ctas: int32, number of persistent CTAs: the number of SMs.

@@ -40,8 +40,8 @@ class Work(NamedTuple):
 
     Attributes:
         m, n: numbers of rows and columns of the result.
-        num_mmas: number of MMAs that cover one expert's k. It is a run-time value, because ptxas crashes if it is a
-            constant.
+        num_mmas: number of MMAs that cover one expert's k. The number is a run-time value, because ptxas crashes if it
+            is a constant.
         experts, words: number of experts, and number of words that hold the bits of one class's experts.
         m_tiles, tiles: number of m tiles, and number of tiles of the result.
         num_work_tiles: number of work tiles of all CTAs.
@@ -83,7 +83,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
-    """Kernels for one ``Config``. They find the experts to compute, multiply, and add up partial sums."""
+    """Kernels for one ``Config``. The kernels find the experts to compute, multiply, and add up partial sums."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -126,7 +126,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         num_ctas = cutlass.min(num_work_tiles, cutlass.max(num_ctas, Int32(1)))
         if const_expr(c.routed):
-            # If tensors overlap, the number of CTAs is 0. This launch then fails, and so the call raises before it
+            # If tensors overlap, the number of CTAs is 0, and this launch fails. The call then raises before it
             # launches the GEMM.
             words_of_tile = ctas_unless_overlapping(words * c.classes, written, read)
             self.touch_kernel(alpha, touched, m).launch(
@@ -291,8 +291,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, work_tile, expert, k_tile, base, barrier, work):
-        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's barrier expect
-        the bytes of the stage's copies."""
+        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's full barrier
+        expect the bytes of all copies to the stage."""
         c, stage = self.config, self.stage
         first = self._first_scale_tile(expert, k_tile)
         end = expert * c.expert_k + cutlass.min(k_tile * K_TILE + K_TILE, Int32(c.expert_k))
@@ -434,7 +434,8 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _store_result(self, acc, number, work_tile, tid, work):
-        """Store a token's sums of a work tile: as the result, or as partial sums that ``reduce_kernel`` adds up."""
+        """Store a token's sums of a work tile, either as the result or as partial sums that ``reduce_kernel`` adds
+        up."""
         c = self.config
         token, row = work_tile.m_tile * MMA_M + tid, work_tile.n_tile * c.tile_n
         for column_group in range_constexpr(c.tile_n // STORE_COLUMNS):

@@ -5,13 +5,13 @@ and ``g = alpha · Σ_k a[m, k] · w[e, i, k] + bias``. ``u`` is computed in the
 is decoded. If the ``routing`` of a token and an expert is zero, their results are not written. A call launches two
 kernels:
 
-1. Lists. An m tile of 128 tokens is *touched* by an expert if one of its tokens is routed to the expert. One CTA per
+1. Lists. An expert *touches* an m tile of 128 tokens if a token of the m tile is routed to the expert. One CTA per
    *token block* (1,024 tokens, eight m tiles) lists the touched m tiles, expert by expert, and zeroes the padding of
    the result's scales.
-2. GEMM. A *work tile* consists of an expert, an m tile that it touches, and an n tile: ``tile_n / 2`` rows of the
-   weight for columns of gate, and the rows for the same columns of up. CTAs are persistent and take every
-   ``num_ctas``-th work tile. M tiles of an expert follow each other, so that the weight of an expert with several m
-   tiles is often in L2.
+2. GEMM. A *work tile* consists of an expert, an m tile that the expert touches, and an n tile: ``tile_n / 2`` rows of
+   the weight that compute columns of gate, and ``tile_n / 2`` rows that compute the same columns of up. CTAs are
+   persistent and take every ``num_ctas``-th work tile. M tiles of an expert follow each other, so that the weight of an
+   expert with several m tiles is often in L2.
 
 The activations are on the M side of the MMAs: a lane of tensor memory is a token, so that an epilogue thread holds
 whole blocks of a row of the result. The rows of gate and the rows of up are two operands on the N side, each with its
@@ -20,11 +20,12 @@ zeros, which costs no memory traffic. With up to 128 tokens, the MMAs take less 
 
 Roles:
 
-1. The producer warp fills stages. It copies codes of the three operands by TMA, and scale tiles by bulk copies.
-2. If scales are linear, four scale-loader warps rewrite them as 128x4 tiles. Each warp handles every fourth k tile.
+1. The producer warp fills stages. The warp copies codes of the three operands by TMA, and scale tiles by bulk copies.
+2. If scales are linear, four scale-loader warps load the scales and store them as 128x4 tiles. Each warp handles every
+   fourth k tile.
 3. One thread of the MMA warp copies a k tile's scales to tensor memory and issues the k tile's MMAs, as in
    ``fp4_tcgen05``. The last commit of a work tile signals that its accumulator is complete.
-4. Four epilogue warps load an accumulator, while the next work tile is multiplied if there are two accumulators. A
+4. Four epilogue warps load an accumulator. With two accumulators, MMAs compute the next work tile at the same time. A
    thread handles a token: it applies ``alpha``, bias and gate to a block of columns, quantises the block, and stores
    its codes and its scale. A warp without a routed token does not load the accumulator.
 
@@ -35,12 +36,12 @@ Roles:
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
 A token's result depends only on the tactic and on the token's row of ``a``. The MMAs compute all tokens of a touched m
-tile, also tokens that are not routed to the expert.
+tile, including tokens that are not routed to the expert.
 
 Bytes moved: The weights of experts with a routed token are read once per touched m tile. With several m tiles, most of
-these reads hit L2 if the weights of the experts that CTAs compute at the same time fit there. A token's activations are
-read from L2 once per work tile. ``routing`` is read once for the lists, and once per work tile. The results of routed
-pairs are written once.
+these reads hit L2, provided that L2 can hold the weights of all experts that are computed at the same time. A token's
+activations are read from L2 once per work tile. ``routing`` is read once for the lists, and once per work tile. The
+results of routed pairs are written once.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Configuration of the FP4 GEMM over experts with a gate, by tcgen05. No device code."""
+"""Configuration of the FP4 tcgen05 GEMM over experts with a gate. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,7 +30,7 @@ LIST_THREADS: Final = MAX_EXPERTS
 
 @dataclass(frozen=True)
 class Config(BlockScaledConfig):
-    """Static properties of the FP4 GEMM over experts with a gate, by tcgen05. M, H, I and the number of experts are
+    """Static properties of the FP4 tcgen05 GEMM over experts with a gate. M, H, I and the number of experts are
     run-time values.
 
     I is a multiple of 64 and of ``tile_n / 2``. H is a multiple of 64 and, with linear scales of B elements per block,
@@ -81,7 +81,7 @@ class Config(BlockScaledConfig):
 
     def workspace_bytes(self, m: int, experts: int) -> int:
         """Return the size of the workspace in bytes: for each token block, the number of touched m tiles, and a list
-        with room for all m tiles of all experts. All numbers precede all lists."""
+        with room for all m tiles of all experts. The numbers of all token blocks precede the lists."""
         return 4 * -(-m // TOKEN_BLOCK) * (1 + experts * BLOCK_M_TILES)
 
     def reason_unfit(self) -> str | None:

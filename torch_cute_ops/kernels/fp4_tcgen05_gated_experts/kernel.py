@@ -1,5 +1,5 @@
-"""Device code of the FP4 GEMM over experts with a gate, by tcgen05. The package's docstring describes the roles and the
-data path."""
+"""Device code of the FP4 tcgen05 GEMM over experts with a gate. The package's docstring describes the roles and
+the data path."""
 
 from typing import NamedTuple
 
@@ -43,8 +43,8 @@ class Work(NamedTuple):
         num_token_blocks: number of token blocks.
         first, pitch: index of the CTA's first work tile, and distance to its next work tile.
         a_scale, b_scale: block scales as matrices of bytes. The rows of all experts are one matrix.
-        counts, touched: number of touched m tiles of each token block, and lists of touched m tiles: an expert times
-            ``BLOCK_M_TILES``, plus the index of the m tile in the token block.
+        counts, touched: number of touched m tiles of each token block, and lists of touched m tiles. An entry of a list
+            is the index of the expert times ``BLOCK_M_TILES``, plus the index of the m tile in the token block.
         routing: (M, E) factors.
         outputs: tensors of the epilogue.
     """
@@ -76,7 +76,7 @@ class WorkTile(NamedTuple):
 
 
 class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
-    """Kernels for one ``Config``. They list touched m tiles, multiply, and apply the gate."""
+    """Kernels for one ``Config``. The kernels list touched m tiles, multiply, and apply the gate."""
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -135,7 +135,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.epilogue.has_gate_parameters) else None
         terms = alpha, bias, global_scale, row_scale
         outputs = Outputs(*terms, y, scale_matrix(scale, c.epilogue.out_layout), gate)
-        # If tensors overlap, the number of CTAs is 0. This launch then fails, and so the call raises before it launches
+        # If tensors overlap, the number of CTAs is 0, and this launch fails. The call then raises before it launches
         # the GEMM.
         read = a, a_scale, b, b_scale, routing, *terms
         listing_ctas = ctas_unless_overlapping(num_token_blocks, (y, scale, workspace), read)
@@ -212,7 +212,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
                 total += Int32(cute.arch.popc(bits[i * WORDS + tid]))
             totals[tid] = total
         cute.arch.sync_threads()
-        # A thread appends the touched m tiles of its expert, after those of all lower experts.
+        # A thread appends the touched m tiles of its expert, after the m tiles of all lower experts.
         if tid < experts:
             place = Int32(0)
             for word in cutlass.range(warp, unroll=1):
@@ -328,8 +328,8 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
 
     @cute.jit
     def _copy_scales_of(self, tile, k_tile, base, barrier, work):
-        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's barrier expect
-        the bytes of the stage's copies."""
+        """If the scales are tiled, start the copies of a stage's scales. In any case, make the stage's full barrier
+        expect the bytes of all copies to the stage."""
         stage = self.stage
         first = k_tile * stage.scale_tiles
         size = cutlass.min(work.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE_BYTES
@@ -427,7 +427,7 @@ class FP4Tcgen05GatedExpertsKernel(BlockScaledKernel):
             token_block, begin, end = self._advance(number, token_block, begin, end, work)
 
     def _gated(self, accs: list, alpha, expert, column, row_scale, work) -> list:
-        """Return the results of neighbouring columns. ``column`` is the first, counted within the expert."""
+        """Return the results of neighbouring columns. ``column`` is the first column, counted within the expert."""
         values = []
         for i in range(0, len(accs[0]), TERMS_PER_LOAD):
             biases = None

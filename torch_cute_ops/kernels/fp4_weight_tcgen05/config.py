@@ -32,22 +32,22 @@ STREAM_K: Final = 0
 """Value of ``split_k`` for stream-K: all CTAs multiply the same number of k tiles. A CTA's work may begin and end
 inside a tile."""
 SLOTS: Final = 2
-"""Largest number of n tiles for which a CTA stores partial sums with stream-K: its first and its last n tile."""
+"""Largest number of n tiles for which a CTA stores partial sums with stream-K: the CTA's first and last n tile."""
 LINES: Final = 2 * K_TILE // K_TILE_BYTES
 """Number of 128-byte lines of activations that a token has in a k tile."""
 WEIGHT_COLUMNS: Final = K_TILE // 2
 """Number of columns of tensor memory for the decoded weight of a k tile. A column holds two elements of each row."""
 LEAST_SMEM_BYTES: Final = 116 * 1024
-"""Bytes of shared memory that a CTA takes at least: more than half of an SM's, so that two CTAs never share an SM. A
-CTA allocates most of an SM's tensor memory, and waits until that memory is free. If CTAs of two clusters shared SMs,
-each cluster could hold tensor memory that a CTA of the other cluster waits for: a deadlock."""
+"""Least number of bytes of shared memory of a CTA. It is more than half of an SM's shared memory, so that two CTAs
+never share an SM. A CTA allocates most of an SM's tensor memory, and waits until that memory is free. If CTAs of two
+clusters shared SMs, each cluster could hold tensor memory that a CTA of the other cluster waits for: a deadlock."""
 
 
 def teams(tile_m: int) -> int:
     """Return the number of decoder groups for tiles of ``tile_m`` tokens.
 
-    Two groups hide latency better than one. They take turns at the k tiles, so the number of stages must be even: then
-    each group always uses the same stages. With an odd number, a group could mistake an earlier phase of a stage's
+    Two groups hide latency better than one. Two groups take turns at the k tiles, so the number of stages must be even:
+    then each group always uses the same stages. With an odd number, a group could mistake an earlier phase of a stage's
     barrier for the phase that it waits for. With 256 tokens only three stages fit, so one group decodes.
     """
     return 1 if tile_m > MMA_M else 2

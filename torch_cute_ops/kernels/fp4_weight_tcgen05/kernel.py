@@ -86,7 +86,7 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
         m, n = given.out.shape
         k_tiles = cute.ceil_div(given.a.shape[1], K_TILE)
         iterations = Ranges(cute.ceil_div(n, MMA_M), k_tiles, given.max_ctas).iterations
-        # Without rows, no CTA is launched, as without stream-K.
+        # If ``a`` has no rows, launch no CTA. The launch without stream-K does the same.
         ctas = Int32(cutlass.min(iterations * cutlass.min(m, 1), Int64(given.max_ctas)))
         slots = slots_of(given.workspace, m, ctas)
         read = given[: Arguments._fields.index("out")]
@@ -162,7 +162,7 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
         k tile's stage, and always uses the same ``stages / teams`` stages. The scales of a k tile are loaded before the
         group decodes its previous k tile.
 
-        A warp can access only one quarter of the lanes of tensor memory, which its index determines.
+        A warp can access only one quarter of the lanes of tensor memory. The index of the warp determines this quarter.
         """
         c = self.config
         team, lane = decoder // MMA_M, decoder % WARP
@@ -203,8 +203,9 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
             self._await_stage_writers()
 
     def _scales_of(self, k_tile, row, tile: Tile, work) -> list:
-        """Load the scales of weight row ``row`` of a tile in a k tile, as words of four. Scales of rows that do not
-        exist are zero. Scales beyond K may be undefined, because no MMA reads their elements."""
+        """Load the scales of one k tile in weight row ``row`` of a tile. Each word of the result holds four scales.
+        Scales of rows that do not exist are zero. Scales beyond K may be undefined, because no MMA reads their
+        elements."""
         c, column = self.config, tile.column + row
         first, left = Int64(k_tile) * c.tile_scales, work.num_mmas * MMA_K // c.fmt.block_size - k_tile * c.tile_scales
         return self.weight.row_scales(work.b_scale, work.n, tile.expert, column, column < work.n, first, left)
@@ -278,8 +279,8 @@ class FP4WeightTcgen05Kernel(DecodedWeightKernel):
     def reduce_kernel(self, slots, terms, out, k_tiles: Int32):
         """Add up the partial sums of an n tile in the order of k, apply the epilogue and store the results.
 
-        A CTA reduces the n tile inside which its range of the GEMM begins, unless an earlier range begins inside the
-        same n tile. Then it does nothing.
+        CTA i reduces the n tile in whose interior range i of the GEMM begins. If an earlier range begins inside the
+        same n tile, or if range i begins at the start of an n tile, CTA i does nothing.
         """
         tid, _, _ = cute.arch.thread_idx()
         cta, group, _ = cute.arch.block_idx()

@@ -1,10 +1,10 @@
 """Stream-K: division of the k tiles of all n tiles among CTAs, and partial sums in the workspace.
 
 An *iteration* is one k tile of one n tile, for all rows of ``a``. The iterations are numbered n tile by n tile. Each
-CTA computes a contiguous range of iterations, and all ranges have (nearly) the same length. If a range begins or ends
-inside an n tile, the CTA stores partial sums of this n tile in the workspace. A second kernel adds up the partial sums
-of an n tile in the order of k. So a row's sums depend only on N, K and the number of CTAs: not on the order in which
-CTAs run, and not on other rows.
+CTA computes a contiguous range of iterations. The lengths of the ranges differ by at most one. If a range begins or
+ends inside an n tile, the CTA stores partial sums of this n tile in the workspace. A second kernel adds up the partial
+sums of an n tile in the order of k. So a row's result depends only on N, K and the number of CTAs: not on the order in
+which CTAs run, and not on other rows.
 """
 
 from typing import NamedTuple

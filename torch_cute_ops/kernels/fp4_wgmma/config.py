@@ -34,17 +34,17 @@ TILES_M: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 accumulators."""
 _WARP_MMA_TILES_N: Final = (256, 224, 208, 192, 160)
 TILES_N: Final = {1: _WARP_MMA_TILES_N, 8: _WARP_MMA_TILES_N, 16: (256, 192), 32: (256, 192)}
-"""Supported ``tile_n``, keyed by each ``tile_m`` that supports more than one: multiples of a warp's 16 columns for
-mma.sync, and of a warpgroup's 64 columns for wgmma."""
+"""Supported ``tile_n``, keyed by ``tile_m``. A ``tile_m`` without an entry supports only one ``tile_n``. With mma.sync,
+``tile_n`` is a multiple of a warp's 16 columns; with wgmma, of a warpgroup's 64 columns."""
 WARP_N: Final = 16
 """Number of columns of the result that a warp computes, with mma.sync or as its part of a wgmma."""
 DECODERS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
-"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time. Its warps take
-turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the consumers
-multiply it."""
+"""(decoder groups, warps per group), keyed by ``tile_m``. Each group rearranges one k tile at a time. The warps of a
+group take turns at groups of eight tokens. With 32 tokens, a single warp would rearrange a k tile more slowly than the
+consumers multiply it."""
 REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
-"""Registers per thread, for (consumers, other warps), if the CTAs rearrange the activations. The keys are the numbers
-of warpgroups of (consumers, other warps)."""
+"""Registers per thread as (consumers, other warps), keyed by (number of consumer warpgroups, number of other
+warpgroups). These numbers apply if the CTAs rearrange the activations."""
 BARRIER_BYTES: Final = 512
 """Bytes of shared memory that are reserved for mbarriers."""
 K_TILE_BLOCKS: Final = K_TILE // 16
@@ -58,26 +58,27 @@ CODE_ATOMS: Final = 3
 """Number of swizzle atoms of a stage if a tile has one row of FP4 codes: one atom for each half of the k tile, and one
 for the factors."""
 ZEROS_AT: Final = -192
-"""Offset in bytes of 128 zeros, relative to the stages of activations of a one-row tile. The distance is not a multiple
-of 128, to avoid bank conflicts."""
+"""Offset, in bytes, of an area of 128 zero bytes, relative to the stages of activations of a one-row tile. The offset
+is not a multiple of 128, to avoid bank conflicts."""
 ZEROS_BYTES: Final = 256
-"""Bytes, including the 128 zeros, before the stages of activations of a one-row tile."""
+"""Number of bytes before the stages of activations of a one-row tile. The number includes the 128 zero bytes."""
 MAX_REARRANGED_M: Final = 32
 """Largest ``tile_m`` whose activations the CTAs rearrange themselves."""
 MAX_PREFETCHING_M: Final = 16
 """Largest ``tile_m`` for which the producer prefetches into L2. On an H100, prefetching makes a decoder layer of an 8B
-model 3.4, 2.6 and 2.4 µs faster with 1, 8 and 16 rows, and 0.8 µs slower with 32 rows."""
+model faster by 3.4 µs with 1 row, 2.6 µs with 8 rows and 2.4 µs with 16 rows, and slower by 0.8 µs with 32 rows."""
 MAX_QUANTISED_M: Final = 8
 """Largest ``tile_m`` whose activations the CTAs quantise. The lanes that share a block exchange values. Only up to this
 size, the distance between these lanes is the same in decoders and in consumers (which rearrange the first k tiles)."""
 AHEAD_TILE_M: Final = {True: 16, False: 64}
-"""Smallest ``tile_m`` at which only one k tile of the weight is copied ahead, keyed by whether the CTAs rearrange the
-activations. On an H200, copying one k tile ahead instead of filling the pipeline makes a decoder layer of an 8B model
-in W4A4 3.6, 1.3, 4.4 and 4 µs faster at 16, 32, 64 and 128 rows, and up to 2 µs faster with 16-bit activations. With 1
-row, the layer would be 1.5 µs slower. With 16 rows that another kernel rearranges, a layer of a 32B or 70B model would
-be 3 µs slower, because memory bandwidth is the limit."""
+"""Smallest ``tile_m`` for which only one k tile of the weight is copied ahead, keyed by True if the CTAs rearrange the
+activations. The alternative is to fill the whole pipeline ahead. Copying only one k tile makes a decoder layer of an 8B
+model in W4A4 faster on an H200: by 3.6 µs with 16 rows, 1.3 µs with 32, 4.4 µs with 64 and 4 µs with 128; with 16-bit
+activations, by up to 2 µs. With 1 row, it would make the layer 1.5 µs slower. With 16 rows that another kernel
+rearranges, it would make a layer of a 32B or 70B model 3 µs slower, because memory bandwidth is the limit."""
 MAX_CLUSTER_M: Final = 128
-"""Largest ``tile_m`` of clusters. Up to this size, the partial sums fit in the shared memory of the weight's codes."""
+"""Largest ``tile_m`` with clusters. Up to this size, the partial sums fit in the shared memory of the weight's
+codes."""
 SPLIT_K: Final = (1, 2, 3, 4, 5, 6, 8)
 """Supported ``split_k``, the number of CTAs of a cluster."""
 EXPERT_TILES_M: Final = (16, 32, 64, 128)
@@ -85,8 +86,8 @@ EXPERT_TILES_M: Final = (16, 32, 64, 128)
 
 
 def tiles_n(tile_m: int) -> tuple[int, ...]:
-    """Return the supported values of ``tile_n``, starting with the largest. Only clusters support the other values,
-    which give work to more SMs."""
+    """Return the supported values of ``tile_n``, starting with the largest. Without clusters, only the largest is
+    supported. The smaller values give work to more SMs."""
     return TILES_N.get(tile_m, (TILES_M[tile_m] * WGMMA_M,))
 
 
@@ -103,7 +104,7 @@ def rearranges(tile_m: int, split_k: int) -> bool:
 def by_codes(operands: FP4Operands, tile_m: int, tile_n: int) -> bool:
     """Return True if FP8 wgmma multiplies FP4 codes without decoding them.
 
-    This is possible for one row of FP4 activations, if ``tile_n`` is a multiple of a warpgroup's 64 columns.
+    Codes can be multiplied for one row of FP4 activations, if ``tile_n`` is a multiple of a warpgroup's 64 columns.
     """
     return tile_m == 1 and operands.decodes_both and tile_n % WGMMA_M == 0
 
@@ -123,8 +124,8 @@ def slices_per_stage(tile_m: int, expert_k: int | None) -> int:
     """Return the number of slices (64 elements along K) that a stage of activations holds."""
     if tile_m <= 32:
         return K_SLICES
-    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices than with one. With experts, the registers suffice
-    # for only one slice.
+    # On an H200, GEMMs of 64 tokens are 1.5 % faster with two slices per stage than with one. With experts, a thread
+    # has enough registers for only one slice.
     return 2 if tile_m == 64 and expert_k is None else 1
 
 
@@ -166,10 +167,10 @@ class Config:
         stages: number of stages of the weight's pipeline.
         a_stages: number of stages of the activations' pipeline.
         pdl: True to launch with programmatic dependent launch.
-        static_weight: True if the weight was complete before the previous launch. ``plan`` sets it only if it affects
-            the kernel: with ``pdl``, and if the CTAs rearrange the activations.
-        prefetches: True if the producer prefetches a matrix into L2 after its last copy. Such a kernel has few tokens
-            per tile, and its CTAs rearrange the activations.
+        static_weight: True if the weight was complete before the previous launch. ``plan`` sets the field only if it
+            affects the kernel: with ``pdl``, and if the CTAs rearrange the activations.
+        prefetches: True if the producer prefetches a matrix into L2 after its last copy. A kernel that prefetches has
+            few tokens per tile, and its CTAs rearrange the activations.
     """
 
     operands: FP4Operands
@@ -255,8 +256,8 @@ class Config:
 
     @cached_property
     def max_k_groups(self) -> int:
-        """Largest number of k groups of activations that a decoder's lane loads before it stores them. Registers limit
-        this number."""
+        """Largest number of k groups of activations that a lane of a decoder warp loads before it stores the first of
+        these k groups. Registers limit this number."""
         return 4 // self.other_groups // (1 if self.operands.prologue_gate is None else 2)
 
     @cached_property
@@ -290,9 +291,8 @@ class Config:
         """Number of the weight's k tiles that are copied before the previous kernel ends, or None if the producer need
         not wait for that kernel. The number is used only with ``pdl``.
 
-        If the speed is limited by memory bandwidth, the whole pipeline is filled. If it is limited by decoding, only
-        one k tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and
-        stores.
+        If memory bandwidth limits the speed, the whole pipeline is filled. If decoding limits the speed, only one k
+        tile is copied: more k tiles would not be used sooner, and would delay the previous kernel's loads and stores.
         """
         if self.rearranges and not self.static_weight:
             return 0
@@ -305,7 +305,7 @@ class Config:
         """Number of k tiles of activations that all consumers rearrange together before they multiply.
 
         For 16-bit activations, this is one k tile per decoder group, which makes a layer of an 8B model 1 µs faster on
-        an H200. For FP4 activations it is 0, because the speed does not improve.
+        an H200. For FP4 activations the number is 0, because the speed does not improve.
         """
         few = self.tile_m <= WARP_MMA_TILE_M and self.operands.a_layout is None
         return self.decoder_groups if few else 0
@@ -319,9 +319,9 @@ class Config:
     def workspace_bytes(self, k: int, num_ctas: int, *, has_partial_sums: bool) -> int:
         """Return the bytes of workspace per m tile.
 
-        The workspace holds the rearranged activations. With experts over k, it also holds the factors. If
-        ``has_partial_sums``, it also holds the partial sums and flags of ``num_ctas`` CTAs. Each of these buffers is
-        contiguous over all m tiles.
+        The workspace holds the rearranged activations. With experts over k, the workspace also holds the factors. If
+        ``has_partial_sums``, the workspace also holds the partial sums and flags of ``num_ctas`` CTAs. Each of these
+        buffers is contiguous over all m tiles.
         """
         activations = self.tile_m * -(-k // K_TILE) * self.arranged.token_bytes
         factors = 0 if self.expert_k is None else self.tile_m * (k // self.expert_k) * 4
@@ -354,15 +354,15 @@ class Config:
     def cleared_bytes(self) -> int:
         """Bytes of shared memory that a CTA sets to zero when it starts.
 
-        If codes are multiplied (``by_codes``), these are all stages of activations, because later copies write only
-        codes and factors. Otherwise these are the zeros before the stages.
+        If codes are multiplied (``by_codes``), all stages of activations are set to zero, because later copies write
+        only codes and factors. Otherwise, only the bytes before the stages are set to zero.
         """
         return self.a_stages * self.a_stage_bytes if self.by_codes else self.zeros_bytes
 
     @cached_property
     def a_bytes(self) -> int:
-        """Bytes of the stages of activations and of the zeros before them. They are rounded up to the alignment of the
-        scale tiles, which follow."""
+        """Bytes of the stages of activations, and of the zero bytes before the stages. The sum is rounded up to the
+        alignment of the scale tiles, which follow."""
         size = self.zeros_bytes + self.a_stages * self.a_stage_bytes
         return -(-size // SCALE_TILE_BYTES) * SCALE_TILE_BYTES
 
@@ -381,19 +381,22 @@ class Config:
         """Return the reason that the kernel cannot run on ``arch``, or None."""
         every_n = tiles_n(self.tile_m)
         if self.tile_n not in every_n or (not self.split_k and self.tile_n != every_n[0]):
-            return f"with tile_m {self.tile_m}, tile_n is one of {every_n}, the first without clusters"
+            return f"with tile_m {self.tile_m}, tile_n has to be one of {every_n}; without clusters, the first of these"
         if self.tile_m == 1 and (self.operands.fmt != NVFP4 or not self.split_k):
-            return "tiles of one row need an NVFP4 weight and clusters, of one CTA or more"
+            return "tiles of one row need an NVFP4 weight and clusters (of one CTA or more)"
         if self.operands.prologue_quant is not None and (self.tile_m > MAX_QUANTISED_M or not self.rearranges):
-            return f"CTAs quantise the activations of tiles of at most {MAX_QUANTISED_M} rows, which they rearrange"
+            return f"CTAs quantise activations only if they rearrange them and tile_m is at most {MAX_QUANTISED_M}"
         if self.split_k and self.tile_m > MAX_CLUSTER_M:
-            return f"clusters have tiles of at most {MAX_CLUSTER_M} rows"
+            return f"with clusters, tile_m has to be at most {MAX_CLUSTER_M}"
         if self.reduces and self.partial_sums.size_bytes > self.stages * self.weight_tile.code_bytes:
             return f"{self.partial_sums.size_bytes} bytes of partial sums exceed {self.stages} stages of codes"
         if self.expert_k is not None and (self.expert_k % K_TILE or self.tile_m not in EXPERT_TILES_M or self.split_k):
-            return f"over experts, expert_k is a multiple of {K_TILE}, tile_m one of {EXPERT_TILES_M}, without clusters"
+            return (
+                f"GEMMs over experts need an expert_k that is a multiple of {K_TILE}, a tile_m that is one of "
+                f"{EXPERT_TILES_M}, and no clusters"
+            )
         if self.expert_k is not None and self.epilogue != Epilogue(self.epilogue.out_dtype):
-            return "over experts there is no bias, and alpha has a factor per token and expert"
+            return "GEMMs over experts have no bias, and alpha has a factor per token and expert"
         reason = self.operands.reason_unsupported(self.arranged, self.weight_tile, self.smem_bytes, arch)
         return reason or self.epilogue.reason_unsupported()
 
@@ -418,8 +421,8 @@ def plan(
     tile_n = tile_n or tiles_n(tile_m)[0]
     is_static = static_weight and pdl and rearranges(tile_m, split_k)
     prefetches = prefetches and tile_m <= MAX_PREFETCHING_M and rearranges(tile_m, split_k)
-    # With up to 32 tokens per tile, use as many stages of activations as of the weight. For larger tiles, the number is
-    # fixed, because shared memory holds only 8, 7 or 5 slices of 64, 128 or 256 tokens.
+    # With up to 32 tokens per tile, the number of stages of activations equals the number of stages of the weight. For
+    # larger tiles the number is fixed, because shared memory holds only 8, 7 or 5 slices of 64, 128 or 256 tokens.
     fixed = None if tile_m <= 32 else {64: 8, 128: 7, 256: 5}[tile_m] // slices_per_stage(tile_m, expert_k)
     sizes = expert_k, tile_m, tile_n, split_k
     hints = pdl, is_static, prefetches

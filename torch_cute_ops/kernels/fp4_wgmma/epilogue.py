@@ -71,7 +71,7 @@ class WorkTileEpilogue:
         cute.arch.sync_warp()
 
     def _partial_sums_of(self, cta, consumer, work) -> cute.Tensor:
-        """Return this thread's part of a CTA's partial sums in the workspace, as a (4, tile_m / 8) tensor."""
+        """Return this thread's elements of a CTA's partial sums in the workspace, as a (4, tile_m / 8) tensor."""
         c = self.config
         slot = (Int64(work.m_tile) * work.num_ctas + cta) * (c.tile_n * c.tile_m)
         start = slot + (consumer.group * WARPGROUP + consumer.thread) * 4
@@ -132,8 +132,8 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _reduce(self, acc, n_tile, factor, tid, consumer, work, smem):
-        """Add up the partial sums of the cluster's CTAs, and of warps that divide k, apply the epilogue, and store the
-        results."""
+        """Add up the partial sums of the cluster's CTAs, and of the warps that divide k. Then apply the epilogue, and
+        store the results."""
         c = self.config
         threads, finishers = c.consumer_warps * 32, c.n_warps * 32
         columns = thread_columns(c.partial_sums, finishers, tid, n_tile * c.tile_n)
@@ -176,8 +176,8 @@ class WorkTileEpilogue:
 
     @cute.jit
     def _write(self, acc, n_tile, factor, consumer, work):
-        """Apply the epilogue to the accumulators and store the results. With experts, the scaling of decoded codes is
-        already undone."""
+        """Apply the epilogue to the accumulators and store the results. With experts, ``add_expert`` has already undone
+        the scaling of decoded codes."""
         c = self.config
         scale = self.acc_scale if c.expert_k is None else 1.0
         columns = [n_tile * c.tile_n + consumer.column + 8 * r for r in range(2)]

@@ -120,7 +120,7 @@ class FP4WgmmaKernel:
         )
 
     def _workspace(self, workspace, m_tiles, k_tiles, num_ctas, has_partial_sums) -> tuple:
-        """Divide the workspace: return the fields of ``Workspace``."""
+        """Divide the workspace into buffers. Return the fields of ``Workspace``."""
         c = self.config
         slots = m_tiles * num_ctas * has_partial_sums
         activation_bytes = Int64(m_tiles) * (c.tile_m * self.weight.row_bytes * K_SLICES) * k_tiles
@@ -160,7 +160,7 @@ class FP4WgmmaKernel:
             clear(smem.activations - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
             # Tell the other CTAs of the cluster that this CTA's mbarriers are initialised. The other CTAs wait for this
-            # before they send partial sums.
+            # signal before they send partial sums.
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         if warp >= 4 * c.consumer_groups:
@@ -192,8 +192,8 @@ class FP4WgmmaKernel:
         k_tiles = cute.ceil_div(half, self.weight.row_bytes)
         n_tiles = cute.ceil_div(n, c.tile_n)
         m_tiles = cute.ceil_div(out.shape[0], c.tile_m)
-        # In the raster, the persistent CTAs (or the clusters) of an m tile take the places of n tiles. So pass their
-        # number as the number of n tiles.
+        # ``raster_tile`` expects a number of n tiles. Here, a persistent CTA or a cluster takes the place of an n tile,
+        # so pass the number of an m tile's persistent CTAs or clusters.
         together = max(c.split_k, 1)
         index, m_tile = raster_tile(cta // together, num_ctas // together, m_tiles)
         iterations = Int64(n_tiles) * k_tiles

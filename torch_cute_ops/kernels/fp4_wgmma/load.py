@@ -28,7 +28,7 @@ STEPS: Final = 4
 FACTORS_AT: Final = HALVES * ATOM_BYTES
 """Offset in bytes of the blocks' factors in a stage of one row of codes."""
 LARGEST_EXPONENT: Final = 15
-"""Exponent to which the largest element of a bfloat16 block is scaled: float16's largest exponent."""
+"""Exponent to which the largest element of a bfloat16 block is scaled: the largest exponent of float16."""
 CODE_EXPONENT: Final = 14
 """Negated exponent of decoded codes: ``float16_pairs`` decodes to e2m1 · 2^-14."""
 
@@ -138,7 +138,7 @@ class Loads:
     def __init__(self, config: Config, weight: WeightStages, activations: Activations):
         self.config, self.weight, self.activations = config, weight, activations
         # `each`: number of k groups that a lane handles per group of eight tokens. `together`: number of k groups that
-        # it handles in a step. `steps`: number of steps per k tile.
+        # a lane handles in a step. `steps`: number of steps per k tile.
         self.each = activations.k_groups * min(config.tile_m, ATOM_M) // 32
         k_groups = self.each * config.m_atoms // config.a_full_arrivals
         self.together = min(config.max_k_groups, k_groups)
@@ -149,9 +149,9 @@ class Loads:
         """Run the producer warp: copy all k tiles that the CTA multiplies, in order.
 
         ``copies`` is the result of ``WeightStages.open``. ``Config.ahead`` k tiles of the weight are copied before the
-        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, this is safe, because
-        ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is static and
-        this warp reads only the weight, no wait is needed (``kernels.common.core.launch``).
+        previous kernel ends. If the previous kernel is the op's own ``activation_tiles``, the early copies are safe,
+        because ``activation_tiles`` waits for all earlier kernels before it lets this kernel start. If the weight is
+        static and this warp reads only the weight, no wait is needed (``kernels.common.core.launch``).
         """
         c = self.config
         full, loaded = smem.weight_pipeline.full, Int32(0)
@@ -232,7 +232,8 @@ class Loads:
                 ]
                 read = []
                 for row, k_group, after in items:
-                    # For a token that does not exist, read the last existing token. Its results are not stored.
+                    # For a token that does not exist, read the last existing token. The results of the missing token
+                    # are not stored.
                     token = cutlass.min(work.m_tile * c.tile_m + row, work.m - 1)
                     left = work.blocks * c.operands.fmt.block_size - start
                     read.append(self.activations.read(work.a, work.a_scale, token, start, left, k_group, after))
@@ -249,8 +250,8 @@ class Loads:
     def _k_groups_of(self, step) -> list[tuple]:
         """Return the k groups that a lane loads in a step, as a list of tuples.
 
-        The first entry of a tuple is the index of a token group among the warp's token groups. The sum of the other two
-        entries is the index of the first lane's k group. The last entry is a compile-time constant.
+        The first entry of a tuple is the index of a token group among the warp's token groups. The sum of the second
+        and third entries is the index of the first lane's k group. The third entry is a compile-time constant.
         """
         width = self.activations.k_groups // self.each
         if self.together < self.each:  # only with gated activations and several warps per decoder group
@@ -295,7 +296,7 @@ class RowActivations(Activations):
     """Device code that rearranges one row of activations for ``mma.RowMma``. A k group is eight elements, half a block.
 
     A lane rearranges half a block, and the neighbouring lane rearranges the other half. A stage stores the two halves
-    next to each other as float16. Their elements are in the order in which the weight's codes are paired. If
+    next to each other as float16. The elements are in the order in which the weight's codes are paired. If
     ``has_factors``, the float32 factors of the blocks are stored after the k tile.
     """
 
@@ -373,8 +374,8 @@ class RowActivations(Activations):
 
 
 class CodeActivations(RowActivations):
-    """Device code that rearranges one row of FP4 activations for ``mma.CodeMma``. K groups are as in
-    ``RowActivations``.
+    """Device code that rearranges one row of FP4 activations for ``mma.CodeMma``. ``RowActivations`` describes the k
+    groups.
 
     The activations are stored as the B operand: 8 columns by 128 elements of e4m3, with the 128-byte swizzle. The
     elements of a stage that are not written stay zero.

@@ -6,22 +6,21 @@
 columns are blocks of k. Four lanes share a row of the weight, and lane ``q`` of the four lanes holds four blocks of a k
 tile. Column ``2 · q + h`` contains only the elements of the first (``h`` = 0) or second (``h`` = 1) of these blocks.
 The third and fourth blocks are multiplied in the same way, into separate accumulators. An accumulator is thus the sum
-of products of one block's codes, without scales. The lane that holds this accumulator has also loaded the block's
-scale, and adds the scaled sum to its total. This takes one fma per 16 products, whereas decoding would take one
-multiplication per two codes.
+of the products of one block, without scales. The lane that holds this accumulator has also loaded the block's scale,
+and adds the scaled sum to its total. Scaling takes one fma per 16 products, whereas scaling decoded codes would take
+one multiplication per two codes.
 
 ``RowMma`` multiplies activations as float16. A bfloat16 block is multiplied by a power of two so that it fits into
-float16's range. An FP4 block fits as it is. The inverse of the power of two, or the FP4 block's scale, is a float32
-factor that multiplies the scales of the weight.
+float16's range, and the block's float32 factor is the inverse of this power of two. An FP4 block fits into float16's
+range unchanged, and its factor is the block's scale. The factor multiplies the scales of the weight.
 
-**One row of codes.** Every e2m1 number is an e4m3 number, so FP8 MMAs multiply the codes of both operands, without
+**One row of codes.** Every e2m1 number is an e4m3 number, so FP8 MMAs can multiply the codes of both operands, without
 scales, in ``CodeMma``. Converting eight codes of the weight to e4m3 takes six instructions. In each half of a k tile,
 lane ``q`` holds two blocks per weight row, and columns ``2 · q`` and ``2 · q + 1`` contain only the elements of these
 two blocks. From a word of codes, a lane takes the even codes as its first four elements of an MMA's k, and the odd
 codes as its last four. A block's sum needs at most 12 bits, so the tensor cores compute it exactly
-(``docs/numerics.md``), in any order. The sum is multiplied by both scales and added as in ``RowMma``, in the same
-order. The results are bit-identical to ``RowMma``, except for columns whose k tiles are divided among several warps in
-``RowMma``.
+(``docs/numerics.md``), in any order. The sum is multiplied by both scales and added in the same order as in ``RowMma``.
+The results are bit-identical to ``RowMma``, except in columns whose k tiles ``RowMma`` divides among several warps.
 """
 
 from collections.abc import Callable
@@ -143,8 +142,8 @@ class Consumers:
         iteration = work.end
         while iteration > work.begin:
             n_tile, first, count = work_tile_before(iteration, work)
-            # With experts, the first MMAs overwrite the accumulators. Set them to zero nevertheless, because otherwise
-            # ptxas spills.
+            # With experts, the first MMAs overwrite the accumulators. Set the accumulators to zero nevertheless,
+            # because otherwise ptxas spills registers.
             acc.fill(0.0)
             own = consumer._replace(scale_row=consumer.column + self.weight.first_scale_row(n_tile))
             if const_expr(c.expert_k is None):
@@ -207,7 +206,7 @@ class Mma:
     def multiply(self, start, adds, first, i, stages: Stages, acc, consumer: Consumer, work, smem) -> Stages:
         """Multiply a k tile. Return the stages of the next k tile.
 
-        The k tile's own stages are released in this call, in the next call, or by ``end``.
+        This k tile's own stages are released in this call, in the call for the next k tile, or by ``end``.
 
         Args:
             start: result of ``start_of``.
@@ -216,7 +215,7 @@ class Mma:
             i: index of the k tile, counted from ``first``.
             stages: stages of the k tile.
             acc: accumulators of the thread.
-            consumer, work, smem: the thread, its CTA's work, and its CTA's shared memory. ``consumer.scale_row`` must
+            consumer, work, smem: thread, work of its CTA, and shared memory of its CTA. ``consumer.scale_row`` must
                 belong to the current n tile.
         """
         raise NotImplementedError
@@ -249,7 +248,7 @@ class Mma:
         """Wait until all MMAs of a work tile have ended, and release the stages that they read."""
 
     def reduce(self, acc) -> None:
-        """Add up accumulators that are parts of the same sum, at the end of a work tile."""
+        """At the end of a work tile, add up those accumulators that are parts of the same sum."""
 
     def _existing(self, k_tile, consumer: Consumer, work) -> Uint32:
         """Return the byte mask of the lane's scales that exist in a k tile, for ``WeightStages.factors``."""
@@ -290,8 +289,8 @@ class WarpMma(TileMma):
             warp_mma(pairs, word, c.tile_m, at, c.arranged.token_bytes, consumer.lane, acc, self.dtype)
             if word == self.weight.words // 2:
                 # Fence before the stage is released, so that all lanes' loads of codes are complete. The MMA above uses
-                # a word of the last load, but does not order this load: ptxas may move the MMA, and with it the first
-                # use of the load, past the arrival.
+                # a word of the last load, but this does not order the load before the arrival: ptxas may move the MMA,
+                # and with it the first use of the loaded word, past the arrival.
                 fence_async()
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
@@ -324,7 +323,8 @@ class WarpgroupMma(TileMma):
             start(pairs, word % words, a_stage, adds if word == 0 else True, acc)
             if word == self.weight.words // 2:
                 # All lanes have now read their codes, because the wgmma above uses a word of the last load. (An arrival
-                # alone does not wait for loads whose results are unused: on an H200, bulk copies overtook such loads.)
+                # alone does not wait for loads whose results are not yet used: on an H200, bulk copies overtook such
+                # loads.)
                 cute.arch.sync_warp()
                 smem.weight_pipeline.arrive_empty(stage, consumer.leads)
                 stage, parity = smem.weight_pipeline.next(stage, parity)
@@ -379,7 +379,8 @@ class RowMma(Mma):
         if self.has_factors:
             factors = self._factors(smem.activations + cute.assume(at + ROW_BYTES + quad * 16, divby=16))
             scales = [[ptx.mul_rn(s, f) for s, f in zip(row, factors, strict=True)] for row in scales]
-        # In its own column, a lane loads the elements of the column's block. In all other columns it loads zeros.
+        # A lane loads the elements of a block only if the lane's column belongs to this block. Otherwise it loads
+        # zeros.
         column, quarter = consumer.lane // QUAD, at + quad * (ROW_BYTES // QUAD)
         places = [ptx.select(column == 2 * quad + h, quarter, Int32(ZEROS_AT)) for h in range(2)]
         for half in range(2):
@@ -420,7 +421,7 @@ class RowMma(Mma):
 
 
 class CodeMma(RowMma):
-    """FP8 MMAs (wgmma) of a warpgroup's columns with one row of FP4 codes. Accumulators are as in ``RowMma``."""
+    """FP8 MMAs (wgmma) of a warpgroup's columns with one row of FP4 codes. ``RowMma`` describes the accumulators."""
 
     exponent = 2 * E4M3_EXPONENT
 

@@ -1,4 +1,4 @@
-"""Configuration of the FP8 x FP4 GEMM by mma.sync. No device code."""
+"""Configuration of the FP8 x FP4 GEMM with mma.sync. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -20,7 +20,7 @@ CODE_BYTES: Final = K_TILE // 2
 
 @dataclass(frozen=True)
 class Config(WarpGemmConfig):
-    """Static properties of the FP8 x FP4 GEMM by mma.sync.
+    """Static properties of the FP8 x FP4 GEMM with mma.sync.
 
     Attributes:
         fmt: format of the weight.
@@ -52,17 +52,18 @@ class Config(WarpGemmConfig):
 
     @property
     def units_at(self) -> int:
-        """Offset of the units in a slot, after the scales of all weight rows in float16, divided by the units."""
+        """Offset of the units in a slot. The units follow the weight rows' scales, which are stored in float16, divided
+        by the units."""
         return TILE_N * self.tile_scales * 2
 
     @property
     def a_scales_at(self) -> int:
-        """Offset of the scales of ``a`` in a slot, after a unit per weight row in fp32."""
+        """Offset of the scales of ``a`` in a slot. These scales follow the units, one fp32 number per weight row."""
         return self.units_at + TILE_N * 4
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot. With per-token scales of ``a``, it contains neither units nor scales of ``a``."""
+        """Bytes of a slot. With per-token scales of ``a``, a slot contains neither units nor scales of ``a``."""
         return self.a_scales_at + self.tile_m * 4 if self.has_blocks else self.units_at
 
     def reason_unsupported(self, arch: Arch) -> str | None:

@@ -1,4 +1,4 @@
-"""Device code of the FP8 x FP4 GEMM by mma.sync.
+"""Device code of the FP8 x FP4 GEMM with mma.sync.
 
 The package's docstring describes the roles of the warps and the data path.
 """
@@ -42,7 +42,7 @@ SPAN = SLAB_K // K_TILE  # k tiles whose elements are interleaved with each othe
 
 
 class FP8FP4MmaKernel(FP8Kernel):
-    """GEMM kernel by mma.sync, compiled for a ``Config``."""
+    """GEMM kernel with mma.sync, compiled for a ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -66,8 +66,8 @@ class DecodedWeight:
     """Weight whose FP4 codes follow the rows of ``a`` in a stage. A lane decodes a quarter of a weight row in
     registers.
 
-    The first threads of a CTA handle the scales: each thread loads the scales of a weight row and stores *numbers* in a
-    slot, which are the scales divided by the row's unit, in float16. A lane computes the decoding table of each block
+    The first threads of a CTA handle the scales: each thread loads the scales of a weight row, and stores *numbers* in
+    a slot. A number is a scale divided by the row's unit, in float16. A lane computes the decoding table of each block
     from the block's number.
 
     Args:
@@ -81,7 +81,7 @@ class DecodedWeight:
 
     @cute.jit
     def load(self, k_tile, at, tile, work):
-        """Start this thread's part of the copies of a k tile's codes to the stage at ``at``.
+        """Start the copies that this thread makes of a k tile's codes, to the stage at ``at``.
 
         If ``a`` is interleaved, the k tile consists of every second run of 32 elements of 256 elements.
         """
@@ -91,7 +91,7 @@ class DecodedWeight:
         begin = k_tile * CODE_BYTES + piece * PIECE
         if const_expr(c.is_interleaved):
             begin = k_tile // SPAN * (SPAN * CODE_BYTES) + (piece * SPAN + k_tile % SPAN) * PIECE
-        # The compiler cannot compute these offsets ahead of the loop over k tiles, because registers would spill on
+        # Keep the compiler from computing these offsets ahead of the loop over k tiles: registers would then spill on
         # sm_90a, which converts the operands of these MMAs to 16 bits.
         width = ptx.opaque(work.b.shape[1])
         for i in range_constexpr(TILE_N * PIECES // c.threads):
@@ -104,7 +104,7 @@ class DecodedWeight:
             ptx.copy_async_16(codes + cute.assume(place, divby=PIECE), source, exists)
 
     def words(self, at: cute.Pointer, slot: cute.Pointer, column, lane) -> list:
-        """Decode this lane's quarter of one of eight weight rows, of which the first is ``column``."""
+        """Decode this lane's quarter of one of the eight weight rows that begin with row ``column``."""
         row, quarter = column + lane // 4, lane % 4
         place = self.config.tile_m * K_TILE + row * CODE_BYTES + quarter * PIECE
         codes = load_words(_words(at, place, 4))
@@ -113,7 +113,8 @@ class DecodedWeight:
         return [word for i, code in enumerate(codes) for word in look_up(tables[i // each], code)]
 
     def _numbers(self, slot: cute.Pointer, row, quarter) -> list:
-        """Load the numbers of the blocks of a quarter of a weight row, each in both halves of a word."""
+        """Load the numbers of the blocks in a quarter of a weight row. Each word of the result holds one number
+        twice."""
         if self.config.fmt == MXFP4:
             (word,) = load_words(_words(slot, row * 8 + quarter // 2 * 4, 1))
             return [ptx.prmt_by(word, word, ptx.select(quarter % 2 == 0, Uint32(0x1010), Uint32(0x3232)))]
@@ -168,7 +169,7 @@ class BlockScales:
 
 class PreparedScales:
     """Prepared scales of the weight (``formats.prepared_scales``). The unit of a weight row is ``2^u`` in all k tiles,
-    which the epilogue multiplies by."""
+    so the epilogue can multiply by the unit once."""
 
     def __init__(self, config: Config, weight: PreparedWeight):
         self.config, self.weight = config, weight
@@ -196,7 +197,7 @@ class PreparedScales:
         """Return words whose lowest bytes are the indices of a k tile."""
         if not self.config.is_interleaved:
             return [word >> 8 * i for word in words for i in range(4)]
-        # Of each run of 64 elements, the k tile contains the first or the second 32.
+        # The k tile contains either the first or the second 32 of each 64 elements.
         size = K_TILE // 4 // self.config.fmt.block_size
         first = Uint32(k_tile % SPAN) * Uint32(8 * size)
         runs = range(0, 4, SPAN * size)
@@ -204,8 +205,8 @@ class PreparedScales:
 
 
 class UnitPromotion(Promotion):
-    """Promotion with block scales of ``a``, and units of weight rows that depend on the k tile. ``BlockScales`` stores
-    both in a slot."""
+    """Promotion for block scales of ``a`` and for units of weight rows that depend on the k tile. ``BlockScales``
+    stores both in a slot."""
 
     def of_rows(self, factors: list, slot: cute.Pointer, i: int, work: Work) -> list:
         """Load the scales of two rows of ``a``."""

@@ -1,8 +1,8 @@
 """FP8 x FP4 GEMM for Hopper, with wgmma: one kernel recodes the FP4 weight to FP8, and a second kernel multiplies.
 
 The activations have block scales. The GEMM is plain or grouped by expert. The recoding kernel writes the recoded weight
-to memory. With many rows of activations, this takes less time than ``fp8_fp4_wgmma_ss``, which decodes the weight once
-per row tile.
+to memory. With many rows of activations, recoding once and then multiplying takes less time than ``fp8_fp4_wgmma_ss``,
+which decodes the weight once per row tile.
 
 The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 
@@ -10,14 +10,14 @@ The GEMM (``kernel.py``) uses the roles and tiles of ``fp8_wgmma``:
 | --- | --- | --- | --- | --- | --- | --- |
 | stages | ``a``, ``b``, scales, record | producer, scale loader | consumer warps | 2 | consumer_warps | stages |
 
-A tile uses one of two mainloops, depending on its weight rows. If all k tiles of all rows use the rows' units (see
-below), the tile uses the mainloop of ``fp8_wgmma``, and the epilogue multiplies accumulators by the units. If some k
-tile of a row uses its own exponent, the tile uses another loop, in which scale loaders load the exponents. Consumers
-then multiply the results of each k tile by powers of two that convert them to the rows' units (``common.fp8.units``).
-If the weight is recoded while the GEMM runs, the warps that copy the weight and read its units and exponents
-(``Notes``) first wait until the tile's weight rows are recoded. Consumers let the next kernel start only after the
-recoding kernel has ended. More row tiles run at the same time than in other kernels, so that the GEMM needs the next
-weight rows later.
+A tile uses one of two mainloops, depending on its weight rows. If all rows of the tile use their units in all k tiles
+(see below), the tile uses the mainloop of ``fp8_wgmma``, and the epilogue multiplies accumulators by the units. If a
+row uses a k tile's own exponent somewhere, the tile uses another loop, in which scale loaders load the exponents.
+Consumers then multiply the results of each k tile by powers of two that convert them to the rows' units
+(``common.fp8.units``). If the weight is recoded while the GEMM runs, the warps that copy the weight and read its units
+and exponents (``Notes``) first wait until the tile's weight rows are recoded. Consumers let the next kernel start only
+after the recoding kernel has ended. More row tiles run at the same time than in other kernels, so that the GEMM needs
+the next weight rows later.
 
 The kernel that recodes the weight (``weight_kernel.py``) writes the weight's numbers, divided by powers of two, in
 e4m3, as the definition in ``reference.mm_fp8_fp4`` requires. Each row has a *unit*, a power of two that is computed
@@ -31,14 +31,14 @@ bytes, looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring 
 ways:
 
 - One launch recodes the whole weight. Each CTA consists of one thread group. The GEMM waits for the end of this launch.
-- Two launches: the first recodes only the rows that the GEMM's first tiles need. The second overlaps the GEMM and
-  recodes the other rows. The second launch consists of a few CTAs on separate SMs. The thread groups process work tiles
-  in the order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the counts of
-  their rows (``Notes.done``), not for the end of the launch. All CTAs of the second launch run before the GEMM starts,
-  since a kernel lets the next kernel start only when each of its CTAs has begun.
+- Two launches: the first launch recodes only the rows that the GEMM's first tiles need. The second launch overlaps the
+  GEMM and recodes the other rows. The second launch consists of a few CTAs on separate SMs. The thread groups process
+  work tiles in the order in which the GEMM needs the rows, and count finished work tiles. The GEMM's tiles wait for the
+  counts of their rows (``Notes.done``), not for the end of the launch. All CTAs of the second launch run before the
+  GEMM starts, since a kernel lets the next kernel start only when each of its CTAs has begun.
 
-Bytes moved: The GEMM moves the same bytes as ``fp8_wgmma``, and 4 more bytes per weight row and row tile. Per element
-of the weight, the recoding kernel reads 1/2 + 1/block_size bytes and writes 1 + 1/64 bytes.
+Bytes moved: The GEMM moves the same bytes as ``fp8_wgmma``, and 4 more bytes for each pair of a weight row and a row
+tile. Per element of the weight, the recoding kernel reads 1/2 + 1/block_size bytes and writes 1 + 1/64 bytes.
 """
 
 from typing import TYPE_CHECKING

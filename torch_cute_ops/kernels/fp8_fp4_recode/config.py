@@ -38,9 +38,9 @@ RANGE_WORK: Final = NOTE_ROWS // TEAM_ROWS
 LINE_WORDS: Final = 32
 """Number of words of a cache line."""
 OVERLAP_TEAMS: Final = 3
-"""Number of thread groups of a CTA that overlaps the GEMM. Three groups leave no registers for another CTA on the SM,
-and do not spill. On an H100, four groups recode 1.13 times as fast as three, although they spill, but the GEMM takes
-the same time."""
+"""Number of thread groups of a CTA that overlaps the GEMM. With three groups, registers do not spill, and the SM has no
+registers left for another CTA. On an H100, four groups recode 1.13 times as fast as three, although registers spill,
+but the GEMM takes the same time."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Config(FP8GemmConfig):
 
     @property
     def tells_expert(self) -> bool:
-        """Return True if consumers need the index of a tile's expert. Here they need it to find the units of the tile's
-        rows."""
+        """Return True if consumers need the index of a tile's expert. Consumers of this kernel need the expert to find
+        the units of the tile's rows."""
         return not self.rows.is_plain
 
     @property
@@ -92,10 +92,10 @@ class Notes:
     Offsets are in 4-byte words. The notes store, in order:
 
     1. the rows' units as fp32;
-    2. one word per ``RANGE`` k tiles and ``WARP_ROWS`` rows. Bit i is set if, in k tile i of the range, a row uses the
-       k tile's own exponent instead of the row's unit;
-    3. 16-bit exponents of the rows' units. The exponents of each k tile follow. A k tile's exponents are written only
-       if the k tile's bit is set;
+    2. one word per ``RANGE`` k tiles and ``WARP_ROWS`` rows. Bit i is set if, in k tile i of the range, one of the rows
+       uses the k tile's own exponent instead of the row's unit;
+    3. 16-bit exponents: first the exponents of the rows' units, then the exponents of each k tile. A k tile's exponents
+       are written only if the k tile's bit is set;
     4. in a separate cache line, the number of work tiles that have been recoded.
 
     Arguments and results are Python integers or device integers.

@@ -80,8 +80,8 @@ class RecodedWeight:
 
     @cute.jit
     def await_rows(self, expert, column, work):
-        """Wait until an output tile's weight rows have been recoded, if another kernel recodes them while this kernel
-        runs."""
+        """If another kernel recodes the weight while this kernel runs, wait until an output tile's weight rows have
+        been recoded."""
         if const_expr(self.config.overlaps_recode):
             at = work.b_scale.iterator + (notes_of(expert, column, work) + Notes.done(work.k_stages))
             done = ptx.load_acquire(at)
@@ -91,8 +91,8 @@ class RecodedWeight:
 
 
 class NoteScales:
-    """Scale source of a recoded weight. It stores the scales of the rows of ``a``. For k tiles that use their own
-    exponents, it also stores the factors that convert results to the rows' units."""
+    """Scale source of a recoded weight. The source stores the scales of the rows of ``a``. For k tiles that use their
+    own exponents, the source also stores the factors that convert results to the rows' units."""
 
     def __init__(self, config: Config, stages: Stages, units: Units):
         self.config, self.stages, self.units = config, stages, units
@@ -153,9 +153,9 @@ class NoteScales:
 class RecodedLoop:
     """Mainloop for a recoded weight.
 
-    Whole rounds through the stages run as in ``fp8_wgmma`` if all weight rows of the tile use their units in all k
-    tiles. In all other tiles, and in the k tiles before and after whole rounds, ``Units`` checks the flags of each k
-    tile. If the flags ask for it, ``Units`` multiplies the results by powers of two that convert them to the rows'
+    If all weight rows of the tile use their units in all k tiles, whole rounds through the stages run as in
+    ``fp8_wgmma``. In all other tiles, and in the k tiles before and after whole rounds, ``Units`` checks the flags of
+    each k tile. If a flag is set, ``Units`` multiplies the results by powers of two that convert them to the rows'
     units.
     """
 

@@ -5,9 +5,9 @@ The GEMM is plain or grouped by expert. ``w8`` is the weight in e4m3 (``referenc
 scales, the weight's scales are prepared (``formats.prepared_scales``), and ``out[m, n] = epilogue(a_scale[m] · 2^u[n] ·
 Σ_k a[m, k] · w8[n, k])``.
 
-Tiles, CTAs, MMAs, accumulators, the epilogue and split-K are as in ``kernels.fp8_tcgen05``
-(``common.blackwell.fp8_gemm``): 128 rows of the weight on the M side of the MMAs by ``tile_m`` tokens on the N side.
-The weight source differs. Roles:
+The kernel shares its tiles, CTAs, MMAs, accumulators, epilogue and split-K with ``kernels.fp8_tcgen05``
+(``common.blackwell.fp8_gemm``). A tile is 128 rows of the weight, on the M side of the MMAs, by ``tile_m`` tokens, on
+the N side. Only the weight source differs. Roles:
 
 1. The producer warp copies a k tile's activations (128 bytes per token) and FP4 codes (64 bytes per weight row) to a
    stage by TMA.
@@ -18,8 +18,7 @@ The weight source differs. Roles:
    scales and the rows' ``2^t`` to one of ``factor_slots`` slots in shared memory. With per-token scales, the numbers
    are divided by ``2^u``, and the epilogue multiplies alpha by ``2^u``.
 3. The MMA thread issues a k tile's four MMAs when the group has decoded the k tile. With per-token scales, tensor
-   memory adds up all of K in fp32. With block scales, each k tile uses a different accumulator from the previous k
-   tile.
+   memory adds up all of K in fp32. With block scales, neighbouring k tiles use different accumulators.
 4. Four epilogue warps load accumulators. A thread handles a row of the weight, which is a column of the result. With
    block scales, the thread multiplies each k tile's accumulator by the products of the tokens' scales and the row's
    ``2^t``, and adds the results to sums in fp32 registers (promotion).
@@ -31,11 +30,11 @@ The weight source differs. Roles:
 | factor_pipeline | factors of a k tile | decoders | epilogue warps | 4 | 4 | factor_slots |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-A stage holds the FP4 codes and the decoded weight. It is empty when its MMAs have ended and the four decoder warps have
-read the codes.
+A stage holds the FP4 codes and the decoded weight. The stage is empty when its MMAs have ended and the four decoder
+warps have read the codes.
 
-Bytes moved: The same bytes as in ``kernels.fp8_tcgen05``, except that the weight takes half the bytes, plus its block
-scales.
+Bytes moved: The kernel moves the same bytes as ``kernels.fp8_tcgen05``, except that the weight takes half the bytes,
+plus its block scales.
 """
 
 from typing import TYPE_CHECKING

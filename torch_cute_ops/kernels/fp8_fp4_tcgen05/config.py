@@ -30,14 +30,15 @@ TILES_M: Final = {(True, 1): (16, 32, 64), (False, 1): (16, 32, 64, 128, 256)}
 thread keeps ``tile_m`` sums in registers."""
 FACTOR_SLOTS: Final = 4
 """Number of slots in shared memory, each for the factors of one k tile. The number is a multiple of the number of
-decoder groups, so that the same group always writes a slot."""
+decoder groups, so that each slot is always written by the same group."""
 
 
 def teams(has_blocks: bool, tile_m: int) -> int:
     """Return the number of decoder groups for tiles of ``tile_m`` tokens.
 
     Two groups hide latency better than one. But with two groups, a thread has 128 instead of 168 registers, too few for
-    64 block-scaled sums. The number of stages must then also be even, so tiles of 256 tokens would get only two stages.
+    64 accumulators with block scales. Two groups also need an even number of stages, so tiles of 256 tokens would get
+    only two stages.
     """
     return 1 if tile_m > (32 if has_blocks else MMA_M) else 2
 
@@ -120,7 +121,7 @@ class Config(FP8TileConfig):
 
     @property
     def slot_words(self) -> int:
-        # The powers of two of the weight rows follow the scales of the tokens.
+        # The scales of the tokens come first, then the powers of two of the weight rows.
         return self.tile_m + (MMA_M if self.has_blocks else 0)
 
     @property
@@ -134,7 +135,7 @@ class Config(FP8TileConfig):
 
     @property
     def slab_tiles(self) -> int:
-        """Number of k tiles whose indices a slab of prepared scales holds."""
+        """Number of k tiles whose indices are in one slab of prepared scales (``formats.prepared_scales``)."""
         return SLAB_K // K_TILE
 
     def reason_unfit(self) -> str | None:

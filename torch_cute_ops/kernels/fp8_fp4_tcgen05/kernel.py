@@ -44,7 +44,7 @@ class FP8FP4Tcgen05Kernel(DecodedWeightKernel):
     @cute.jit
     def _load_scales(self, decoder, work, smem):
         """Run a decoder warp. Each decoder group decodes the weight of every ``teams``-th k tile to the k tile's stage.
-        With block scales, it also writes the factors of the k tile to a slot of the factor pipeline.
+        With block scales, the group also writes the factors of the k tile to a slot of the factor pipeline.
 
         The scales of a k tile are loaded before the group decodes its previous k tile.
         """
@@ -83,8 +83,8 @@ class FP8FP4Tcgen05Kernel(DecodedWeightKernel):
             self._await_stage_writers()
 
     def _scales_of(self, k_tile, row, tile: Tile, work) -> list:
-        """Load the scales of weight row ``row`` of a tile in a k tile, as words. With block scales of ``a``, the scale
-        of token ``row`` follows. Scales of rows that do not exist are zero."""
+        """Load the scales of weight row ``row`` of a tile in a k tile, as words. With block scales of ``a``, the last
+        word is the scale of token ``row``. Scales of rows that do not exist are zero."""
         c, column = self.config, tile.column + row
         if isinstance(self.weight, PreparedWeight):
             at = self.weight.row_of_slab(work.b_scale, tile.expert, 1 + k_tile // c.slab_tiles, column)

@@ -9,7 +9,7 @@ elements ``64 c + 32 p`` to ``64 c + 32 p + 31``, for c from 0 to 3, and stores 
 ``128 p + 32 i``. A thread recodes four neighbouring rows, so that 16 loads of codes are in flight. The threads of a
 warp load whole sectors and store whole cache lines. No shared memory is used.
 
-Bytes moved per element of the weight: 1/2 + 1/block_size are read, and 1 is written.
+Bytes moved per element of the weight: 1/2 + 1/block_size bytes are read, and 1 byte is written.
 """
 
 from typing import TYPE_CHECKING

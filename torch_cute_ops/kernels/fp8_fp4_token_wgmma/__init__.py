@@ -22,15 +22,15 @@ warps. The weight is on the M side of the MMAs, and ``a`` on the N side.
    group are added to the accumulators of the first.
 2. Each of the four lanes that share the rows of an MMA decodes a quarter of a row's k tile: 16 bytes of codes, that is,
    one MXFP4 block or two NVFP4 blocks. A block's index selects one of 256 tables of eight e4m3 bytes in shared memory,
-   which consumers compute at the start of the kernel. ``a`` is interleaved so that the K of an MMA consists of eight
-   elements of each lane's quarter.
+   which consumers compute at the start of the kernel. ``a`` is interleaved along k, so that the K of an MMA consists of
+   eight elements from each lane's quarter.
 3. While the MMAs of a k tile run, a consumer decodes the next k tile into a second set of registers. At the end of an
-   iteration of the mainloop it waits for its MMAs; the next k tile is then already decoded.
-4. A lane's two weight rows are neighbours, and so are its two columns of the result. Eight lanes store 16 columns of a
-   row: a whole sector of L2.
-5. Under split-K with up to 64 rows of ``a``, each CTA adds up every ``split_k``-th row of the result. With more rows,
-   K is split over two CTAs, and each CTA adds up both CTAs' accumulators of one consumer warpgroup.
-6. Scales are applied once, after the sum over K. ``Config.fast_accum`` is as in ``kernels.fp8_token_wgmma``.
+   iteration of the mainloop, when it waits for its MMAs, the next k tile is thus already decoded.
+4. A lane's two weight rows are neighbours, so its two columns of the result are neighbours too. Eight lanes store 16
+   columns of a row: a whole sector of L2.
+5. With split-K and up to 64 rows of ``a``, each CTA adds up every ``split_k``-th row of the result. With more rows, K
+   is split over two CTAs, and each CTA adds up both CTAs' accumulators of one consumer warpgroup.
+6. Scales are applied once, after the sum over K. ``kernels.fp8_token_wgmma`` describes ``Config.fast_accum``.
 
 Bytes moved: The codes of each expert that owns rows, and one index per block, are read once per row tile. ``a`` is read
 once per column tile, mostly from L2. The result is written once.

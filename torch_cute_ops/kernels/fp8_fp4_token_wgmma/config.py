@@ -22,7 +22,7 @@ from torch_cute_ops.runtime.arch import Arch
 __all__ = ["Arguments", "Config", "plan"]
 
 SPAN_K: Final = LINE_SPAN * K_TILE
-"""Number of elements of K in a stage. Activations are interleaved within this many elements."""
+"""Number of elements of K in a stage. Activations are interleaved within each group of this size."""
 FAST_TILE_M: Final = 256
 """Number of rows of ``a`` of the largest tiles. There are not enough registers for a second set of accumulators, so
 ``fast_accum`` must be True."""
@@ -63,8 +63,8 @@ class Config(FP8GemmConfig):
 
     @property
     def k_groups(self) -> int:
-        # Larger tiles would spill registers with four consumer warpgroups. Under split-K, tiles of 64 rows would have
-        # room for three stages only.
+        # Larger tiles would spill registers with four consumer warpgroups. With split-K, tiles of 64 rows would have
+        # room for only three stages.
         most = 64 if self.fast_accum and self.split_k == 1 else 32
         return 2 if self.tile_m <= most else 1
 
@@ -73,7 +73,7 @@ class Config(FP8GemmConfig):
         # If a stage held two k tiles of ``a``, only two stages would fit, and copies would come too late.
         if self.tile_m != FAST_TILE_M:
             return 0
-        return 5 if self.split_k == 1 else 3  # under split-K, received accumulators take 64 KB
+        return 5 if self.split_k == 1 else 3  # with split-K, received accumulators take 64 KB
 
     @property
     def exchanges(self) -> bool:
@@ -90,8 +90,8 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # At launch, each of the 640 or 384 threads has 96 or 168 registers. The producer's warpgroup releases some for
-        # the consumers.
+        # At launch, each of the 640 (or 384) threads has 96 (or 168) registers. The producer's warpgroup releases some
+        # of its registers for the consumers.
         return (112, 32) if self.k_groups == 2 else (232, 40)
 
     @property

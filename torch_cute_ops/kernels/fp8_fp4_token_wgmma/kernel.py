@@ -159,8 +159,9 @@ class DecodingLoop:
         consumer,
         smem,
     ) -> tuple:
-        """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. The caller has waited
-        for the first stage, and has decoded its first k tile to ``words[0]``. Return the next stage and its parity."""
+        """Multiply ``count`` stages of a tile, after which ``follow`` stages of the tile remain. Before the call, the
+        caller waits for the first stage, and decodes its first k tile to ``words[0]``. Return the next stage and its
+        parity."""
         done, last = None, count * self.k_tiles - 1
         for i in range(last + 1):
             within, used = i % self.k_tiles, slot
@@ -169,7 +170,7 @@ class DecodingLoop:
                 slot, slot_parity = smem.slots.next(slot, slot_parity)
             else:
                 used = stage * LINE_SPAN + k_group + within
-                if i > 0:  # with slots, the wait ends straight code
+                if i > 0:  # with slots, the wait for a slot ends straight code
                     ptx.end_straight_code(follow < 0)
             multiply(used, words[i % 2], partial, adds=i > 0 or not self.config.promotes)
             # Load the next k tile, and wait for the previous k tile's MMAs, while this k tile's MMAs run.
@@ -189,7 +190,7 @@ class DecodingLoop:
             self._decode(words[(i + 1) % 2], loaded)
             if self.config.a_slots:
                 read = used
-                if within == self.k_tiles - 2:  # all codes of the stage are decoded
+                if within == self.k_tiles - 2:  # all codes of the stage have been decoded
                     self.stages.release(stage, consumer.lane, smem)
             done = read
         warpgroup.wait_group(0)
@@ -262,7 +263,7 @@ class DecodingConsumers:
         in_group = tid % K_GROUP_THREADS
         first, pair = in_group // 32 * 16, lane // 4
         # Of two lanes whose loads are served together, one begins with an even row and the other with an odd row, so
-        # that they access different banks.
+        # that the two lanes access different banks.
         row = first + 2 * pair + pair % 2
         consumer = Consumer(in_group, lane, lane % 4, first, row, Int32(0), smem.stores)
         self.loop.compute_tables(tid, smem)
@@ -273,8 +274,8 @@ class DecodingConsumers:
         self.results.meet_cluster()
         for number in range(work.first, work.num_tiles, work.num_clusters):
             row, rows, column, expert = self.results.await_tile(number, stage, parity, lane, work, smem)
-            # Load alpha, bias, units and scales before the MMAs, so that the MMAs hide the latency of the loads. Under
-            # split-K, load only the scales here, and alpha, bias and units after the MMAs: the exchange of partial sums
+            # Load alpha, bias, units and scales before the MMAs, so that the MMAs hide the latency of the loads. With
+            # split-K, load only the scales here, and the other operands after the MMAs: the exchange of partial sums
             # hides these loads, and during the MMAs the loaded values would take many registers.
             finish = self._of_rows(column, expert, consumer, work) if const_expr(c.split_k == 1) else None
             scales = self._token_scales(row, rows, tid, work)
@@ -299,8 +300,8 @@ class DecodingConsumers:
 
         Args:
             scales: result of ``_token_scales``.
-            finish: functions that apply the epilogue, or None under split-K.
-            tile: first row, number of rows, first column and expert of the tile; and True for the CTA's last tile.
+            finish: functions that apply the epilogue, or None with split-K.
+            tile: (first row, number of rows, first column, expert, True if it is the CTA's last tile).
         """
         row, rows, column, expert, is_last = tile
         if self.config.exchanges:
@@ -315,7 +316,7 @@ class DecodingConsumers:
 
     @cute.jit
     def _exchange(self, acc, scales: list, row, rows, column, expert, turn, is_last, group, consumer, work, smem):
-        """Add up the accumulators of one consumer warpgroup over two CTAs, and store its results."""
+        """Add up the accumulators of one consumer warpgroup over two CTAs, and store the results of this warpgroup."""
         exists = rows > 0
         self.results.exchange(acc, exists, group, turn, is_last, consumer, work, smem)
         if group == work.rank:
@@ -329,7 +330,7 @@ class DecodingConsumers:
         return tuple(epilogue(column + (consumer.row ^ r), 1) for r in range(2))
 
     def _token_scales(self, row, rows, tid, work) -> list:
-        """Load this thread's share of the scales of a tile's rows of ``a``: every 128th row."""
+        """Load this thread's scales of the tile's rows of ``a``: every 128th row."""
         tid = tid % WARPGROUP
         return load_token_scales(row, rows, [tid + i for i in range(0, self.config.tile_m, WARPGROUP)], work)
 

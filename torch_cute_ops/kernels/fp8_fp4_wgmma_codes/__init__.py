@@ -16,9 +16,9 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
 
 1. The producer copies ``a`` and the weight's codes. A stage holds two k tiles: 128 bytes of codes per weight row. The
    scale loaders load the block scales and store them as fp32 factors.
-2. The two decoder groups take turns at the stages. Each of a group's two warps rearranges a k tile of ``a``: in each 32
-   elements, the even elements move before the odd elements, because consumers extract the codes of a word in that
-   order.
+2. The two decoder groups take turns at the stages. Each of a group's two warps rearranges a k tile of ``a``: in each
+   run of 32 elements, it moves the even elements before the odd elements, because consumers extract the codes of a word
+   in that order.
 3. Consumers convert codes to e4m3 numbers by shifts and masks, without applying scales: the bits of an e2m1 number,
    moved to the right place in an e4m3 number, represent the value times 2^-6. The e4m3 numbers are the A operand, in
    registers. The K of an MMA is a scale block. Each block uses separate accumulators, which are multiplied by the
@@ -27,11 +27,13 @@ decoder warps. Tiles (with the weight on the M side) and clusters are as in ``ke
    changes a number only if its block's scale is less than 2^-14 times the largest scale of the k tile. Decoders replace
    the codes of such a block by rounded codes with a larger scale.
 
-With few rows of ``a``, a block has few accumulators, and scaling them takes less time than computing look-up tables of
-scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: with five of the eight significands
-of an e4m3 scale, the codes 1.5, 3 and 6 would be rounded.
+With few rows of ``a``, a block has few accumulators, and scaling these accumulators takes less time than computing
+look-up tables of scaled codes, as ``kernels.fp8_fp4_wgmma_ss`` does. NVFP4 weights are not supported: for five of the
+eight significands of an e4m3 scale, the definition rounds the products with the codes 1.5, 3 and 6, and rounded
+products cannot be computed from sums of codes.
 
-Bytes moved: The same bytes as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
+Bytes moved: The kernel moves the same bytes as ``fp8_wgmma``, except that the weight takes half the bytes, plus its
+block scales.
 """
 
 from typing import TYPE_CHECKING

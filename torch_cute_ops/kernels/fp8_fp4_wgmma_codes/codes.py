@@ -34,7 +34,7 @@ _ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x040
 def block_factors(scales: Uint32) -> list:
     """Return the scales of a row's four blocks as bits of fp32.
 
-    The bits are wrong for the scale bytes 0 and NaN. ``hard_factors`` corrects them.
+    For the scale bytes 0 and NaN, the returned bits are wrong; ``hard_factors`` corrects them.
     """
     shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
     return [word & Uint32(_NAN_FIELD) for word in shifted]
@@ -69,7 +69,7 @@ def hard_factors(factors: list) -> tuple[list, Uint32]:
 
 def rounded(codes: Uint32, amount: Uint32) -> Uint32:
     """Round eight codes of a block whose ``d`` (see the module docstring) is ``14 + amount``. An ``amount`` of 0 leaves
-    them unchanged."""
+    the codes unchanged."""
     low, high = Uint32(0), Uint32(0)
     for i, table in enumerate(((0x03020100, 0x07060504), *_ROUNDED)):
         low, high = (

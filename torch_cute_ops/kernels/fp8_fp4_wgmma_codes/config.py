@@ -50,7 +50,7 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # With 40 registers, decoders of 24 rows would spill 8 bytes under split-K.
+        # With 40 registers and split-K, decoders of tiles of 24 rows would spill 8 bytes.
         return (200, 56, 56) if self.tile_m == 24 else (208, 56, 40)
 
     @property

@@ -240,8 +240,8 @@ class CodeLoop:
         return of_blocks, swapped_token_scales(self.config.mma_n, self.stages.scales(slot, smem), consumer)
 
     def _promote(self, acc, partial, factors: tuple) -> None:
-        """Multiply the results of each block by the block's factors and add them up. Multiply the sum by the scales of
-        ``a``, and add it to the accumulators."""
+        """Multiply the results of each block by the block's factors, and add up the products of all blocks. Multiply
+        the sum by the scales of ``a``, and add it to the accumulators."""
         of_blocks, of_tokens = factors
         size = self.config.mma_n // 2
         for i in range(size):

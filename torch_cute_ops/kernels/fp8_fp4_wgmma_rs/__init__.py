@@ -2,9 +2,9 @@
 
 The GEMM is plain or grouped by expert. The activations have block scales. ``reference.mm_fp8_fp4`` defines the result.
 
-Roles. A CTA consists of two *K groups* of two consumer warpgroups, one producer warp, three scale-loader warps, and two
-groups of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``. Units
-of weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
+Roles. A CTA consists of two *K groups* (each of two consumer warpgroups), one producer warp, three scale-loader warps,
+and two groups of two decoder warps. Tiles (with the weight on the M side) and clusters are as in ``kernels.fp8_wgmma``.
+``kernels.fp8_fp4_wgmma_ss`` describes the units of weight rows.
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -22,7 +22,8 @@ of weight rows are as in ``kernels.fp8_fp4_wgmma_ss``.
 3. The K of an MMA consists of eight elements of each lane's quarter. The two decoder groups take turns at the stages,
    and rearrange ``a`` in the same order, in words of four elements. Each of a group's two warps rearranges one k tile.
 
-Bytes moved: The same bytes as in ``fp8_wgmma``, except that the weight takes half the bytes, plus its block scales.
+Bytes moved: The kernel moves the same bytes as ``fp8_wgmma``, except that the weight takes half the bytes, plus its
+block scales.
 """
 
 from typing import TYPE_CHECKING

@@ -48,7 +48,7 @@ class Config(FP8GemmConfig):
     @property
     def registers(self) -> tuple[int, ...]:
         # At launch, each of the 768 threads has 80 registers. Producer, scale-loader and decoder warps release some for
-        # the consumers. With 40 registers, decoders of 24 rows would spill 8 bytes.
+        # the consumers. With 40 registers, decoders of tiles of 24 rows would spill 8 bytes.
         return (88, 72, 56) if self.tile_m == 24 else (88, 80, 40)
 
     @property

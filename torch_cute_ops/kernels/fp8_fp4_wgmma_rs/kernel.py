@@ -111,8 +111,8 @@ class Loaded(NamedTuple):
 
 
 class DecodingLoop:
-    """Mainloop of a K group. It decodes one k tile of each stage to registers, multiplies it, and promotes the
-    result."""
+    """Mainloop of a K group. The loop decodes one k tile of each stage to registers, multiplies this k tile, and
+    promotes the result."""
 
     def __init__(self, config: Config, stages: Stages, weight: FP4Weight, units: Units):
         self.config, self.stages, self.weight, self.units = config, stages, weight, units
@@ -178,8 +178,8 @@ class DecodingLoop:
                 table = table_of_bytes(loaded.ones[r], loaded.one_and_halves[r], block)
                 self._set_table(tables, r, block, table)
         if (flags & Uint32(IS_LAST - 1)) != Uint32(0):
-            # Rows with a flag use the k tile's own exponent. Their records hold the scales themselves, and this
-            # exponent.
+            # Rows with a flag use the k tile's own exponent. The records of these rows hold the scales themselves, and
+            # this exponent.
             for r in range_constexpr(ROWS):
                 exponent = Int32(record_words(self.config, self.stages, slot, consumer.row + 8 * r, smem)[1])
                 for block in range_constexpr(BLOCKS):

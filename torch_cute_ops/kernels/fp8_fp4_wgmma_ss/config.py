@@ -77,14 +77,14 @@ class Config(FP8GemmConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        # All other warps release registers, which the consumers take.
+        # The producer, scale-loader and decoder warps release registers, which the consumers take.
         if not self.is_swapped:
             return 168, 56, 40
         return (144, 72, 40) if self.mma_n > LEAST else (136, 80, 40)
 
     @property
     def in_flight(self) -> int:
-        # With more k tiles in flight, consumers would need more registers, and too few would be left for the decoders.
+        # With more k tiles in flight, consumers would need more registers, and the decoders would have too few.
         return 2 if self.mma_n < WGMMA_M else 1
 
     @property

@@ -42,9 +42,9 @@ class SmemDecoder:
         self.config, self.stages, self.units = config, stages, units
 
     def begin(self, warp, lane, work) -> tuple:
-        """Return four values: the lane's weight row, counted among the rows that this CTA decodes; the same row,
-        counted within the tile; the halves of that row that the lane decodes; the warp's first row, counted within the
-        tile."""
+        """Return four values: the index of the lane's weight row among the rows that this CTA decodes, the index of the
+        same row in the tile, the halves of the row that the lane decodes, and the index in the tile of the warp's first
+        row."""
         c = self.config
         each = 32 // c.lanes_per_row
         row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
@@ -52,7 +52,7 @@ class SmemDecoder:
         return row, before + row, halves, before + warp * each
 
     def complete(self, begun, stage, lane, work, smem) -> None:
-        """Decode this lane's part of a stage."""
+        """Decode the rows, or half rows, of a stage that belong to this lane."""
         row, tile_row, halves, first = begun
         (flags,) = load_words(self.units.flag_word(stage, smem))
         for half in halves:

@@ -5,20 +5,20 @@ epilogue(Σ_j a_scale[j, m] · (Σ_{k of block j} a[m, k] · b_scale[n, k / 32] 
 weight's scales are prepared (``formats.prepared_scales``): they are divided by ``2^u[n]``, and ``out[m, n] =
 epilogue(a_scale[m] · 2^u[n] · Σ_k a[m, k] · b_scale[n, k / 32] · b[n, k])``.
 
-Tiles, CTAs, accumulators, the epilogue, promotion and split-K are as in ``kernels.fp8_tcgen05``
-(``common.blackwell.fp8_gemm``): 128 rows of the weight on the M side of the MMAs by ``tile_m`` tokens on the N side.
-Roles:
+The kernel shares its tiles, CTAs, accumulators, epilogue, promotion and split-K with ``kernels.fp8_tcgen05``
+(``common.blackwell.fp8_gemm``). A tile is 128 rows of the weight, on the M side of the MMAs, by ``tile_m`` tokens, on
+the N side. Roles:
 
 1. The producer warp copies a k tile's activations and codes to a stage by TMA. TMA spreads the codes: 16 codes take 8
    bytes in memory and 16 bytes in shared memory, as the MMAs read them.
 2. Two scale-loader warps take turns at the k tiles. A warp stores the weight's scales to the stage, in the 128x4
-   layout. With block scales, it also writes the tokens' scales to one of ``factor_slots`` slots in shared memory.
+   layout. With block scales, the warp also writes the tokens' scales to one of ``factor_slots`` slots in shared memory.
 3. The MMA thread copies a k tile's scales to tensor memory, and issues the k tile's four MMAs. The tensor cores
-   multiply each 32 products by the weight's scale. The scales of the activations are 1. The thread copies them once.
-   Each stage uses separate columns of tensor memory for scales, which are overwritten only when the stage's MMAs have
-   ended.
-4. Four epilogue warps load accumulators, and multiply by the tokens' scales. With block scales, they add the products
-   of all k tiles in fp32 (promotion).
+   multiply the products of each block of 32 elements by the weight's scale. The MMAs also need scales of the
+   activations. These scales are 1, and the thread copies them to tensor memory once. Each stage has its own columns of
+   tensor memory for scales, which are overwritten only when the stage's MMAs have ended.
+4. Four epilogue warps load accumulators, and multiply them by the tokens' scales. With block scales, they add the
+   products of all k tiles in fp32 (promotion).
 
 | pipeline | buffer | producer | consumer | full | empty | stages |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -26,8 +26,8 @@ Roles:
 | factor_pipeline | tokens' scales of a k tile | scale loader | epilogue warps | 1 | 4 | factor_slots |
 | acc_pipeline | accumulator | MMA thread | epilogue warps | 1 | 4 | accumulators |
 
-Bytes moved: The same bytes as in ``kernels.fp8_tcgen05``, except that the weight takes half the bytes, plus its block
-scales.
+Bytes moved: The kernel moves the same bytes as ``kernels.fp8_tcgen05``, except that the weight takes half the bytes,
+plus its block scales.
 """
 
 from typing import TYPE_CHECKING

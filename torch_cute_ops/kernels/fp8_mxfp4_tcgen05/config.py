@@ -30,12 +30,12 @@ MULTIPLE: Final = 128
 ALIGN: Final = 32
 """Alignment in bytes of the codes, which TMA requires to spread them."""
 SCALE_LOADERS: Final = 2
-"""Number of scale-loader warps. With more than eight warps in a CTA, the sums of 128 tokens spill."""
+"""Number of scale-loader warps. If a CTA had more than eight warps, the accumulators of 128 tokens would spill."""
 SCALES_AHEAD: Final = 2
 """Number of k tiles whose scales a scale loader loads at once."""
 FACTOR_SLOTS: Final = 2 * SCALES_AHEAD * SCALE_LOADERS
 """Number of slots in shared memory, each for the tokens' scales of one k tile. The number is a multiple of the number
-of scale loaders, so that the same warp always writes a slot."""
+of scale loaders, so that each slot is always written by the same warp."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class Config(FP8TileConfig):
 
     @property
     def ones_column(self) -> int:
-        """First column of the tokens' scales, which are 1, in tensor memory. The columns before it hold the weight's
-        scales, separately for each stage."""
+        """First column of the tokens' scales, which are 1, in tensor memory. The columns before this column hold the
+        weight's scales, separately for each stage."""
         return self.acc_columns + self.stages * TILE_BLOCKS
 
     @property
@@ -139,14 +139,14 @@ class Config(FP8TileConfig):
 
     @property
     def slab_tiles(self) -> int:
-        """Number of k tiles whose indices a slab of prepared scales holds."""
+        """Number of k tiles whose indices are in one slab of prepared scales (``formats.prepared_scales``)."""
         return SLAB_K // K_TILE
 
     def reason_unfit(self) -> str | None:
         if self.layout is not None and (reason := reason_no_scale_layout(self.layout)) is not None:
             return reason
         if self.stages % SCALE_LOADERS:
-            return f"stages is {self.stages}; {SCALE_LOADERS} scale loaders take stages in turn"
+            return f"stages is {self.stages}; it has to be a multiple of {SCALE_LOADERS}, the number of scale loaders"
         return super().reason_unfit()
 
 

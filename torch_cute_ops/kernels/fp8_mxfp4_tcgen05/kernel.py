@@ -68,8 +68,8 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
 
     @cute.jit
     def _load_scales(self, loader, work, smem):
-        """Run a scale-loader warp. For every second k tile, it stores the weight's scales to the stage, in the 128x4
-        layout. With block scales, it also writes the tokens' scales to a slot of the factor pipeline."""
+        """Run a scale-loader warp. For every second k tile, the warp stores the weight's scales to the stage, in the
+        128x4 layout. With block scales, the warp also writes the tokens' scales to a slot of the factor pipeline."""
         c = self.config
         own, lane = loader // WARP, loader % WARP
         before = Int32(0)  # number of k tiles of this CTA's earlier tiles
@@ -128,8 +128,8 @@ class FP8MXFP4Tcgen05Kernel(FP8GemmKernel):
     def _multiply(self, tmem, acc, stage, num_mmas, adds, first_token, smem):
         """Copy a k tile's scales to tensor memory, and issue its MMAs.
 
-        Each stage uses separate columns for scales, so the copy overwrites only scales whose MMAs have ended. (ptxas of
-        CUDA 12 crashes if the number of MMAs is a constant.)
+        Each stage has its own columns for scales, so the copy overwrites only scales whose MMAs have ended.
+        (``num_mmas`` is a run-time value, because ptxas of CUDA 12 crashes if it is a constant.)
         """
         c = self.config
         at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)

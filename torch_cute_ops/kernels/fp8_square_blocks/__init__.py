@@ -1,4 +1,4 @@
-"""Quantise matrices to FP8 with one fp32 scale per block of 128 × 128 elements, as the weights of block-scaled GEMMs.
+"""Quantise matrices to FP8 with one fp32 scale per block of 128 × 128 elements, the format of block-scaled weights.
 
 A CTA processes one block. Eight neighbouring threads hold 128 elements of a row, and each thread holds the same 16
 columns of four rows, 32 rows apart. A thread issues all its loads at once, and keeps the values in registers while the

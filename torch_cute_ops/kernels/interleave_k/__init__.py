@@ -4,8 +4,9 @@ Within each 256 elements of a row, element 64 c + 32 p + 8 i + 4 h + e moves to 
 where c, i and e are 0 to 3, and p and h are 0 or 1. Words of four elements move as a whole. Elements beyond K become
 zeros.
 
-Sixteen threads handle 256 elements. Each loads four words that are 64 bytes apart, and stores them as 16 contiguous
-bytes, so that the threads together load and store whole sectors. Bytes moved: each element is read and written once.
+Sixteen threads handle 256 elements. Each thread loads four words that are 64 bytes apart, and stores these words as 16
+contiguous bytes. So the threads together load and store whole sectors. Bytes moved: each element is read and written
+once.
 """
 
 from typing import TYPE_CHECKING

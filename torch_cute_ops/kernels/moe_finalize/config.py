@@ -65,7 +65,7 @@ class Arguments(namedtuple("Arguments", "input expanded_to_permuted weights resi
             a row.
         weights: (M, topk) fp32, contiguous.
         residual: (M, W) of ``Config.dtype``, or None without ``Config.has_residual``. Rows may be strided.
-        out: (M, W) of ``Config.dtype``, contiguous. It may be the residual itself.
+        out: (M, W) of ``Config.dtype``, contiguous. ``out`` may be the residual itself.
         sms: int32, number of SMs of the device.
     """
 

@@ -96,7 +96,7 @@ class MoeFinalizeKernel(TokenKernel):
         for vector in range(slice_ * threads + tid, c.vectors, slices * threads):
             total = [Float32(0.0)] * c.vector
             if const_expr(c.has_residual):
-                # Load the residual first: unlike the rows, it needs no index.
+                # Load the residual first, because its address, unlike the addresses of the rows, needs no index.
                 total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=are_few), self.dtype)
             for first in range_constexpr(0, c.topk, ROWS_AT_ONCE):
                 some, count = rows[first : first + ROWS_AT_ONCE], min(c.topk - first, ROWS_AT_ONCE)

@@ -26,8 +26,8 @@ class Config:
         dtype: dtype of the tokens: bfloat16, float16 or float32.
         width: number of elements of a token.
         topk: largest number of rows in which a token is stored.
-        few: largest number of tokens for a single launch. With more tokens, the first launch stores scales once per
-            token.
+        few: largest number of tokens for which one launch does all the work. With more tokens, a first launch stores
+            scales once per token, and a second launch copies them to the rows.
         pdl: True to launch with programmatic dependent launch.
         scale_format: ``"ue8m0"`` if scales are powers of two, or None.
     """

@@ -4,7 +4,7 @@ Roles and data path. A warp chooses the experts of a token (``common.experts.rou
 64 or 32 tokens at a time and assigns their pairs to rows, in one launch or two (``ExpertPlacer``).
 
 Bytes moved: the logits are read; 12 bytes per pair (weight, expert and row) and 4 bytes per row are written. With two
-launches, one word per pair and one word per CTA and expert are also written and read again.
+launches, one word per pair, and one word per CTA and expert, are also written and read again.
 """
 
 from typing import TYPE_CHECKING

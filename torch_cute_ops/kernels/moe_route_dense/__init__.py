@@ -1,8 +1,8 @@
 """Choose the experts of each token, and write a matrix (tokens, experts) of their weights, with zeros everywhere else.
 
 Roles and data path. A warp chooses the experts of a token (``common.experts.routing.ExpertChooser``), and writes zeros
-for all experts. After a warp barrier, it writes the weights of the chosen experts. No shared memory is used. CTAs are
-not persistent.
+for all experts. After a warp barrier, the warp writes the weights of the chosen experts. No shared memory is used. CTAs
+are not persistent.
 
 Bytes moved: the logits are read, and 4 bytes per token and expert are written.
 """

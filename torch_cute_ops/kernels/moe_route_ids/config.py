@@ -9,8 +9,8 @@ BATCH = 512
 """Number of pairs that a CTA processes at a time, and largest number of pairs that a single CTA processes. With 1,024
 experts, the bitmap of a batch takes 64 KB."""
 SLOTS_PER_CTA = 512
-"""Number of pairs per CTA, unless this would need more CTAs than the GPU has SMs. With fewer pairs per CTA, there would
-be more CTAs, and each CTA would read the counts of all CTAs."""
+"""Number of pairs per CTA, unless this would need more CTAs than the GPU has SMs. A smaller number would mean more
+CTAs, and each CTA reads the counts of all CTAs."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class QkvRopeSpec:
         norm_plus_one: True if 1 is added to the weights of the RMSNorms.
         q_dtype: dtype of the stored q: ``dtype`` or float8_e4m3fn.
         key_dtype, value_dtype: dtypes of the caches: ``dtype``, float8_e4m3fn, or uint8 for NVFP4.
-        has_q_scale, has_k_scale, has_v_scale: True if the call passes a scale.
+        has_q_scale, has_k_scale, has_v_scale: True if the call passes a scale for q, for k, or for v.
     """
 
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class QkvRopeSpec:
 
     @property
     def lanes(self) -> int:
-        """Number of lanes of a head. If it exceeds ``vectors``, the last lanes hold zeros."""
+        """Number of lanes per head. If it exceeds ``vectors``, the last lanes hold zeros."""
         return 1 << (self.vectors - 1).bit_length()
 
     @property

@@ -166,7 +166,7 @@ class QkvRopeKernel:
         caches = (key_cache, value_cache, key_block_scale, value_block_scale)
         read = (qkv, cos_sin, positions, slots, q_norm, k_norm, q_scale, k_scale, v_scale)
         tokens = qkv.shape[0]
-        # Check one cache at a time: caches may alternate in memory.
+        # Check one cache at a time against the inputs, because caches may alternate in memory.
         is_good = ctas_if_caches_are_apart(Int32(1), *caches)
         is_good = ctas_unless_overlapping(is_good, (q,), (*read, *caches))
         for cache in caches:
@@ -303,7 +303,7 @@ class QkvRopeKernel:
         return [ptx.add_rn(each, Float32(1.0)) for each in weight] if spec.norm_plus_one else weight
 
     def _angles(self, table: cute.Tensor, position, lane: Lane) -> Angles:
-        """Return the cosines and sines of the lane's elements. They are NaN if the position is out of range."""
+        """Return the cosines and sines of the lane's elements. The values are NaN if the position is out of range."""
         spec = self.config.spec
         exists = (position >= 0) & (position < table.shape[0])
         row = table.iterator + cute.assume(
@@ -372,7 +372,7 @@ class QkvRopeKernel:
 
     def _is_below(self, limit: int, i: int, lane: Lane):
         """Return True if the index in the head of the lane's i-th element is below ``limit``."""
-        # If the limit is a multiple of a vector, all elements of the vector have the same answer.
+        # If the limit is a multiple of a vector, all elements of a vector are on the same side of the limit.
         return lane.vector * VECTOR + (0 if limit % VECTOR == 0 else i) < limit
 
     def _if_rotated(self, i: int, rotated, value, lane: Lane):
@@ -437,7 +437,7 @@ class QkvRopeKernel:
         else:
             count = Int64(data.shape[0]) * data.shape[1]
             is_written = (slot >= 0) & (slot < count) & exists
-            # A slot fits into 32 bits if it is in range, and division is much faster in 32 bits.
+            # A valid slot fits into 32 bits, and division is much faster in 32 bits than in 64 bits.
             place = Uint32(ptx.select(is_written, slot, Int64(0)).to(Int32))
             page = Uint32(data.shape[1])
             block, in_block = Int64(place // page), Int64(place % page)

@@ -1,7 +1,7 @@
 """Conversion of values in a thread's registers to codes and scales, or to rounded values, one block at a time.
 
-The argument ``rstd`` is the norm's row factor. It is 1 if the values are already multiplied by the factor, and None
-without a norm.
+The argument ``rstd`` is the norm's row factor. ``rstd`` is 1 if the values are already multiplied by the factor, and
+None without a norm.
 """
 
 import cutlass.cute as cute
@@ -66,7 +66,7 @@ class SharedBlocks:
         return value
 
     def mine(self, lane):
-        """Return the index of this lane's block. It is ``count`` or more for a lane without a block."""
+        """Return the index of this lane's block. The index is ``count`` or more for a lane without a block."""
         return lane % self.lanes // self.lanes_per_block
 
     def leads(self, lane):

@@ -37,28 +37,30 @@ MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 MAX_SLICE_WIDTH = 7168
 """Largest width of a slice, if rows need no reduction over their elements. On an H200, ``silu_mul_fp4quant`` with
-14,336 columns takes, for 1 row and for 4,680 rows: 2.75 and 79 µs with two slices per row, 3.92 and 81 µs with whole
-rows, and 2.3 and 93 µs with four slices per row."""
+14,336 columns takes, with two slices per row, 2.75 µs for 1 row and 79 µs for 4,680 rows. With whole rows it takes 3.92
+µs and 81 µs, and with four slices per row 2.3 µs and 93 µs."""
 MAX_FEW_ROWS_SLICE_WIDTH = 2048
-"""Largest width of a slice of FP4 rows, if there are at most ``FEW_ROWS`` rows. On an H200, with 8, 16, 32, 64 and 128
-rows, a W4A4 decoder layer of an 8B model takes 0.5, 1.8, 0.9, 1.8 and 2.4 µs less with this width than with 7,168. FP8
-rows are not cut like this: such slices make a layer 0.9 µs faster with 1 row, but 0.8 µs slower with 8 rows."""
+"""Largest width of a slice of FP4 rows, if there are at most ``FEW_ROWS`` rows. Compared with a width of 7,168, this
+width saves time in a W4A4 decoder layer of an 8B model on an H200: 0.5 µs with 8 rows, 1.8 µs with 16, 0.9 µs with 32,
+1.8 µs with 64 and 2.4 µs with 128. FP8 rows are not cut into narrower slices: a layer would be 0.9 µs faster with 1
+row, but 0.8 µs slower with 8 rows."""
 FEW_ROWS = 128
-"""Largest number of rows that are cut into slices of ``MAX_FEW_ROWS_SLICE_WIDTH``. More rows were not measured."""
+"""Largest number of rows for which rows are cut into slices of ``MAX_FEW_ROWS_SLICE_WIDTH``. More rows were not
+measured."""
 MAX_UNQUANTISED_SLICE_WIDTH = 1792
-"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes 1.2 µs
-for 1 row and 96 µs for 4,680 rows with slices of this width, and 1.9 and 105 µs with two slices per row."""
+"""Largest width of a slice of rows that are not quantised. On an H200, ``silu_mul`` with 14,336 columns takes, with
+slices of this width, 1.2 µs for 1 row and 96 µs for 4,680 rows; with two slices per row, 1.9 µs and 105 µs."""
 ENOUGH_BYTES = 48 * 1024
-"""Bytes of row buffers per CTA at which further groups no longer speed up a kernel that adds a residual."""
+"""Bytes of row buffers per CTA from which on further groups do not speed up a kernel that adds a residual."""
 ENOUGH_THREADS = 256
-"""Number of threads per CTA at which further groups no longer speed up a kernel that gates."""
+"""Number of threads per CTA from which on further groups do not speed up a kernel that gates."""
 AMAX_THREADS = 256
 """Number of threads of a CTA of the kernel that computes the amax of a tensor."""
 AMAX_UNITS = 4
-"""Number of units of 16 elements that a thread of this kernel loads at once."""
+"""Number of units of 16 elements that a thread of the kernel for the amax of a tensor loads at once."""
 REGISTERS_PER_LANE = 512
-"""Number of registers per lane of an SM sub-partition. All warps of a sub-partition share them. A warp gets a multiple
-of 8."""
+"""Number of registers per lane of an SM sub-partition, which all warps of the sub-partition share. The number of
+registers per lane of a warp is a multiple of 8."""
 
 
 Source = Literal["rows", "add", "silu_mul"]
@@ -76,8 +78,8 @@ class RowQuantSpec:
         dtype: dtype of the input: bfloat16, float16 or float32.
         weight_dtype: dtype of the norm's weight and bias, or None without a norm.
         width: number of elements of a row of values.
-        norm_width: number of elements over which the mean square is computed. The other elements of a row are zero
-            padding.
+        norm_width: number of elements over which the mean square is computed. The other elements of a row are zeros
+            (padding).
         fmt, layout: format and scale layout. If ``fmt`` is None, nothing is quantised, and ``writes_norm`` is True.
         also_linear: True if the scales are written a second time, in the linear layout.
         has_factor: True if calls pass a global scale (FP4) or the scale of the tensor (FP8).
@@ -95,7 +97,7 @@ class RowQuantSpec:
         has_row_scale: True if each NVFP4 row has its own global scale, which the kernel computes from the row's amax.
             The inverse of this global scale, the row scale, is then an output.
         weight_plus_one: True if the norm multiplies by 1 + weight, which is added in fp32.
-        gate: activation function of the gate of ``"silu_mul"``. It is ``"silu"`` if ``swiglu`` is True.
+        gate: activation function of the gate of ``"silu_mul"``. The value is ``"silu"`` if ``swiglu`` is True.
         has_weight: False if the norm multiplies by no weight.
         has_bias: True if a bias is added to the norm.
         subtracts_mean: True if the norm first subtracts the mean of the row, as LayerNorm does.
@@ -191,7 +193,8 @@ class RowQuantSpec:
 
     @property
     def input_units(self) -> int:
-        """Memory of the input rows for one row of values, as a multiple of ``width`` elements of ``dtype``."""
+        """Memory of the input rows from which one row of values is computed, as a multiple of ``width`` elements of
+        ``dtype``."""
         return self.inputs + self.has_fp32_residual
 
     @property
@@ -207,7 +210,7 @@ class RowQuantSpec:
 
     @property
     def has_byte_scales(self) -> bool:
-        """True if the format is FP4 or MXFP8. Their block scales are bytes, in the same layouts."""
+        """True if the format is FP4 or MXFP8. The block scales of both formats are bytes, in the same layouts."""
         return self.fmt is not None and self.fmt.scale_dtype.itemsize == 1
 
     @property
@@ -242,14 +245,15 @@ class RowQuantSpec:
 
     @property
     def folds(self) -> bool:
-        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. It is False for fp32,
-        because an fp32 output of the norm would show that ``v · w`` lost bits in the subnormal range. (All ops must
-        give the same codes for a dtype.)"""
+        """True if the norm's factor ``rstd`` may multiply whole blocks instead of elements. The value is False for
+        fp32, because an fp32 output of the norm would show that ``v · w`` lost bits in the subnormal range. (For each
+        dtype, all ops must give the same codes.)"""
         return self.normalises and self.dtype != torch.float32 and not self.is_general
 
     @property
     def is_general(self) -> bool:
-        """True for norms other than RMSNorm with a weight. The kernel then reduces one value after the other."""
+        """True for norms other than RMSNorm with a weight and without a bias. The kernel then reduces one value after
+        the other."""
         return self.normalises and (self.subtracts_mean or self.has_bias or not self.has_weight)
 
     @property
@@ -259,8 +263,8 @@ class RowQuantSpec:
 
     @property
     def counts_unusual_blocks(self) -> bool:
-        """True if the threads that process a row must also count its blocks of unusual magnitude. This is needed if the
-        norm's factor ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
+        """True if the threads that process a row must also count its blocks of unusual magnitude. The count is needed
+        if the norm's factor ``rstd`` may multiply whole blocks, and a block's scale may be arbitrarily small."""
         return self.folds and (self.fmt in (MXFP4, MXFP8) or self.has_fp8_blocks)
 
     @property
@@ -332,11 +336,12 @@ class Config:
         """Number of warps of a group that process one block more than the other warps, or 0 if all warps process the
         same number.
 
-        If the rate of instructions is the limit, the other warps skip the last block, which they do not have. This
-        applies to norms and gates on hardware without e2m1 conversion. On an H200, RMSNorm of rows of 7,168 bfloat16 to
-        NVFP4 runs at 0.93 of a copy's bandwidth if warps skip, and at 0.86 if all warps process four blocks. A single
-        row takes 0.1 µs longer if warps skip, because the instructions of the last block no longer interleave with the
-        instructions of the other blocks. Additions of a residual, and rows without norm or gate, do not become faster.
+        If the rate of instructions limits the speed, the other warps skip the instructions of the last block, which
+        they do not have. This applies to norms and gates on hardware without e2m1 conversion. On an H200, RMSNorm of
+        rows of 7,168 bfloat16 to NVFP4 reaches 0.93 of a copy's bandwidth if warps skip, and 0.86 if all warps process
+        four blocks. But if warps skip, a single row takes 0.1 µs longer, because the instructions of the last block no
+        longer interleave with the instructions of the other blocks. Additions of a residual, and rows without norm or
+        gate, do not become faster.
         """
         spec = self.spec
         is_limited = spec.source == "silu_mul" or (spec.source == "rows" and spec.normalises)
@@ -372,11 +377,11 @@ class Config:
 
     @property
     def waves(self) -> int:
-        """Number of CTAs to launch, as a multiple of the number that fits on the GPU at the same time.
+        """Number of CTAs to launch, in multiples of the number of CTAs that the GPU runs at the same time.
 
-        This is usually 1, since CTAs are persistent. But the number of concurrent clusters of 4 or 8 CTAs depends on
-        how the GPU groups its SMs, and one cluster that starts late would double the time. So more clusters are
-        launched, each with fewer rows.
+        The result is usually 1, because CTAs are persistent. But the number of clusters of 4 or 8 CTAs that run at the
+        same time depends on how the GPU groups its SMs, and one cluster that starts late would double the time. So for
+        these clusters the result is larger, and each cluster gets fewer rows.
         """
         return 8 if self.is_cluster and self.splits > 2 else 1
 
@@ -417,7 +422,8 @@ class Config:
     @property
     def group_barriers(self) -> int:
         """Number of mbarriers of a group: one per stage, one for the partial results of even rows, one for odd rows,
-        and one for an amax that is recomputed. General norms need one for each reduction of even and of odd rows."""
+        and one for an amax that is recomputed. General norms need two mbarriers for each reduction: one for even rows
+        and one for odd rows."""
         return self.stages + (2 * self.spec.reductions if self.spec.is_general else 2 + self.recomputes_amax)
 
     @property
@@ -498,16 +504,16 @@ class Config:
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.spec.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         if self.has_idle_threads:
-            # A thread without a block reads another block instead. Only a short block can be read this way without
-            # changing the result.
+            # A thread without a block reads another block instead. This leaves the result unchanged only if the row has
+            # a short block.
             with_neighbours = ceil_div(self.blocks, SCALE_THREADS) * SCALE_THREADS
             if not self.has_short_block or self.splits > 1 or with_neighbours < self.threads_per_row:
                 return f"{self.threads_per_row} threads share only {self.spec.slices(self.splits)[1]} blocks of a row"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
         # Estimate the registers: registers for products and weight, plus ``others`` for addresses and intermediate
-        # values. ``others`` is the smallest number for which ptxas does not spill
-        # (tests/kernels/test_compile_kernels.py).
+        # values. ``others`` is the smallest number for which ptxas does not spill, as
+        # tests/kernels/test_compile_kernels.py checks.
         others = 56
         if self.spec.fmt == NVFP4:
             more = self.spec.writes_norm and self.spec.layout.is_linear
@@ -597,12 +603,12 @@ def ceil_div(a: int, b: int) -> int:
 def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
     """Return the configuration for ``spec`` on ``arch``.
 
-    Except for few rows, the choices are the fastest for 2^26 elements on an H200 (bfloat16 to NVFP4 with 128x4 scales;
-    widths 1,536 to 32,768). Few threads with many blocks each are faster than many threads with few blocks each,
-    because the instructions for a thread's blocks are independent. 50 to 100 KB in flight per SM are faster than more,
-    which would only queue in the memory system. For experts' rows, it is faster to double the threads and to use as
-    many groups as fit: 131,072 rows of 2,048 elements run at 0.99 of a copy's bandwidth instead of 0.91. Without a
-    table of experts' rows, the kernel is another 4 % faster.
+    Except for few rows, these choices were the fastest for 2^26 elements on an H200 (bfloat16 to NVFP4 with 128x4
+    scales; widths 1,536 to 32,768). Few threads with many blocks each are faster than many threads with few blocks
+    each, because the instructions for a thread's blocks are independent. 50 to 100 KB in flight per SM are faster than
+    more, which would only queue in the memory system. For experts' rows, twice the threads and as many groups as fit
+    are faster: 131,072 rows of 2,048 elements reach 0.99 of a copy's bandwidth instead of 0.91. Without a table of
+    experts' rows, the kernel is another 4 % faster.
 
     Raises:
         ValueError: if no configuration fits. The message gives the reason.
@@ -611,7 +617,8 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
     doubled = [2**i for i in range(most_splits.bit_length())]
     if spec.reductions or spec.rows == "experts":
         return _fitting(spec, arch, pdl, doubled)
-    # The slices of these rows are independent. Cutting makes few rows faster, and many rows take the same time.
+    # The slices of these rows are independent. Slices make launches of few rows faster, and many rows take the same
+    # time.
     most = MAX_UNQUANTISED_SLICE_WIDTH if spec.fmt is None else MAX_SLICE_WIDTH
     config = _fitting(spec, arch, pdl, [ceil_div(spec.width, most), *doubled])
     if isinstance(spec.fmt, FP4Format):
@@ -620,10 +627,10 @@ def plan(spec: RowQuantSpec, arch: Arch, pdl: bool = True) -> Config:
 
 
 def _plan_few_rows(config: Config, arch: Arch) -> Config | None:
-    """Return the configuration for up to ``FEW_ROWS`` rows, which is ``config`` with more slices, or None if ``config``
-    is as good.
+    """Return the configuration for up to ``FEW_ROWS`` rows, or None if ``config`` is as good.
 
-    Of all configurations with the fewest blocks per thread, it is the configuration with the fewest slices.
+    Among ``config`` and the configurations with more slices, choose the configurations with the fewest blocks per
+    thread, and among these the configuration with the fewest slices.
     """
     found = [config]
     for splits in range(config.splits + 1, ceil_div(config.spec.width, MAX_FEW_ROWS_SLICE_WIDTH) + 1):

@@ -47,7 +47,7 @@ def table_at(memory: cute.Pointer, sizes: tuple[int, ...]) -> ExpertRows:
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     """Fill the table of experts' rows. ``offsets`` may be None. ``rows`` is the number of rows of the buffer.
 
-    All ``threads`` threads of the CTA call this function. They must synchronise before they read the table.
+    All ``threads`` threads of the CTA call this function. The threads must synchronise before they read the table.
     """
     experts = counts.shape[0]
     rows_per_expert = rows // experts
@@ -63,7 +63,8 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
             # Clamp offsets and counts, so that wrong values cause a wrong result but no access out of bounds.
             begin = cutlass.max(_load(offsets, expert, exists), Int32(0))
         size = _load(counts, expert, exists)
-        # Limit the number of an expert's rows to the expert's part of the buffer, and to the end of the buffer.
+        # Limit the number of an expert's rows: they must end inside the expert's part of the buffer, and inside the
+        # buffer.
         size = cutlass.max(
             cutlass.min(size, rows_per_expert if const_expr(offsets is None) else rows - begin), Int32(0)
         )
@@ -89,7 +90,8 @@ def _load(tensor: cute.Tensor, at, exists) -> Int32:
 
 
 def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
-    """Return the row of the buffer with dense number ``number``. The result is arbitrary if ``number`` is too large.
+    """Return the row of the buffer whose dense number is ``number``. The result is arbitrary if ``number`` is too
+    large.
 
     ``is_of_warp`` is True if all lanes of the warp call this function together, with the same number.
     """

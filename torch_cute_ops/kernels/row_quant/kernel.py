@@ -149,8 +149,8 @@ class RowQuantKernel:
             may_alias=() if residual is None or self.config.spec.has_fp32_residual else ((residual, input),),
         )
         if const_expr(not layout.is_linear):
-            # TVM-FFI does not check the first size of the scales. If it is wrong, launch an empty grid, which raises an
-            # error. Overlapping tensors are refused in the same way.
+            # TVM-FFI does not check the first size of the scales. If the size is wrong, launch an empty grid, which
+            # raises an error. Overlapping tensors are refused in the same way.
             tile = layout.tile_rows
             allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile), allowed, Int32(0))
         scale = scale_matrix(scale, layout)
@@ -174,10 +174,10 @@ class RowQuantKernel:
 
     @cute.jit
     def launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
-        """Launch the kernel if ``allowed`` is 1. If it is 0, launch no CTAs, so that the launch fails."""
+        """Launch the kernel if ``allowed`` is 1. If ``allowed`` is 0, launch no CTAs, so that the launch fails."""
         c = self.config
         rows = given[0].shape[0]
-        # Give a CTA a second row only if every CTA has one. Launch several CTAs even for a single row, because they
+        # Give a CTA a second row only if every CTA has a row. Launch several CTAs even for a single row, because they
         # also zero the padding: a single CTA would take 14 µs for the padding (H200, width 7,168).
         wanted = cute.ceil_div(rows, c.group_rows)
         if const_expr(not c.spec.layout.is_linear):
@@ -259,8 +259,8 @@ class RowQuantKernel:
         if tid == 0:
             self._init_barriers(smem)
         cute.arch.mbarrier_init_fence()
-        # This synchronisation is for compute-sanitizer's racecheck, which attributes the initialisation to the whole
-        # warp.
+        # This synchronisation is needed only for compute-sanitizer's racecheck, which attributes the initialisation to
+        # the whole warp.
         cute.arch.sync_warp()
         pdl_start(c.pdl)
         if const_expr(self.exchange is not None):
@@ -352,7 +352,7 @@ class RowQuantKernel:
                         extreme = extreme & (not self._can_fold(total, reduced[-1], global_scale))
                     if const_expr(spec.reduces_amax or spec.has_fp8_blocks):
                         # If several rows share a warp, all of them recompute their amax together, because the warp
-                        # reduces as a whole. A row that did not need it gets the same amax again.
+                        # reduces as a whole. A row that need not recompute its amax gets the same amax again.
                         if cute.arch.vote_any_sync(extreme):
                             if extreme:
                                 self._normalize(blocks, rstd, stage, weights, thread, smem)
@@ -457,7 +457,8 @@ class RowQuantKernel:
     # Rows
 
     def _load_row(self, stage, weights, row, thread, smem) -> tuple[list, Float32 | None, list]:
-        """Load the thread's blocks of a row, multiply them by the weight, and compute their amaxes.
+        """Load the thread's blocks of a row, multiply the blocks by the weight, and compute the amax of each product
+        block.
 
         Returns:
             A tuple of three entries. The first holds, per block, the products v · w and their amax. The second is the
@@ -474,9 +475,9 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, thread)
             else:
-                # If the thread has no last block, set the block's amax to a value that is neutral in the reduction: 0
-                # for the row's amax, or 1, which is a usual amax, if blocks of unusual amax are counted (see
-                # ``_can_fold``).
+                # If the thread has no last block, set the block's amax to a value that does not affect the reduction: 0
+                # if the row's amax is reduced, or 1 if blocks of unusual amax are counted, because 1 is a usual amax
+                # (see ``_can_fold``).
                 block[1][0] = Float32(0.0 if spec.reduces_amax else 1.0)
                 squares = squares + self._take_last_block(stage, weights, block, thread, smem)
             blocks.append(block)
@@ -495,8 +496,8 @@ class RowQuantKernel:
         values = [self.rows.values(stage, j, thread, smem) for j in range(c.common_blocks)]
         if c.spec.source == "add":
             if c.has_short_block:
-                # Synchronise first: other threads may still read the half of a short block that a thread overwrites
-                # here (``Rows._safe_block``).
+                # Synchronise first: this thread overwrites half of a short block, which other threads may still read
+                # (``Rows._safe_block``).
                 cute.arch.sync_warp()
             for j, (_, words) in enumerate(values):
                 self.rows.fill_buffer(words, self.rows.buffer(1, stage, thread.row, smem), j, thread)
@@ -593,14 +594,15 @@ class RowQuantKernel:
         """Return True if ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, so that the row factor is applied to
         whole blocks.
 
-        The two products differ by rounding. They differ more if v · w overflows or is subnormal (weights are assumed to
-        be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude, and so must the number
-        from which scales are computed: ``scale`` if the caller passes an FP8 scale, or the row's amax (``other``). With
-        block scales, ``other`` is instead the number of the row's blocks whose amax is unusual, which must be 0. NVFP4
-        needs no check of blocks: NVFP4 scales cannot represent a block that is tiny compared to its row. An element
-        that is tiny compared to its own block gets code 0 with either product, and a norm in bf16 or fp16 is too coarse
-        to show the difference unless eps is below 2^-34. If v · rstd is subnormal and v · w is not, (v · w) · rstd is
-        more exact. A block of zeros counts as unusual, so its row takes longer.
+        The two products differ by rounding. The difference is larger if v · w overflows or is subnormal (weights are
+        assumed to be below 2^88). Therefore the sum of squares ``total`` must have an ordinary magnitude. The number
+        from which scales are computed must have an ordinary magnitude too: ``scale`` if the caller passes an FP8 scale,
+        or the row's amax (``other``). With block scales, ``other`` is instead the number of the row's blocks whose amax
+        is unusual, and this number must be 0. NVFP4 needs no check of blocks: NVFP4 scales cannot represent a block
+        that is tiny compared to its row. An element that is tiny compared to its own block gets code 0 with either
+        product, and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34. If v · rstd
+        is subnormal and v · w is not, (v · w) · rstd is more exact. A block of zeros counts as unusual, so its row
+        takes longer.
         """
         fmt = self.config.spec.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -656,8 +658,8 @@ class RowQuantKernel:
             values: this thread's values of ``RowQuantSpec.reductions``, or only its amax.
             slots: shared memory, ``num_partials`` words per value.
             barrier: mbarrier that counts the bytes that the CTAs of a cluster send.
-            num_sums: number of leading values that are sums; the others are amaxes. None if only the row's amax is not
-                a sum.
+            num_sums: number of leading values that are sums; the following values are amaxes. None if only the row's
+                amax is not a sum.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)

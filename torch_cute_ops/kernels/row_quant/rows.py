@@ -50,8 +50,8 @@ class Rows:
         thread.quad_iterations = Int32(0)
         if const_expr(c.quads):
             # Distribute whole rounds of quads. In a round, each walker takes one quad. Add a partial round if some
-            # walker needs four iterations for the remaining rows anyway. Only rows of full scale tiles form quads, and
-            # the rows that are distributed one by one begin at the start of a tile.
+            # walker would need four iterations for the remaining rows anyway. Only rows of full scale tiles form quads,
+            # and the rows that are distributed one by one begin at the start of a tile.
             whole = thread.rows // 128 * 32
             rounds = whole // thread.walkers * thread.walkers // 32 * 32
             thread.quads = ptx.select(thread.rows - rounds * QUAD > (QUAD - 1) * thread.walkers, whole, rounds)
@@ -60,8 +60,8 @@ class Rows:
         thread.iterations = thread.quad_iterations + (singles - thread.walker + thread.walkers - 1) // thread.walkers
 
     def row_at(self, iteration, thread):
-        """Return the row that this walker processes in ``iteration``, or the first row if it processes several rows at
-        once."""
+        """Return the row that this walker processes in ``iteration``. If the walker processes several rows at once,
+        return the first of them."""
         c = self.config
         single = (
             thread.quads * QUAD + ((iteration - thread.quad_iterations) * thread.walkers + thread.walker) * c.group_rows
@@ -90,8 +90,8 @@ class Rows:
         return Int32(cutlass.min(Uint32(found), Uint32(thread.input.shape[0] - 1)))
 
     def issue_first(self, memory_row, second_row, thread, smem) -> None:
-        """Start the copies of the rows of the first iterations, one iteration per stage. The rows are ``memory_row``
-        and, with two stages, ``second_row``."""
+        """Start the copies of the rows of the first iteration (``memory_row``) and, with two stages, of the second
+        iteration (``second_row``)."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (memory_row, second_row)[i], thread, smem)
 
@@ -198,7 +198,8 @@ class Rows:
         return c.threads_per_row * c.blocks_per_thread * c.splits != c.blocks
 
     def _safe_block(self, j: int, thread):
-        """Return the thread's j-th block. If it does not exist, return a block that is safe to read instead.
+        """Return the index of the thread's j-th block. If the block does not exist, return the index of a block that is
+        safe to read instead.
 
         The safe block is the thread's first block. Threads with the missing half of a short FP8 block instead read the
         existing half, which does not change the block's amax.
@@ -221,7 +222,7 @@ class Rows:
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
         """Return the values of the thread's j-th block in fp32, and the same values as words: in the residual's dtype
         if a residual is added, otherwise in the input's dtype. With a gate, the list of words is empty. ``again`` is
-        True if the row is read a second time, after its sums have overwritten the residual.
+        True if the row is read a second time, after the sums have overwritten the residual.
         """
         spec = self.config.spec
         block = self._safe_block(j, thread)

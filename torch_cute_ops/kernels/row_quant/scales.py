@@ -51,8 +51,8 @@ class FP4Scales:
 
     @cute.jit
     def clear_quads(self, thread, smem):
-        """Zero the quads' buffers. Their padding bytes are stored together with the scales, but nothing else writes
-        them."""
+        """Zero the quads' buffers. The padding bytes of the buffers are stored together with the scales, but no other
+        code writes them."""
         words = 2 * self.config.groups * self.config.quad_bytes // 4
         buffers = cute.make_tensor(cute.recast_ptr(smem.all_scales, dtype=Uint32), cute.make_layout(words))
         for i in range(thread.tid, words, thread.threads):

@@ -1,10 +1,10 @@
 """First of two kernels that quantise a tensor to FP8 with one scale: the amax of the units that each CTA reads.
 
-CTA i reads units of 16 elements, and stores the largest magnitude in element i of a workspace, or NaN if it finds NaN.
-Each thread issues the loads of ``AMAX_UNITS`` units at once, and neighbouring threads read neighbouring units. In the
-second kernel, ``kernel.RowQuantKernel``, every warp reduces the workspace to the amax of the tensor. A maximum does not
-depend on the order of the elements, so the scale is deterministic. Every CTA writes its element, so the workspace need
-not be initialised.
+CTA i reads units of 16 elements, and stores their largest magnitude in element i of a workspace, or NaN if an element
+is NaN. Each thread issues the loads of ``AMAX_UNITS`` units at once, and neighbouring threads read neighbouring units.
+In the second kernel, ``kernel.RowQuantKernel``, every warp reduces the workspace to the amax of the tensor. A maximum
+does not depend on the order of the elements, so the scale is deterministic. Every CTA writes its element, so the
+workspace need not be initialised.
 """
 
 from functools import reduce
@@ -34,7 +34,7 @@ class TensorAmax:
 
     @cute.kernel
     def kernel(self, input, partials):
-        """Store the amax of this CTA's share of ``input``, (rows, width), in ``partials``."""
+        """Store the amax of this CTA's units of ``input``, (rows, width), in ``partials``."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

@@ -1,4 +1,4 @@
-"""State of a thread, and pointers into shared memory. The classes of the kernel pass both to each other."""
+"""State of a thread, and pointers into shared memory, which the classes of the kernel pass to each other."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 class Thread:
     """Place of a thread in its group, in the CTA and in the grid, and the tensors of the call.
 
-    A *walker* processes whole rows in sequence. It is a group or, in a cluster, the groups with the same index in all
-    CTAs of the cluster.
+    A *walker* processes whole rows in sequence. A walker is a group or, in a cluster, the groups with the same index in
+    all CTAs of the cluster.
 
     Attributes:
         tid, threads: index of the thread in its CTA, and number of threads of the CTA.
@@ -29,7 +29,7 @@ class Thread:
         walker, walkers: index of this walker, and number of walkers.
         input, residual, y, scale, scale_linear, norm, row_scale: tensors in global memory.
         gate: alpha, beta and limit of the general gate, or None.
-        rows: number of rows of the launch. For experts' rows, it is known only after the table is filled.
+        rows: number of rows of the launch. For experts' rows, the number is known only after the table is filled.
         first_row: first row in the input, if the experts' rows are one range.
         quads: number of quads of rows (see the package's docstring). ``Rows.distribute`` sets this field and the fields
             below, except ``peers``.
@@ -81,7 +81,7 @@ class Smem(NamedTuple):
         barriers: mbarriers of all groups.
         full: mbarriers of the group, one per stage. A stage's mbarrier completes when the stage's rows have arrived.
         partial_sums_full: mbarriers of the group for the partial results of even rows, of odd rows, and of an amax that
-            is recomputed. For general norms, there is one for each reduction of even rows and of odd rows.
+            is recomputed. For general norms, each reduction has two mbarriers: one for even rows and one for odd rows.
         weight_barrier: mbarrier that completes when weight and bias have arrived.
     """
 

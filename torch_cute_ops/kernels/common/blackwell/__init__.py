@@ -1,1 +1,1 @@
-"""Block-scaled MMAs of data-center Blackwell (``tcgen05.mma``)."""
+"""Device code and configurations of GEMMs that multiply with ``tcgen05.mma``, on data-center Blackwell."""

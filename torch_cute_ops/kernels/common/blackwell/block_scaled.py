@@ -3,7 +3,7 @@
 ``BlockScaledMma`` issues the copies and MMAs. Rows of the operand on the M side become lanes of tensor memory, and rows
 of the operand on the N side become columns. ``BlockScaledStage`` defines the layout of a stage.
 
-``BlockScaledKernel`` is the base class of the kernels. It inherits the roles of ``roles.Tcgen05Kernel``.
+``BlockScaledKernel`` is the base class of the kernels. This class inherits the roles of ``roles.Tcgen05Kernel``.
 """
 
 from typing import Any, NamedTuple
@@ -60,9 +60,9 @@ class BlockScaledMma(OperandCopies):
     def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
         """Start the copies of up to ``count`` rows of scale tiles. One thread calls this method.
 
-        The method copies ``size`` bytes from each row of scale tiles, starting at tile ``first`` of the row.
-        ``row_tile`` is the index of the first row of tiles. ``exist`` is the number of rows of tiles from this row to
-        the end of the matrix, and no further rows are copied.
+        ``row_tile`` is the index of the first row of scale tiles. From each row, the method copies ``size`` bytes,
+        starting at tile ``first`` of the row. ``exist`` is the number of rows of tiles from ``row_tile`` to the end of
+        the matrix; rows beyond the end are not copied.
         """
         for i in range_constexpr(count):
             if i < exist:
@@ -78,7 +78,7 @@ class BlockScaledMma(OperandCopies):
 
         Args:
             m_side: (scales, first row of this lane, number of existing rows) of the operand on the M side.
-            n_sides: one such tuple for each operand on the N side.
+            n_sides: (scales, first row of this lane, number of existing rows) for each operand on the N side.
             first: index of the k tile's first block in its row.
             blocks: number of blocks of a whole row.
         """
@@ -105,7 +105,7 @@ class BlockScaledMma(OperandCopies):
         """Return a k tile's scales of rows ``row``, ``row + 32``, ``row + 64`` and ``row + 96``, as a list of words per
         row.
 
-        Scales outside of the matrix, and scales of rows ``row + used`` and above, are returned as zero.
+        Scales outside of the matrix, and scales of the rows from ``row + used`` on, are returned as zero.
         """
         tiles = range(self.stage.scale_tiles)
         loaded = []
@@ -123,14 +123,15 @@ class BlockScaledMma(OperandCopies):
         """Copy a k tile's scales from shared to tensor memory, and issue the k tile's first ``num_mmas`` MMAs.
 
         Args:
-            acc: first tensor-memory column of the accumulators, one after the other for each operand on the N side.
+            acc: first tensor-memory column of the accumulators. Each operand on the N side has its own accumulator, and
+                the accumulators are adjacent.
             at: address of the stage in shared memory.
             scales: first tensor-memory column for the scales of the k tile.
             num_mmas: number of MMAs to issue.
             first_rows: first row of each operand on the N side.
             adds: True if the first MMA adds to its accumulator, False if it overwrites its accumulator.
-            phase: number of MMAs whose scales share the first scale tile but belong to the previous expert, or None if
-                always 0.
+            phase: number of MMAs at the beginning of the first scale tile that belong to the previous expert, or None
+                if this number is always 0.
         """
         c = self.stage
         # An MMA with fewer than 128 rows on the N side may begin inside a scale tile. Find the lane and column of its
@@ -208,12 +209,13 @@ class BlockScaledKernel(Tcgen05Kernel):
 
     @cute.jit
     def _copy_scale_tiles(self, m_side: ScaleTiles, n_sides: tuple, first, size, base, barrier):
-        """If a stage's scales are tiled, start their copies. In any case, tell the stage's barrier how many bytes to
-        expect.
+        """If a stage's scales are tiled, start their copies. In any case, tell the stage's full barrier how many bytes
+        to expect.
 
-        ``n_sides`` contains the ``ScaleTiles`` of each operand on the N side. The function copies ``size`` bytes of
-        each row of scale tiles, starting at tile ``first``. The barrier then expects codes and scales. If the scales
-        are linear, other warps write them. The function then copies nothing, and the barrier expects only the codes.
+        ``n_sides`` contains the ``ScaleTiles`` of each operand on the N side. If the scales are tiled, the method
+        copies ``size`` bytes of each row of scale tiles, starting at tile ``first``, and the barrier expects the bytes
+        of codes and scales. If the scales are linear, scale-loader warps write them, and the barrier expects only the
+        bytes of the codes.
         """
         stage = self.stage
         if const_expr(stage.has_scale_loaders):
@@ -248,8 +250,8 @@ class BlockScaledKernel(Tcgen05Kernel):
             barriers = smem.pipeline.empty + stage, parity, smem.pipeline.full + stage
             self.mma.store_linear_scales(m_side, n_sides, first, blocks, lane, self._stage_at(stage, smem), *barriers)
         else:
-            # Wait even if another warp writes this k tile. A warp that skips a phase of the barrier cannot tell later
-            # phases apart by their parity.
+            # Wait even if another warp writes this k tile: a warp that skipped a phase of the barrier could not tell
+            # later phases apart by their parity.
             smem.pipeline.wait_empty(stage, parity)
         return (turn + SCALE_LOADER_WARPS - 1) % SCALE_LOADER_WARPS, *smem.pipeline.next(stage, parity)
 
@@ -261,8 +263,8 @@ class BlockScaledKernel(Tcgen05Kernel):
         """Wait for a k tile's operands and for an empty buffer for its scales, then issue the k tile's MMAs, in the MMA
         thread.
 
-        The stage and the buffer become empty when the MMAs have ended, by ``tcgen05.commit``.
-        ``BlockScaledMma.multiply`` describes the arguments ``acc`` to ``phase``.
+        A ``tcgen05.commit`` makes the stage and the buffer empty when the MMAs have ended. ``BlockScaledMma.multiply``
+        describes the arguments ``acc`` to ``phase``.
 
         Returns:
             The ``MmaState`` for the next k tile.

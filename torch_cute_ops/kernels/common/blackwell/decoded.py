@@ -20,8 +20,9 @@ class CodeCopies(OperandCopies):
 
 
 class DecodedWeightKernel(FP8GemmKernel):
-    """Base class of the GEMM kernels. The stage is a ``DecodedStage`` with the property ``codes_offset``, the offset of
-    the FP4 codes. A subclass defines ``_copy_activations`` and the decoder warps (``_load_scales``)."""
+    """Base class of GEMM kernels whose decoder warps decode an FP4 weight. The stage is a ``DecodedStage`` with the
+    property ``codes_offset``, the offset of the FP4 codes. A subclass defines ``_copy_activations``, and the decoder
+    warps' code in ``_load_scales``."""
 
     def __init__(self, config: FP8TileConfig, weight):
         super().__init__(config, weight)
@@ -46,8 +47,8 @@ class DecodedWeightKernel(FP8GemmKernel):
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, tid % WARP, work, smem)
-            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
-            # matrix to this row.
+            # Boxes begin at multiples of their height. An expert's first row need not be such a multiple, so move the
+            # origin of the matrix to this row.
             of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
             a_boxes = self.copies.boxes(of_tile, rows)
             begin, end = self._k_range(number, work)
@@ -62,6 +63,6 @@ class DecodedWeightKernel(FP8GemmKernel):
                 stage, parity = smem.pipeline.next(stage, parity)
 
     def _copy_activations(self, of_tile: tuple, boxes: Any, k_tile, base: cute.Pointer, copied: cute.Pointer) -> None:
-        """Start the copies of a tile's activations in a k tile to the stage at ``base``. ``copied`` counts the
-        bytes."""
+        """Start the copies of a tile's activations in a k tile to the stage at ``base``. The barrier ``copied`` counts
+        the bytes."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Base class of GEMMs by ``tcgen05.mma``: FP8 or 16-bit activations, and a weight on the M side.
+"""Base class of GEMMs with ``tcgen05.mma``, whose activations are FP8 or 16-bit, and whose weight is on the M side.
 
 ``FP8GemmKernel`` inherits the roles of ``roles.Tcgen05Kernel``, and defines the code of the producer warp, of the MMA
 thread and of the epilogue warps. A subclass defines how scales reach a stage (``_expect`` or ``_load_scales``). If
@@ -39,17 +39,17 @@ ALL_TILES = 1 << 30  # larger than any number of CTAs that a launch needs
 
 
 class Work(NamedTuple):
-    """Work of a CTA, and the tensors of the call.
+    """Work of a CTA, and the tensors of the kernel call.
 
     Attributes:
         m, n: numbers of rows and columns of the result. The rows of all experts are counted.
-        num_mmas: number of MMAs of a tile, over all of K.
+        num_mmas: number of MMAs that compute a tile over all of K.
         begin, end: range of k tiles that the CTA multiplies in each tile, at least one. The last k tile may be shorter.
         first, pitch: index of the CTA's first tile, and distance to its next tile.
         num_tiles: number of all tiles.
         rank: rank of the CTA in its cluster.
-        experts, space: number of experts, and ``Views.space``.
-        offsets, counts: first rows and numbers of rows of the experts, or None.
+        experts, space: number of experts, and number of rows of the buffer (in the masked layout, per expert).
+        offsets, counts: first row of each expert, and number of rows of each expert, or None.
         a_scale, b_scale: scales of ``a`` and of the weight, for all experts. ``b_scale`` is None with per-token scales.
         alpha, bias: operands of the epilogue, or None.
         out: result.
@@ -82,10 +82,10 @@ class FP8Smem(Smem):
     """Shared memory of a CTA.
 
     Attributes:
-        factors: slots with the factors of a k tile's accumulator, or a copy of the per-token scales for each epilogue
-            warp.
+        factors: memory for scales. With block scales, each slot holds the factors of one k tile's accumulator. With
+            per-token scales, each epilogue warp keeps a copy of the tile's scales.
         factor_pipeline: pipeline whose stages are the slots of ``factors``.
-        copied: mbarriers, one per stage if decoder warps decode the weight. They complete when the copies to the stage
+        copied: mbarriers, one per stage, if decoder warps decode the weight. They complete when the copies to the stage
             have arrived.
         table: table of experts.
     """
@@ -128,7 +128,8 @@ class FP8GemmKernel(Tcgen05Kernel):
     def _ctas(self, given: Arguments):
         """Return the number of CTAs of a launch, or 0 to refuse the launch."""
         if self.config.split_k > 1:
-            # Launch one cluster per tile, so that partial sums may overwrite the stages.
+            # With split-K, launch one cluster per tile. A CTA then has a single tile, so its partial sums may overwrite
+            # the stages.
             given = given._replace(max_ctas=Int32(ALL_TILES))
         return self.tiles.ctas(given, self.config.cluster)
 
@@ -188,8 +189,8 @@ class FP8GemmKernel(Tcgen05Kernel):
         if const_expr(c.split_k > 1):
             self._reduce_split_k(tid, work, smem)
         else:
-            # After this barrier, all loads from tensor memory have ended, and in a pair also the MMAs that read the
-            # other CTA's shared memory.
+            # After this barrier, all loads from tensor memory have ended. In a CTA pair, the MMAs that read the other
+            # CTA's shared memory have ended too.
             self._sync()
         self._free_tmem(tid, tmem)
 
@@ -223,14 +224,16 @@ class FP8GemmKernel(Tcgen05Kernel):
         return work._replace(num_tiles=self.tiles.count(work.m, work.n, smem.table))
 
     def _find(self, number, lane, work, smem) -> Tile:
-        """Return the fields of tile ``number``. In a CTA pair, its first column is the first column of this CTA."""
+        """Return the fields of tile ``number``. In a CTA pair, the field for the first column names the first column
+        that this CTA computes."""
         tile = Tile(*self.tiles.find(number, work.m, work.n, smem.table, lane))
         if self.stage.cta_group == 2:
             tile = tile._replace(column=tile.column + work.rank * MMA_M)
         return tile
 
     def _factors(self, slot, smem) -> cute.Tensor:
-        """Return a slot's factors, or an epilogue warp's per-token scales: one element per token of the tile."""
+        """Return the factors of a slot (block scales), or an epilogue warp's copy of the per-token scales: one element
+        per token of the tile."""
         at = smem.factors + cute.assume(slot * (4 * self.config.slot_words), divby=16)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Float32), cute.make_layout(self.config.tile_m))
 
@@ -254,8 +257,8 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _issue_all_mmas(self, tmem, work, smem):
-        """Issue the MMAs of all tiles. With block scales, each k tile uses a different accumulator from the previous
-        k tile."""
+        """Issue the MMAs of all tiles. With block scales, neighbouring k tiles use different accumulators, because the
+        epilogue warps promote one while MMAs compute the next."""
         c, pair = self.config, self.stage.cta_group == 2
         stage, parity = Int32(0), Int32(0)
         accumulator, acc_parity = Int32(0), Int32(1)
@@ -302,7 +305,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _produce(self, a_map, b_map, work, smem):
-        """Run the producer warp, which fills the stages."""
+        """Run the producer warp, which copies both operands to the stages."""
         tid, _, _ = cute.arch.thread_idx()
         rows = self.stage.cta_mma_n
         half = work.rank if const_expr(self.stage.cta_group == 2) else Int32(0)
@@ -312,8 +315,8 @@ class FP8GemmKernel(Tcgen05Kernel):
         stage, parity = Int32(0), Int32(1)
         for number in range(work.first, work.num_tiles, work.pitch):
             tile = self._find(number, tid % WARP, work, smem)
-            # The index of an expert's first row need not be a multiple of the box's height, so move the origin of the
-            # matrix to this row.
+            # Boxes begin at multiples of their height. An expert's first row need not be such a multiple, so move the
+            # origin of the matrix to this row.
             of_tile = a_map[0], cute.domain_offset((tile.row, 0), a_map[1])
             a_boxes = self.copies.boxes(of_tile, rows)
             for k_tile in cutlass.range(work.begin, work.end, unroll=1):
@@ -336,8 +339,8 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _run_epilogue(self, tmem, tid, work, smem):
-        """Run an epilogue warp: apply scales and epilogue to all tiles, and store the results. Under split-K, store
-        partial sums instead."""
+        """Run an epilogue warp: apply scales and epilogue to all tiles, and store the results. With split-K, store
+        partial sums instead of results."""
         c, lane = self.config, tid % WARP
         lanes = tmem + Uint32(tid // WARP * WARP << 16)
         accumulator, parity = Int32(0), Int32(0)
@@ -412,17 +415,18 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     def _await_stage_writers(self) -> None:
         """Synchronise the epilogue warps with the warps that store to the stages, before partial sums overwrite the
-        stages. A commit orders MMAs, but not the stores of other threads.
+        stages.
 
-        With block scales, the factors' barriers order these stores.
+        This is needed because a ``tcgen05.commit`` orders MMAs, but not the stores of other threads. With block scales
+        it is not needed, because the factors' barriers order these stores.
         """
         if self.config.stage_writers:
             threads = WARP * (EPILOGUE_WARPS + self.config.stage_writers)
             cute.arch.barrier(barrier_id=STAGES_WRITTEN, number_of_threads=threads)
 
     def _stage_token_scales(self, tile: Tile, tid, work, smem) -> cute.Tensor:
-        """Load the per-token scales of a tile, and return them in shared memory, for the warp's lanes. Tokens beyond
-        the tile's last row get zeros."""
+        """Copy the per-token scales of a tile to shared memory, for the lanes of this warp, and return them. Tokens
+        beyond the tile's last row get zeros."""
         scales, lane = self._factors(tid // WARP, smem), tid % WARP
         of_rows = []
         for place in range(0, self.config.tile_m, WARP):
@@ -441,7 +445,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _store(self, values: list, first, finish, tile, column, tid, work, smem):
-        """Store scaled columns of the accumulator, starting at column ``first``, as results or, under split-K, as
+        """Store scaled columns of the accumulator, starting at column ``first``, as results or, with split-K, as
         partial sums."""
         c = self.config
         if const_expr(c.split_k <= 1):
@@ -453,8 +457,8 @@ class FP8GemmKernel(Tcgen05Kernel):
 
     @cute.jit
     def _reduce_split_k(self, tid, work, smem):
-        """Let the epilogue warps reduce the partial sums of the cluster's CTAs, apply the epilogue and store the
-        results."""
+        """Reduce the partial sums of the cluster's CTAs, apply the epilogue and store the results. The epilogue warps
+        call this method."""
         c = self.config
         threads = WARP * EPILOGUE_WARPS
         tile = self._find(work.first, tid % WARP, work, smem)
@@ -474,7 +478,7 @@ class FP8GemmKernel(Tcgen05Kernel):
 def weight_source(config: Any, line: int, code_align: int = 16) -> FP4Weight:
     """Return the weight source of a kernel with an FP4 weight: with prepared scales if ``config.layout`` is None.
 
-    ``line`` and ``code_align`` are as in ``FP4Weight``.
+    ``FP4Weight`` describes ``line`` and ``code_align``.
     """
     is_plain = config.rows.is_plain
     if config.layout is None:
@@ -487,7 +491,8 @@ def _unfinished(total: Any, i: int) -> Any:
 
 
 def bytes_of(matrix: cute.Tensor) -> cute.Tensor:
-    """View a matrix with contiguous rows as bytes. 16-bit matrices have two dimensions, FP8 matrices any number."""
+    """View a matrix with contiguous rows as bytes. A 16-bit matrix must have two dimensions; an FP8 matrix may have any
+    number of dimensions."""
     layout = matrix.layout
     if const_expr(matrix.element_type.width == 16):
         rows, columns = matrix.shape

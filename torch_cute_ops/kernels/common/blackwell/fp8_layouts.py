@@ -1,4 +1,4 @@
-"""Host side of GEMMs by ``tcgen05.mma`` with FP8 operands: base class of their configurations. No device code."""
+"""Host side of GEMMs with ``tcgen05.mma`` and FP8 operands: base class of their configurations. No device code."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -16,19 +16,20 @@ from torch_cute_ops.kernels.common.fp8.layouts import K_TILE, ExpertLayout
 SPLIT_K: Final = (1, 2, 4, 8)
 """Supported ``split_k``, the number of CTAs of a cluster that split a tile's K range."""
 FEW_COLUMNS: Final = 64
-"""Largest number of columns of an accumulator for which tensor memory holds four accumulators instead of two. MMAs of
-few columns take less time than a commit takes to allow the next MMA."""
+"""Largest number of columns of an accumulator for which tensor memory holds four accumulators instead of two. MMAs with
+so few columns take less time than the commit after which an accumulator changes hands, so two accumulators are not
+enough."""
 TEAM_WARPS: Final = MMA_M // 32
-"""Number of warps of a decoder group. A thread decodes a weight row of a k tile."""
+"""Number of warps of a decoder group. Each thread decodes one row of a weight tile, one k tile at a time."""
 CODE_BYTES: Final = K_TILE // 2
-"""Bytes of FP4 codes in a weight row of a k tile."""
+"""Bytes of FP4 codes in one k tile of a weight row."""
 
 
 def splits(rows: ExpertLayout, has_blocks: bool, tile_m: int, cta_group: int) -> tuple[int, ...]:
     """Return the supported values of ``split_k``.
 
-    Only 1 is supported with experts, with CTA pairs, and for many tokens. With block scales, more than 64 tokens are
-    too many, because kernels that store partial sums would spill.
+    Only 1 is supported with experts, with CTA pairs, and for large ``tile_m``. With block scales, the limit is 64
+    tokens, because kernels with more tokens would spill registers when they store partial sums.
     """
     widest = FEW_COLUMNS if has_blocks else MMA_M
     return SPLIT_K if rows.is_plain and cta_group == 1 and tile_m <= widest else (1,)
@@ -68,7 +69,7 @@ class DecodedStage(OperandStage):
         return TEAM_WARPS + 1
 
     def reason_uneven(self, stages: int) -> str | None:
-        """Return the reason that the decoder groups cannot share this number of stages, or None."""
+        """Return the reason that ``stages`` stages cannot be divided evenly among the decoder groups, or None."""
         if stages % self.teams == 0:
             return None
         return f"stages is {stages}; it has to be a multiple of {self.teams}, the number of decoder groups"
@@ -82,10 +83,10 @@ class FP8TileConfig(Tcgen05Config):
         epilogue: operations on the finished accumulators.
         has_blocks: True for block scales of ``a``, False for per-token scales, or if the MMAs apply all scales.
         tile_m: number of rows of ``a`` per tile.
-        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA holds 128 rows of the weight.
+        cta_group: number of CTAs that compute an MMA together, 1 or 2. Each CTA stores 128 rows of the weight tile.
         split_k: number of CTAs of a cluster that split a tile's K range.
         pdl: True to launch with programmatic dependent launch.
-        prefetches: as in ``FP8GemmConfig``.
+        prefetches: True if the producer prefetches memory into L2 after its last copy.
         tiles: supported ``tile_m``, keyed by ``has_blocks`` and ``cta_group``.
         stage_writers: number of warps that load from stages or store to them, or 0 if only TMA and MMAs access them.
         factor_arrivals: number of arrivals that complete a slot with factors.
@@ -125,7 +126,7 @@ class FP8TileConfig(Tcgen05Config):
 
     @property
     def sum_tile(self) -> PartialSums:
-        """Layout of a CTA's partial sums under split-K. In shared memory, they overwrite the stages."""
+        """Layout of a CTA's partial sums with split-K. In shared memory, the partial sums overwrite the stages."""
         return PartialSums(self.tile_m, MMA_M)
 
     @property
@@ -144,8 +145,8 @@ class FP8TileConfig(Tcgen05Config):
 
     @property
     def columns_per_load(self) -> int:
-        """Number of columns of tensor memory that a thread loads at once. It is smaller if the thread holds 128 sums in
-        registers."""
+        """Number of columns of tensor memory that a thread loads at once. The number is smaller if the thread holds 128
+        accumulators in registers."""
         return min(self.tile_m, 16 if self.has_blocks and self.tile_m > FEW_COLUMNS else 32)
 
     @property
@@ -166,8 +167,8 @@ class FP8TileConfig(Tcgen05Config):
 
     @property
     def factor_bytes(self) -> int:
-        """Bytes of shared memory for scales: factors of k tiles, or one copy of a tile's per-token scales per epilogue
-        warp."""
+        """Bytes of shared memory for scales: the factors of k tiles (block scales), or one copy of a tile's per-token
+        scales for each epilogue warp."""
         return 4 * self.slot_words * (self.factor_slots if self.has_blocks else EPILOGUE_WARPS)
 
     @property

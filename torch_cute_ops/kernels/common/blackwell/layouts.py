@@ -15,24 +15,24 @@ from torch_cute_ops.runtime.arch import Arch
 MMA_M: Final = 128
 """Number of rows of the operand on the M side per CTA. Each row is a lane of tensor memory."""
 K_TILE_BYTES: Final = K_TILE // 2
-"""Bytes of FP4 codes in one row of a k tile."""
+"""Bytes of FP4 codes in one k tile of a row."""
 MMA_K: Final = 64
 """Number of elements along K that an MMA multiplies."""
 TMEM_COLUMNS: Final = 512
 """Number of columns of tensor memory of an SM."""
 EPILOGUE_WARPS: Final = MMA_M // 32
-"""Number of epilogue warps. Each can load 32 lanes of tensor memory."""
+"""Number of epilogue warps. Each warp can load 32 lanes of tensor memory."""
 SCALE_LOADER_WARPS: Final = 4
-"""Number of warps that rewrite linear scales in the 128x4 layout."""
+"""Number of scale-loader warps. These warps load linear scales and store them in the 128x4 layout."""
 SCALE_STAGES: Final = 2
-"""Number of buffers in tensor memory. Each holds the scales of one k tile."""
+"""Number of buffers for scales in tensor memory. Each buffer holds the scales of one k tile."""
 ALIGNMENT: Final = 1024
 """Alignment of a stage in bytes. The 128-byte swizzle requires it."""
 
 
 class OperandStage:
-    """Layout of a stage in shared memory: one k tile of both operands, M side first, in rows of ``K_TILE_BYTES`` bytes.
-    Subclasses are frozen dataclasses.
+    """Layout of a stage in shared memory: one k tile of both operands, M side first. Each row takes ``K_TILE_BYTES``
+    bytes. Subclasses are frozen dataclasses.
 
     Attributes:
         mma_n: number of rows of the operand on the N side, which are columns of the accumulator.
@@ -97,13 +97,13 @@ class OperandStage:
 
 @dataclass(frozen=True)
 class BlockScaledStage(OperandStage):
-    """Layout of a stage in shared memory. It holds one k tile: codes of the M side, codes of the N side, scales of the
-    N side, scales of the M side.
+    """Layout of a stage in shared memory. A stage holds one k tile: codes of the M side, codes of the N side, scales of
+    the N side, scales of the M side.
 
     Attributes:
         fmt, layout: format and scale layout of all operands.
-        mma_n, cta_group: as in ``OperandStage``.
-        spread: True if k tiles may begin in the middle of a scale tile.
+        mma_n, cta_group: attributes that ``OperandStage`` describes.
+        spread: True if a k tile may begin in the middle of a scale tile.
         n_operands: number of operands on the N side, each with ``mma_n`` rows, its own MMAs and its own accumulator.
     """
 
@@ -165,8 +165,8 @@ class BlockScaledStage(OperandStage):
 
 BARRIER_BYTES: Final = 512
 MAX_STAGES: Final = 9
-"""Largest number of stages. A stage takes 20 KB if the tile has few rows of activations. Nine such stages cover the
-latency of memory at 54 bytes/ns (data sheet)."""
+"""Largest number of stages. A stage with few rows of activations takes 20 KB. Nine such stages cover the latency of
+global memory at 54 bytes/ns (data sheet)."""
 
 
 class Tcgen05Config:
@@ -189,8 +189,8 @@ class Tcgen05Config:
 
     @property
     def accumulators(self) -> int:
-        """Number of accumulators in tensor memory. If there are two, the epilogue stores one while MMAs compute the
-        other."""
+        """Number of accumulators in tensor memory. With two accumulators, the epilogue stores one while MMAs compute
+        the other."""
         raise NotImplementedError
 
     @property

@@ -31,7 +31,7 @@ def store_results(values: list, dtype, out: cute.Tensor, token, end, column, n, 
             if (token + i < end) & (column < n):
                 _store_word(out, token + i, column, n, ptx.bits_of(value))
     else:
-        # Pairs of lanes exchange halves of words, so that each lane then holds two neighbouring columns of one token.
+        # Each pair of lanes exchanges halves of words. Then each lane holds two neighbouring columns of one token.
         for i in range_constexpr(0, len(values), 2):
             word = pack(values[i : i + 2], dtype)[0]
             other = cute.arch.shuffle_sync_bfly(word, offset=1)
@@ -47,8 +47,8 @@ def _store_word(out: cute.Tensor, token, column, n, word) -> None:
 
 
 def store_acc(tile: PartialSums, acc: list, token, column, to: cute.Pointer) -> None:
-    """Store the thread's accumulators as partial sums in this CTA's shared memory. They belong to consecutive tokens,
-    starting with ``token``."""
+    """Store this thread's accumulators as partial sums in the CTA's shared memory. The accumulators belong to
+    consecutive tokens, starting with ``token``."""
     at = to + cute.assume((token * tile.pitch + column) * 4, divby=4)
     for i, word in enumerate(acc):
         ptx.store_shared_if(at + i * tile.pitch * 4, word, True)

@@ -39,11 +39,11 @@ class OperandCopies:
     line: int = K_TILE_BYTES
 
     def map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """Return the TMA descriptor of a matrix of bytes, as a CuTe copy atom and tensor. A box is ``rows`` rows of
-        a k tile.
+        """Return the TMA descriptor of a matrix of bytes, as a CuTe copy atom and tensor. Each TMA copy transfers a box
+        of ``rows`` rows of a k tile.
 
-        ``codes`` is (rows, bytes), or (rows, bytes, experts). TMA fills the part of the last k tile that lies beyond an
-        expert's range of k with zeros.
+        ``codes`` is (rows, bytes), or (rows, bytes, experts). If an expert's last k tile extends beyond its range of K,
+        TMA fills the rest with zeros.
         """
         rank = len(codes.shape)
         box = self._box(rows, rank)
@@ -56,7 +56,7 @@ class OperandCopies:
         return cute.tile_to_shape(atom, (rows, self.line, 1)[:rank], order=(0, 1, 2)[:rank])
 
     def boxes(self, map: tuple, rows: int):
-        """Divide the matrix that ``map`` describes into boxes. The result is indexed by row tile, k tile and expert."""
+        """Divide the matrix that ``map`` describes into boxes. The result is indexed by (row tile, k tile, expert)."""
         rank = len(map[1].shape)
         return cute.local_tile(map[1], (rows, self.line, 1)[:rank], (None,) * rank)
 
@@ -161,7 +161,7 @@ class Tcgen05Kernel:
         """Set up the CTA, and run the code of this warp's role.
 
         All warps except the MMA warp first wait for the previous kernels. The MMA warp need not wait, because it reads
-        only data that the other warps copied.
+        only data that other warps have copied.
 
         Returns:
             Shared memory, and the address of the allocated tensor memory.
@@ -194,7 +194,7 @@ class Tcgen05Kernel:
         return smem, tmem
 
     def _begin(self, tid, work, smem):
-        """Make the preparations that need all threads of the CTA, and return the CTA's work."""
+        """Do the preparations that involve all threads of the CTA, and return the CTA's work."""
         return work
 
     @cute.jit
@@ -206,21 +206,22 @@ class Tcgen05Kernel:
     # K tiles
 
     def _wait_full(self, stage, parity, smem) -> None:
-        """Wait, in the MMA thread, until a stage is full. In a CTA pair, wait for the second CTA's stage, too."""
+        """Wait, in the MMA thread, until a stage is full. In a CTA pair, also wait until the second CTA's stage is
+        full."""
         smem.pipeline.wait_full(stage, parity)
         if self.stage.cta_group == 2:
             ptx.wait(smem.peer_full + stage, parity, scope="cluster")
 
     def _wait_acc_empty(self, accumulator, parity, smem) -> None:
-        """Wait, in the MMA thread, until the epilogue warps have loaded an accumulator. In a CTA pair, the second CTA's
-        epilogue warps arrive, too."""
+        """Wait, in the MMA thread, until the epilogue warps have loaded an accumulator. In a CTA pair, this includes
+        the second CTA's epilogue warps."""
         scope = "cluster" if self.stage.cta_group == 2 else "cta"
         ptx.wait(smem.acc_pipeline.empty + accumulator, parity, scope=scope)
 
     @cute.jit
     def _relay_tile(self, stage, parity, work, smem) -> tuple:
-        """For each stage of a tile, signal the first CTA of a pair when the second CTA's stage is full. One thread of
-        the second CTA calls this method.
+        """Signal to the first CTA of a pair, for each stage of a tile, that the second CTA's stage is full. One thread
+        of the second CTA calls this method.
 
         Returns:
             The stage and parity for the next tile.

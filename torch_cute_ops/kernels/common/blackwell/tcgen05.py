@@ -1,4 +1,5 @@
-"""``tcgen05`` instructions, as PTX. They use the tensor memory and the tensor cores of data-center Blackwell.
+"""``tcgen05`` instructions, as PTX. These instructions use the tensor memory and the tensor cores of data-center
+Blackwell.
 
 One thread issues all operations of a tile (``copy_scales``, the ``multiply`` functions, ``commit``). The operations are
 asynchronous. The scale copies and MMAs that this thread issues execute in the order of issue. ``commit`` makes an
@@ -21,8 +22,8 @@ def operand_descriptor(address) -> Uint64:
     """Return the shared-memory descriptor of an operand at ``address``: K-major rows of 128 bytes with the 128-byte
     swizzle.
 
-    Eight rows take 1,024 bytes. To skip the first n bytes of each row, add n to the address; n must be a multiple of
-    32.
+    Eight rows take 1,024 bytes. To skip the first n bytes of each row, pass the address plus n, where n is a multiple
+    of 32.
     """
     return _descriptor(address, 1024) | Uint64(_SWIZZLE_128)
 
@@ -34,17 +35,18 @@ def scale_descriptor(address) -> Uint64:
 
 
 def _descriptor(address, stride: int) -> Uint64:
-    # The field takes 14 bits.
+    # The address field takes 14 bits.
     start = Uint64(Uint32(address) >> 4 & 0x3FFF)
-    # A row of codes is one swizzle atom wide, and a row of scales is 16 bytes wide. The hardware then ignores the
-    # stride of the leading dimension.
+    # Rows of codes are as wide as a swizzle atom, and rows of scales are 16 bytes wide. For both, the hardware ignores
+    # the stride of the leading dimension, for which the descriptor holds 1.
     return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
 
 
 def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) -> int:
     """Return the instruction descriptor of an MMA with e2m1 operands: M is ``rows``, N is ``columns``, and K is 64.
 
-    ``scale_id`` is the byte, in a word of scales, at which the scales of both operands begin.
+    ``scale_id`` is the index of a byte in a 32-bit word of scales. The MMA's scales of both operands begin at this
+    byte.
     """
     e2m1 = 1 << 7 | 1 << 10
     return e2m1 | scale_id << 4 | columns // 8 << 17 | int(ue8m0) << 23 | rows // 128 << 27 | scale_id << 29
@@ -68,7 +70,8 @@ def mx_instruction_descriptor(rows: int, columns: int, m_side: str, m_scale_id: 
     """Return the instruction descriptor of an MMA of ``kind::mxf8f6f4``: M is ``rows``, N is ``columns``, K is 32.
 
     The operand on the M side is ``m_side``, "e2m1" or "e4m3", the operand on the N side is e4m3, and scales are ue8m0.
-    ``m_scale_id`` and ``n_scale_id`` select the byte of each scale word that each side uses.
+    ``m_scale_id`` and ``n_scale_id`` are the indices of the scale bytes, in 32-bit words of scales, that the M side and
+    the N side use.
     """
     formats, ue8m0 = {"e4m3": 0, "e2m1": 5 << 7}[m_side], 1 << 23
     return formats | n_scale_id << 4 | columns // 8 << 17 | ue8m0 | rows // 128 << 27 | m_scale_id << 29
@@ -98,7 +101,7 @@ def allocate(to, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
-    """Free columns of tensor memory. The warp that allocated them must call this function."""
+    """Free columns of tensor memory. The warp that allocated the columns must call this function."""
     text = f"tcgen05.dealloc.cta_group::{cta_group}.sync.aligned.b32 $0, {columns};"
     _run([ptx._u32(address, loc, ip)], text, "r", loc, ip)
 
@@ -107,8 +110,8 @@ def free(address, columns: int, cta_group: int, *, loc=None, ip=None) -> None:
 def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> None:
     """Copy the scales of 128 rows, 512 bytes, from shared memory to four columns of tensor memory.
 
-    In shared memory, scale ``b`` of row ``r`` is byte ``16 (r % 32) + 4 (r // 32) + b``. It is copied to column ``r //
-    32``, to lane ``r % 32`` in each quarter of the 128 lanes.
+    In shared memory, scale ``b`` of row ``r`` is byte ``16 (r % 32) + 4 (r // 32) + b``. The copy writes it to column
+    ``r // 32`` of lane ``r % 32``, and repeats it in each of the four groups of 32 lanes.
     """
     operands = [ptx._u32(address, loc, ip), Uint64(descriptor).ir_value(loc=loc, ip=ip)]
     _run(operands, f"tcgen05.cp.cta_group::{cta_group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
@@ -118,8 +121,8 @@ def copy_scales(address, descriptor, cta_group: int, *, loc=None, ip=None) -> No
 def multiply(
     acc, a, b, instruction: int, a_scales, b_scales, adds, block: int, cta_group: int, *, loc=None, ip=None
 ) -> None:
-    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true. Each scale multiplies ``block`` elements of a
-    row."""
+    """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, for FP4 operands with block scales. Each scale
+    belongs to ``block`` elements of a row."""
     name = f"cta_group::{cta_group}.kind::mxf4nvf4.block_scale.block{block}"
     _multiply_scaled(name, acc, a, b, instruction, a_scales, b_scales, adds, loc, ip)
 
@@ -140,7 +143,7 @@ def multiply_fp8(acc, a, b, instruction: int, adds, cta_group: int, *, loc=None,
 def multiply_16_bit(acc, a, b, instruction: int, adds, *, loc=None, ip=None) -> None:
     """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true. The operands are bf16 or fp16.
 
-    ``a`` is the address of the operand in tensor memory, which has a row in each lane, and two elements in each column.
+    ``a`` is the tensor-memory address of the operand. Each of its rows is a lane, and each column holds two elements.
     """
     operands = [ptx._u32(one, loc, ip) for one in (acc, a)]
     operands.append(Uint64(b).ir_value(loc=loc, ip=ip))
@@ -152,7 +155,7 @@ def multiply_16_bit(acc, a, b, instruction: int, adds, *, loc=None, ip=None) -> 
 @dsl_user_op
 def multiply_mx(acc, a, b, instruction: int, a_scales, b_scales, adds, cta_group: int, *, loc=None, ip=None) -> None:
     """Compute ``acc = a @ b``, or ``acc += a @ b`` if ``adds`` is true, for FP4 or FP8 ``a`` and FP8 ``b``. Each scale
-    multiplies 32 elements of a row."""
+    belongs to 32 elements of a row."""
     name = f"cta_group::{cta_group}.kind::mxf8f6f4.block_scale.scale_vec::1X"
     _multiply_scaled(name, acc, a, b, instruction, a_scales, b_scales, adds, loc, ip)
 
@@ -196,7 +199,7 @@ def wait_for_loads(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store(address, words: list, *, loc=None, ip=None) -> None:
-    """Store words to consecutive columns of this thread's lane of tensor memory. The words have arrived after
+    """Store words to consecutive columns of this thread's lane of tensor memory. The stores are complete after
     ``wait_for_stores``."""
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     text = f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [$0], {{{names}}};"

@@ -14,24 +14,24 @@ from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, unpack
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 GELU_TANH: Final = (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)
-"""Coefficients of x and x³ in the argument of the sigmoid that replaces tanh."""
+"""Coefficients of x and x³ in the argument of the sigmoid by which ``gelu_tanh_mul`` computes tanh."""
 GELU_SLOPE: Final = 0.305
 GELU_POLYNOMIAL: Final = (
     *(0.03663886338472366, -0.15274614095687866, 0.18531501293182373, -0.037620749324560165),
     *(0.12084043025970459, 0.10347368568181992, 0.12245867401361465, 0.12164025008678436),
 )
-"""Coefficients of P in ``gelu_mul``, highest power first. Computed in fp32, P(1) is 0.5, so that tiny gates are halved
-exactly."""
+"""Coefficients of the polynomial P in ``gelu_mul``, highest power first. Evaluated in fp32, P(1) is exactly 0.5, so
+that gates near zero are multiplied by exactly 0.5."""
 HALF_LOG2E: Final = (-0.7213475108146667, -0.7213475204444817 + 0.7213475108146667)
 """-log2(e)/2 as the sum of two numbers: its fp32 approximation, and the error of this approximation."""
 
 Finish = Callable[..., Float32]
-"""Function that applies the epilogue to an accumulator. Its second argument is the accumulator's column, counted from
-the first column whose alpha and bias are loaded. A third argument, if it is not None, is the scale of the accumulator's
-row. The result is not yet rounded."""
+"""Function of an accumulator, a column and a row scale that applies the epilogue. The column is counted from the first
+column whose alpha and bias were loaded. The row scale is None if the epilogue has no row scales. The result is not
+rounded."""
 TileEpilogue = Callable[..., Finish]
-"""Function of ``column``, ``count`` and, optionally, a constant ``after``. It loads alpha and bias of ``count``
-columns, starting at ``column + after``, and returns a ``Finish`` for these columns."""
+"""Function of ``column``, ``count`` and, optionally, a constant ``after``. It loads alpha and bias of the ``count``
+columns from ``column + after`` on, and returns a ``Finish`` for these columns."""
 
 
 class ColumnTerms(NamedTuple):
@@ -113,16 +113,16 @@ class EpilogueOps:
         return finish
 
     def unit_finisher(self, factor: Float32 | None, terms: ColumnTerms, units: list) -> Finish:
-        """Return the ``finisher`` for accumulators that are divided by the units of their columns. ``units`` is one
-        power of two per column."""
+        """Return the ``finisher`` for accumulators of a weight whose rows were divided by units. ``units`` holds the
+        unit of each column, a power of two."""
         alphas = [factor] * len(units) if terms.alpha is None else terms.alpha
         pairs = zip(alphas, units, strict=True)
         factors = [unit if alpha is None else ptx.mul_rn(alpha, unit) for alpha, unit in pairs]
         return self.finisher(None, terms._replace(alpha=factors))
 
     def of_tile(self, alpha, bias, n, expert=None) -> TileEpilogue:
-        """Return a function that loads alpha and bias of a tile's columns, and returns the ``finisher`` for these
-        columns. ``expert`` is None unless the GEMM is grouped."""
+        """Return a function that loads alpha and bias of some of a tile's columns, and returns the ``finisher`` for
+        these columns. ``expert`` is None unless the GEMM is grouped."""
         factor = self.factor(alpha, expert)
         return lambda column, count, after=0: self.finisher(
             factor, self.terms(alpha, bias, column, count, n, expert, after)
@@ -139,10 +139,10 @@ def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: in
     """Load neighbouring elements of a vector with one element per column, as fp32. If ``expert`` is not None,
     ``vector`` contains one row per expert.
 
-    Elements that do not exist are returned as zero. In large tiles, FP8 GEMMs store one result while MMAs compute the
-    next. ptxas does not overlap MMAs with branches, so loads are predicated. Each load is one or two words wide,
-    because the accumulators leave few aligned groups of four registers: loads of four words made the kernels with these
-    tiles spill.
+    Elements that do not exist are returned as zero. The loads are predicated instead of branched over: in large tiles,
+    FP8 GEMMs store one result while MMAs compute the next, and ptxas does not overlap MMAs with branches. Each load is
+    only one or two words wide. Loads of four words need aligned groups of four registers, of which the accumulators
+    leave few, and made the kernels with these tiles spill.
     """
     if vector is None:
         return None
@@ -171,16 +171,17 @@ def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
 
 
 def factor_counts(factor):
-    """Return True if GEMMs compute (token, expert) pairs with this factor: False for 0 and -0, True for NaN."""
+    """Return True if GEMMs compute a (token, expert) pair with this factor. They skip pairs with factors 0 and -0, but
+    compute pairs with NaN."""
     return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
 
 def silu_mul(gate: Float32, up: Float32) -> Float32:
     """Return ``gate / (1 + exp(-gate)) * up`` (Hendrycks and Gimpel 2016; Shazeer 2020, "SwiGLU").
 
-    The result is accurate to a few fp32 ulps if ``gate`` is positive. If ``gate`` is negative, it is accurate to about
-    ``|gate|`` ulps, because the exponent is rounded. For a gate below -88.7, ``exp(-gate)`` overflows and the result is
-    zero.
+    The result is accurate to a few fp32 ulps if ``gate`` is positive. If ``gate`` is negative, the result is accurate
+    to about ``|gate|`` ulps, because the exponent is rounded. For a gate below -88.7, ``exp(-gate)`` overflows and the
+    result is zero.
     """
     return ptx.mul_rn(_gated(gate, gate), up)
 
@@ -189,8 +190,8 @@ def swiglu(gate: Float32, up: Float32, alpha: Float32, beta: Float32, limit: Flo
     """Return ``g * sigmoid(alpha * g) * (u + beta)`` with ``g = min(gate, limit)`` and ``u = clip(up, -limit, limit)``.
 
     This is the general SwiGLU gate. For example, gpt-oss uses alpha 1.702, beta 1 and limit 7. A limit of +inf disables
-    the clamps. NaN passes the clamps unchanged. The result is as accurate as ``silu_mul`` with a gate of ``alpha * g``.
-    For finite ``g``, no step divides infinity by infinity.
+    the clamps. NaN passes the clamps unchanged. The result is as accurate as the result of ``silu_mul`` for the gate
+    ``alpha * g``. For finite ``g``, no step divides infinity by infinity.
     """
     clamped = ptx.min_nan(gate, limit)
     factor = ptx.max_nan(ptx.min_nan(up, limit), -limit) + beta
@@ -200,9 +201,9 @@ def swiglu(gate: Float32, up: Float32, alpha: Float32, beta: Float32, limit: Flo
 def gelu_tanh_mul(gate: Float32, up: Float32) -> Float32:
     """Return ``gelu(gate) * up`` with GELU's approximation by tanh (Hendrycks and Gimpel 2016).
 
-    ``(1 + tanh(z)) / 2`` equals ``sigmoid(2 z)``, so that the result is ``gate * sigmoid(s) * up`` with ``s = gate *
-    (2 sqrt(2/pi) + 2 sqrt(2/pi) * 0.044715 * gate²)``. ``s`` is computed in the steps of the reference, with the same
-    roundings. For a given ``s``, the result is as accurate as ``silu_mul``.
+    ``(1 + tanh(z)) / 2`` equals ``sigmoid(2 z)``, so the result is ``gate * sigmoid(s) * up`` with ``s = gate * (2
+    sqrt(2/pi) + 2 sqrt(2/pi) * 0.044715 * gate²)``. ``s`` is computed in the same steps, with the same roundings, as in
+    the reference. For a given ``s``, the result is as accurate as the result of ``silu_mul``.
     """
     factor = ptx.add_rn(ptx.mul_rn(ptx.mul_rn(gate, gate), Float32(GELU_TANH[1])), Float32(GELU_TANH[0]))
     return ptx.mul_rn(_gated(gate, ptx.mul_rn(gate, factor)), up)
@@ -214,8 +215,8 @@ def gelu_mul(gate: Float32, up: Float32) -> Float32:
 
     With ``t = 1 / (1 + 0.305 |x|)``, ``Phi(-|x|)`` is ``t * P(t) * exp(-x²/2)``. The polynomial ``P`` was fitted for
     ``|x|`` up to 14.5, with a relative error of at most 2^-23.0; for larger ``|x|`` the exponential is 0. For negative
-    ``x`` the terms do not cancel, as they would in ``(1 + erf(x / sqrt(2))) / 2``. The relative error of the result
-    grows with the exponent, because ``x²`` is rounded; docs/numerics.md, "Gate", gives the measured errors.
+    ``x`` no terms cancel, unlike in ``(1 + erf(x / sqrt(2))) / 2``. The relative error of the result grows with ``x²``,
+    because ``x²`` is rounded; docs/numerics.md, "Gate", gives the measured errors.
     """
     size = ptx.max_abs_nan(Float32(0.0), gate)
     t = ptx.rcp_approx(ptx.fma_rn(size, Float32(GELU_SLOPE), Float32(1.0)))
@@ -223,7 +224,8 @@ def gelu_mul(gate: Float32, up: Float32) -> Float32:
     for coefficient in GELU_POLYNOMIAL[1:]:
         ratio = ptx.fma_rn(ratio, t, Float32(coefficient))
     square = ptx.mul_rn(gate, gate)
-    # Multiply by the sum of two fp32 numbers: with only one, its error would add up to 2^-20 to the relative error.
+    # Multiply by -log2(e)/2 as a sum of two fp32 numbers. A single fp32 number would add a relative error of up to
+    # 2^-20.
     exponent = ptx.fma_rn(square, Float32(HALF_LOG2E[0]), ptx.mul_rn(square, Float32(HALF_LOG2E[1])))
     below = ptx.mul_rn(ptx.mul_rn(ratio, t), ptx.ex2_approx(exponent))
     phi = ptx.select(gate < Float32(0.0), below, ptx.add_rn(Float32(1.0), -below))
@@ -242,7 +244,7 @@ GATES: Final[dict[str, Callable[[Float32, Float32], Float32]]] = {
     "gelu": gelu_mul,
     "relu2": relu2_mul,
 }
-"""Functions of gate and up, keyed by the name of the gate."""
+"""Functions that compute the gated result from gate and up, keyed by the name of the gate."""
 
 
 def _gated(value: Float32, gate: Float32) -> Float32:

@@ -1,20 +1,20 @@
 """Launches: a check for overlapping tensors, programmatic dependent launch, and the order in which tiles are computed.
 
 The overlap check is host code that is compiled into the launching function. It takes about a hundred integer
-instructions. Otherwise, Python would have to compare addresses in each call, which takes longer. If tensors overlap,
-the function launches a grid of no CTAs. CUDA then reports an error before anything runs, and the compiled function
-raises. The op catches the exception and checks its tensors again, to name the tensors that overlap.
+instructions, less time than a comparison of addresses in Python for each call. If tensors overlap, the function
+launches a grid of no CTAs. CUDA then reports an error before anything runs, and the compiled function raises an
+exception. The op catches the exception and checks its tensors again, to name the tensors that overlap.
 
-Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel has released its dependents
-or has ended. Each kernel of this package first waits for the previous kernel and only then releases its dependents. The
-wait returns when the previous kernel is complete and its stores are visible. Therefore, at most one other kernel runs
-before a kernel's wait returns. Before its wait, a kernel may read data that was complete before that other kernel was
-launched. It must not write, because the previous kernel may still read the memory.
+Programmatic dependent launch (PDL): a kernel starts when every CTA of the previous kernel has either called
+``griddepcontrol.launch_dependents`` ("released its dependents") or ended. Each kernel of this package first waits for
+the previous kernel and only then releases its dependents. The wait returns when the previous kernel is complete and its
+stores are visible. Therefore, until a kernel's wait returns, at most one other kernel runs at the same time: the
+previous kernel. Before its wait, a kernel may read data that was complete before the previous kernel was launched. The
+kernel must not write before its wait, because the previous kernel may still read the memory.
 
-Exception: the second kernel of an op may write, before its wait, to memory that only this kernel touches. The previous
-kernel is then the op's first kernel, which does not touch this memory. All kernels before the first kernel are
-complete, because the first kernel's wait has returned. For example, ``fp4_gated_experts`` zeroes the padding of scales
-before its wait.
+Exception: the second kernel of an op may write, before its wait, to memory that the op's first kernel does not touch.
+All kernels before the first kernel are complete at that time, because the first kernel's wait has returned. For
+example, ``fp4_gated_experts`` zeroes the padding of scales before its wait.
 
 ``static_weight`` promises that the weight and its scales were complete before the previous launch. A weight that the
 previous launch writes is not static. The second kernel of an op may read the op's inputs before the first kernel ends,
@@ -39,8 +39,9 @@ _TILES = frozenset(layout.tile for layout in SCALE_LAYOUTS.values() if not layou
 def ctas_unless_overlapping(
     ctas: Int32, written: Tensors, read: Tensors = (), may_alias: Sequence[tuple[cute.Tensor, cute.Tensor]] = ()
 ) -> Int32:
-    """Return ``ctas``, or 0 to refuse the launch if a written tensor overlaps another tensor, if its own rows overlap,
-    or if tiled scales have gaps between rows of tiles. TVM-FFI checks none of these conditions.
+    """Return ``ctas``, or 0 to refuse the launch. The launch is refused if a written tensor overlaps another tensor, if
+    rows of a written tensor overlap each other, or if rows of scale tiles are not contiguous. TVM-FFI checks none of
+    these conditions.
 
     Call this function in the host function (``__call__``), and launch with the result as one extent of the grid. The
     memory of a tensor is the range from its first to its last element, including gaps between rows. An empty tensor
@@ -52,8 +53,8 @@ def ctas_unless_overlapping(
             compiled without the tensor.
         read: tensors that the kernel only reads. Entries may be None.
         may_alias: pairs of matrices of the same shape, taken from ``written`` and ``read``. The matrices of a pair may
-            be the same view of memory. They may also be different columns of one matrix: equal row strides and no
-            common element.
+            be the same view of memory. The matrices may also be different columns of one matrix: equal row strides and
+            no common element.
 
     Raises:
         ValueError: if a matrix of a pair is not among the tensors. The error is raised while the kernel is traced.
@@ -170,7 +171,7 @@ def _are_columns(a: _Memory, b: _Memory) -> Boolean:
 def pdl_start(pdl: bool) -> None:
     """If ``pdl`` is True, wait for the previous kernels, then allow the next kernel to start.
 
-    After the wait, all earlier kernels are complete. So the next kernel never overlaps any kernel except this one.
+    After the wait, all earlier kernels are complete. So the next kernel overlaps no kernel except this kernel.
     """
     if pdl:
         cute.arch.griddepcontrol_wait()
@@ -178,7 +179,7 @@ def pdl_start(pdl: bool) -> None:
 
 
 def raster_tile(number, n_tiles, m_tiles, raster: int = RASTER_WIDTH) -> tuple:
-    """Return the position of tile ``number`` in raster order: its index along N and its index along M.
+    """Return the position of tile ``number`` in raster order: the tile's index along N and its index along M.
 
     The raster divides the tiles into strips of up to ``raster`` tiles along M. All tiles of a strip come before the
     next strip, and within a strip the order runs along N. CTAs that run at the same time then share both operands in

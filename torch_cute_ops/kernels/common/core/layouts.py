@@ -17,8 +17,8 @@ WGMMA_M: Final = 64
 """Number of rows (M) of a wgmma instruction (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions")."""
 WARP_MMA_TILE_M: Final = 8
 """Largest ``tile_m`` for which kernels with an FP4 weight use mma.sync instead of wgmma. On an H200, mma.sync is 7 %
-faster than wgmma for 8 tokens. For 16 tokens it is not faster, because every warp reads all activations. A tile of one
-row of FP4 codes uses wgmma nevertheless (``kernels.fp4_wgmma.mma.CodeMma``)."""
+faster than wgmma with tiles of 8 tokens. With tiles of 16 tokens it is not faster, because every warp reads all
+activations. Exception: FP4 activations with a tile of one token use wgmma (``kernels.fp4_wgmma.mma.CodeMma``)."""
 RASTER_WIDTH: Final = 8
 """Number of neighbouring tiles along M that are computed at the same time and share the weight in L2
 (``kernels.common.core.launch.raster_tile``)."""
@@ -46,8 +46,8 @@ class PartialSums:
     Attributes:
         tile_m: number of rows, one per token.
         tile_n: number of columns, one per row of the weight.
-        split_n: number of columns, at the end of the tile, whose k tiles are divided among several warps.
-        warp_split_k: number of warps among which the k tiles of these columns are divided. Each warp stores its own
+        split_n: number of columns at the end of the tile that several warps compute together.
+        warp_split_k: number of warps that divide the k tiles of these ``split_n`` columns. Each warp stores its own
             partial sums.
     """
 
@@ -58,7 +58,8 @@ class PartialSums:
 
     @cached_property
     def pitch(self) -> int:
-        """Distance between neighbouring rows in elements: ``tile_n``, plus four elements to avoid bank conflicts."""
+        """Distance between neighbouring rows, in elements: ``tile_n`` plus four elements of padding, which avoid bank
+        conflicts."""
         return self.tile_n + (self.warp_split_k - 1) * self.split_n + 4
 
     @cached_property
@@ -67,8 +68,8 @@ class PartialSums:
         return self.tile_m * self.pitch * 4
 
     def received_bytes(self, split_k: int) -> int:
-        """Return the number of bytes of partial sums that a CTA receives: from every CTA of the cluster, for every
-        ``split_k``-th row of the tile."""
+        """Return the number of bytes of partial sums that a CTA receives. The CTA reduces every ``split_k``-th row of
+        the tile, and receives these rows from every CTA of the cluster."""
         return -(-self.tile_m // split_k) * split_k * self.tile_n * 4
 
 
@@ -77,12 +78,11 @@ AlphaKind = Literal["one", "column", "expert", "expert_column", "expert_half"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """Epilogue of a GEMM: ``out = round(fl32(fl32(fl32(sum · row_scale) · alpha) + bias))``. All kernels compute the
-    same bits.
+    """Epilogue of a GEMM: ``out = round(fl32(fl32(fl32(sum · row_scale) · alpha) + bias))``, where ``fl32`` rounds to
+    fp32. All kernels compute the same bits from the same sum.
 
-    The epilogue multiplies in fp32, adds in fp32, and then rounds to the dtype of the result. Each operation rounds to
-    nearest even. A multiplication and the addition are never contracted to an fma. The operations of absent operands
-    are omitted.
+    Each operation rounds to nearest even. Multiplication and addition are never contracted to an fma. The last rounding
+    is to the dtype of the result. If an operand is absent, its operation is omitted.
 
     Attributes:
         out_dtype: dtype of the result.

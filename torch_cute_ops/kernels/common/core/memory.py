@@ -49,10 +49,11 @@ def store_words(words: list, destination: cute.Tensor) -> None:
 
 
 def _vectors(words: cute.Tensor) -> range | None:
-    """Return the indices of the first words of vectors, as a range whose step is the number of words per vector.
+    """Return the index of the first word of each vector, as a range whose step is the number of words per vector.
+    Return None if the layout needs ``cute.autovec_copy``.
 
-    ``cute.autovec_copy`` chooses the same vectors, for any layout, but emits 50 operations instead of four, which takes
-    a fifth of the time to compile a kernel. Return None for layouts that need it.
+    ``cute.autovec_copy`` chooses the same vectors, and supports any layout. But it emits 50 operations instead of four,
+    which takes a fifth of the time to compile a kernel.
     """
     shape, stride = words.layout.shape, words.layout.stride
     if isinstance(shape, tuple):
@@ -61,7 +62,7 @@ def _vectors(words: cute.Tensor) -> range | None:
         (shape,), (stride,) = shape, stride
     at = words.iterator
     if not isinstance(shape, int) or stride != 1 or at.alignment < 4 or at.max_alignment != at.alignment:
-        return None  # among others: swizzled addresses, whose alignment is reduced
+        return None  # for example, swizzled addresses, whose alignment is reduced
     return range(0, shape, math.gcd(shape, at.alignment // 4, 8))
 
 
@@ -115,8 +116,8 @@ def clear(at: cute.Pointer, size: Constexpr[int], tid, threads: Constexpr[int]):
 
 
 PREFETCH_BYTES: Final = 8 << 20
-"""Largest number of bytes to prefetch. On an H100, prefetches of 6, 12 and 20 MB make a layer of an 8B model equally
-fast."""
+"""Largest number of bytes to prefetch. On an H100, a layer of an 8B model was equally fast with prefetches of 6, 12 and
+20 MB."""
 REQUEST_BYTES: Final = 4096
 """Number of bytes that one prefetch request covers."""
 

@@ -1,18 +1,18 @@
 """Reduction of partial sums across the CTAs of a cluster (split-K) through shared memory.
 
-Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). The cluster then reduces them in one
-of two ways:
+Each CTA stores its partial sums in its own shared memory (``store_partial_sums``). The cluster then reduces the partial
+sums in one of two ways:
 
 - ``reduce_partial_sums``: each CTA reads the other CTAs' partial sums, between two barriers of the cluster.
-- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. This needs
-  extra shared memory for the received partial sums.
+- ``send_partial_sums``, ``reduce_received``: each CTA sends its partial sums to the CTAs that reduce them. The second
+  way needs extra shared memory for the received partial sums.
 
-Partial sums are added in the order of the CTAs, and within a CTA in the order of the warps that divide its k tiles.
-Both ways expect MMAs with the weight on the M side. A lane then holds four accumulators per 8 tokens: columns
-``column`` and ``column + 8`` of the result, for two tokens.
+Partial sums are added in the order of the CTAs. If several warps of a CTA divide the k tiles, their partial sums are
+added in the order of the warps. Both ways of reducing expect MMAs with the weight on the M side. For every 8 tokens, a
+lane then holds four accumulators: columns ``column`` and ``column + 8`` of the result, for two tokens.
 
-With activations on the M side, no common layout is needed: a thread sends its accumulators unchanged to the thread with
-the same index in another CTA (``send_accumulators``, ``add_accumulators``).
+MMAs with the activations on the M side need no common layout: a thread sends its accumulators unchanged to the thread
+with the same index in another CTA (``send_accumulators``, ``add_accumulators``).
 """
 
 import cutlass.cute as cute
@@ -24,7 +24,7 @@ from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, PartialSums
 from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.pipeline import VECTOR_BYTES
 
-MMA_TOKENS = 8  # N of an MMA: the number of its tokens
+MMA_TOKENS = 8  # size N of an MMA, its number of tokens
 COLUMNS = 4  # number of columns of the result that a thread reduces at once
 
 
@@ -132,8 +132,9 @@ def reduce_partial_sums(
     ``out``.
 
     Each CTA reduces every ``split_k``-th row. ``thread_columns`` gives the columns of each thread. The caller ensures
-    that all CTAs have stored their partial sums before the call, and that none overwrites them until all CTAs have
-    returned. ``split_k`` is 1 without a cluster. ``row_scale`` contains the scales of the rows of ``out``, or is None.
+    that all CTAs have stored their partial sums before the call, and that no CTA overwrites its partial sums until all
+    CTAs have returned. ``split_k`` is 1 without a cluster. ``row_scale`` contains the scales of the rows of ``out``, or
+    is None.
     """
     width = tile.tile_n // COLUMNS
     for i in range(tid, reduced_rows(tile, split_k, rank) * width, threads):

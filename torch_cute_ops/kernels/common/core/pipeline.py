@@ -18,7 +18,8 @@ class Pipeline:
 
     A ``full`` and an ``empty`` mbarrier belong to each stage. Producers and consumers track a stage index and a phase
     parity, and advance both with ``next``. Consumers start with parity 0. Producers start with parity 1, so that a wait
-    for an unused stage returns at once. The class is frozen: the DSL would carry a mutable object through every loop.
+    for an unused stage returns at once. The class is frozen, because the DSL would carry the fields of a mutable object
+    through every loop.
 
     Attributes:
         full: mbarriers, one per stage, at which producers arrive.

@@ -43,7 +43,8 @@ def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
-    """Select four bytes as ``prmt`` does. The selectors are the four low nibbles of a run-time word."""
+    """Select four bytes of ``a`` and ``b``, as ``prmt`` does, but with run-time selectors: the four low nibbles of the
+    word ``selectors``."""
     return _pure(Uint32, "prmt.b32 $0, $1, $2, $3;", Uint32, a, b, selectors, loc=loc, ip=ip)
 
 
@@ -61,7 +62,7 @@ def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
-    """Return ``a << count``. The compiler may move a plain shift ahead of a mask, but it cannot move this shift."""
+    """Return ``a << count``. The compiler may move an ordinary shift ahead of a mask, but it cannot move this shift."""
     return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
@@ -112,21 +113,21 @@ def float_of(bits, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``max(a, |b|)``, or NaN if either is NaN."""
+    """Return ``max(a, |b|)``, or NaN if ``a`` or ``b`` is NaN."""
     text = "{.reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t;}"
     return _pure(Float32, text, Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``min(a, b)``, or NaN if either is NaN. (PTX's plain ``min`` ignores a NaN operand and returns the other
-    operand.)"""
+    """Return ``min(a, b)``, or NaN if ``a`` or ``b`` is NaN. (PTX's plain ``min`` ignores a NaN operand and returns the
+    other operand.)"""
     return _pure(Float32, "min.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_nan(a, b, *, loc=None, ip=None) -> Float32:
-    """Return ``max(a, b)``, or NaN if either is NaN."""
+    """Return ``max(a, b)``, or NaN if ``a`` or ``b`` is NaN."""
     return _pure(Float32, "max.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
@@ -229,8 +230,8 @@ def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
         f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    # All lanes must execute the instruction. It is declared to have side effects, so that the compiler does not move it
-    # into divergent code.
+    # All lanes must execute the instruction. The instruction is declared to have side effects, so that the compiler
+    # does not move it into divergent code.
     values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
@@ -255,12 +256,13 @@ def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
 def mma_16x8x32_scaled(
     a: list, b: list, c: list, a_scales: tuple, b_scales: tuple, byte: int, *, loc=None, ip=None
 ) -> list:
-    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 32) and ``b`` (32 x 8) are packed e4m3 with one e8m0 scale
-    per row of ``a`` and column of ``b``, and ``c`` is fp32.
+    """Return ``a @ b + c``, computed by a warp. ``a`` (16 x 32) and ``b`` (32 x 8) are packed e4m3, with one e8m0 scale
+    for each row of ``a`` and one for each column of ``b``; ``c`` is fp32.
 
-    ``a_scales`` and ``b_scales`` are each a lane's word of four scales, and an index s that selects lanes. For ``a``,
-    with s = 0 or 1, lanes 4 i + 2 s and 4 i + 2 s + 1 hold the words of rows i and i + 8. For ``b``, with s from 0 to
-    3, lane 4 i + s holds the word of column i. ``byte`` is the index of the scale in its word.
+    ``a_scales`` and ``b_scales`` are pairs: a word of four scales, which this lane provides, and an index s, which
+    selects the lanes whose words the MMA uses. For ``a``, s is 0 or 1: lanes 4 i + 2 s and 4 i + 2 s + 1 provide the
+    words of rows i and i + 8. For ``b``, s is 0 to 3: lane 4 i + s provides the word of column i. The MMA uses byte
+    ``byte`` of each word.
     """
     result = llvm.StructType.get_literal([T.f32()] * 4)
     operands = [_u32(word, loc, ip) for word in (*a, *b)] + [_f32(value, loc, ip) for value in c]
@@ -403,8 +405,8 @@ def wait(barrier, parity, sleep: int = 0, scope: str = "cta", *, loc=None, ip=No
     without a pause if 0.
 
     ``scope`` is ``"cluster"`` if threads or copies of other CTAs of the cluster arrive at the mbarrier, otherwise
-    ``"cta"``. A wait at cluster scope makes those CTAs' earlier accesses to shared memory visible. It orders only
-    shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
+    ``"cta"``. A wait at cluster scope makes earlier accesses of these CTAs to shared memory visible. The wait orders
+    only accesses to shared memory, because an acquire of all memory would invalidate L1 (``CCTL.IVALL``).
 
     Use a nonzero ``sleep`` only in warps that run far ahead of their consumers, because sleeping warps wake late. This
     function replaces ``cute.arch.mbarrier_wait``, which passes a time limit: ptxas then generates waits that sleep, and
@@ -442,7 +444,7 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def end_straight_code(never, *, loc=None, ip=None) -> None:
-    """Keep ptxas from analysing the code before and after this point together.
+    """Keep ptxas from analysing the code before this point together with the code after it.
 
     ptxas 13.5 serialises warpgroup MMAs (C7513) if straight-line code writes registers of an MMA's A operand while
     earlier MMAs run, even if those MMAs use other registers. A predicated instruction between the writes and the MMA
@@ -484,9 +486,9 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
     """Send ``size`` bytes of shared memory to CTA ``rank`` of the cluster, and expect the same number of bytes from
     that CTA.
 
-    The function arrives at this CTA's mbarrier and makes it expect the bytes from the other CTA. It then starts a bulk
-    copy from ``own`` to the same offset in the other CTA's shared memory. The other CTA's mbarrier counts the copied
-    bytes.
+    The function arrives at this CTA's mbarrier and makes it expect the bytes from the other CTA. The function then
+    starts a bulk copy from ``own`` to the same offset in the other CTA's shared memory. The other CTA's mbarrier counts
+    the copied bytes.
     """
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
     operands.append(_u32(rank, loc, ip))
@@ -513,8 +515,8 @@ def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -
     ``address_at``).
 
     ``barrier`` is the address of an mbarrier in the other CTA, which counts the bytes. This function replaces the DSL's
-    ``store_async_dsmem``, with which the compiler computes the addresses of many stores first and holds them in
-    registers.
+    ``store_async_dsmem``. With the DSL's function, the compiler first computes the addresses of many stores, and holds
+    all these addresses in registers.
     """
     operands = [_u32(one, loc, ip) for one in (address, barrier, *words)]
     text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];"

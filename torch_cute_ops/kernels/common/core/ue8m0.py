@@ -14,8 +14,8 @@ _BITS_OF_SMALLEST = 0x00400000  # 2^-127, which is subnormal in fp32
 
 
 def ue8m0_scale(amax: Float32, largest: float) -> tuple[Uint32, Float32]:
-    """Return the ue8m0 byte of a block's scale, and the inverse of the scale, by which the block's values are
-    multiplied before they are rounded.
+    """Return the ue8m0 byte of a block's scale, and the inverse of the scale. The block's values are multiplied by the
+    inverse before they are rounded.
 
     The scale ``2^ceil(log2(amax / largest))``, at least 2^-127, is computed from the bits of ``amax``. With ``largest =
     f · 2^e`` and 1 ≤ f < 2, the scale's exponent is the exponent of amax minus e, plus 1 if the significand of amax
@@ -23,7 +23,7 @@ def ue8m0_scale(amax: Float32, largest: float) -> tuple[Uint32, Float32]:
 
     Args:
         amax: largest magnitude of the block.
-        largest: largest number of the element format. Its significand has few bits.
+        largest: largest number of the element format. The significand of this number has few bits.
     """
     fraction, exponent_of_largest = math.frexp(largest)
     carry = int((2 - 2 * fraction) * 2**23) - 1

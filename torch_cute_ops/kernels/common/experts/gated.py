@@ -78,7 +78,8 @@ class GatedEpilogueOps:
         return [alpha[0], alpha[-1]]
 
     def load_global_scale(self, expert, exists, outputs: Outputs) -> Float32 | None:
-        """Load the encode scale of an expert's results if ``exists``, or return None without one."""
+        """Load the encode scale of an expert's results if ``exists``, or return None if the results have no encode
+        scale."""
         if self.epilogue.global_scale is None:
             return None
         place = 0 if self.epilogue.global_scale == "one" else Int64(expert)
@@ -139,8 +140,8 @@ class GatedEpilogueOps:
         them."""
         layout = self.epilogue.out_layout
         blocks = self._blocks(outputs)
-        # Clear the scales of missing rows. Go through the words of the last row of tiles in memory order, so that
-        # stores coalesce.
+        # Clear the scales of missing rows. Visit the words of the last row of tiles in memory order, so that stores
+        # coalesce.
         rows = layout.tile_rows
         existing = m % rows
         words = ptx.select(existing == 0, Int32(0), layout.padded_blocks(blocks) // 4 * rows)

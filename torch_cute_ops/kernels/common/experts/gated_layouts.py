@@ -34,7 +34,7 @@ class Arguments(
         swiglu_alpha, swiglu_beta, swiglu_limit: float32 parameters of the general gate, or None. A limit of +inf means
             no limit.
         y: (M, E · I) in 16 bits, or (M, E · I / 2) uint8 FP4 codes, written for routed pairs.
-        scale: block scales of ``y``, or None for 16 bits. They are written for routed pairs, and their padding is
+        scale: block scales of ``y``, or None for 16 bits. The scales of routed pairs are written, and all padding is
             zeroed.
         workspace: ``Config.workspace_bytes`` uint8, written.
         num_ctas: int32, number of CTAs of the GEMM, per token block if the kernel's grid has token blocks.

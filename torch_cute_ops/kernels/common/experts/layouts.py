@@ -20,7 +20,7 @@ def table_experts(experts: int) -> int:
 WARP = 32
 MAX_UNROLLED_KEYS = 16
 """Largest number of keys per lane for which the loop of the choice is unrolled. With more keys, the loop would spill: a
-CTA of 1,024 threads has only 64 registers per thread."""
+CTA of 1,024 threads gets only 64 registers per thread."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ExpertChoice:
 
     @property
     def group_size(self) -> int:
-        """Number of experts in a group."""
+        """Number of experts of a group."""
         return self.experts // self.num_groups
 
     @property
@@ -69,8 +69,8 @@ class ExpertChoice:
     def scores_groups_first(self) -> bool:
         """True if a separate pass scores the groups before the experts are chosen.
 
-        Otherwise each group occupies whole lanes. If the number of groups is not a power of two, up to half of the
-        lanes then belong to no group, and the other lanes may hold too many keys.
+        If False, each group occupies whole lanes. With a number of groups that is not a power of two, up to half of the
+        lanes would then belong to no group, and the other lanes could hold too many keys.
         """
         return self.lane_group_experts > max(MAX_UNROLLED_KEYS, -(-self.experts // WARP))
 
@@ -105,14 +105,14 @@ class ExpertChoice:
 
     @property
     def computes_softmax_first(self) -> bool:
-        """True if the softmax must be computed before experts are chosen: if it decides the choice, or if the weights
-        are divided by the sum over all experts."""
+        """True if the softmax must be computed before experts are chosen: if the choice depends on the softmax (with a
+        bias), or if the weights are divided by the sum over all experts."""
         sums_all = not self.renormalize and (self.num_groups > 1 or self.is_choice_looped)
         return not self.is_sigmoid and (self.has_bias or sums_all)
 
     def with_relevant_groups(self) -> "ExpertChoice":
-        """Return this choice unchanged, or with a single group if a token may use all groups: groups then have no
-        effect."""
+        """Return this choice unchanged. If a token may use all groups, groups have no effect: return the choice with a
+        single group."""
         return self if self.topk_groups < self.num_groups else replace(self, num_groups=1, topk_groups=1)
 
 
@@ -121,10 +121,10 @@ class ExpertChoice:
 THREADS = 1024
 """Number of threads of a CTA."""
 SINGLE_CTA_ROWS = 8192
-"""Largest number of rows for which a single CTA writes all rows. On an H200, for 33,000 rows, a single CTA takes 5 µs
-longer than several CTAs, which equals the time of a second launch."""
+"""Largest number of rows for which a single CTA writes all rows. On an H200 with 33,000 rows, a single CTA takes 5 µs
+longer than several CTAs, which is the time that a second launch would take."""
 ROWS_PER_CTA = 8192
-"""Number of rows per CTA while SMs are idle. With more rows, each CTA writes more."""
+"""Number of rows that a CTA writes as long as the GPU has idle SMs. If no SM is idle, each CTA writes more rows."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ class SmemOffsets(NamedTuple):
 
     Attributes:
         bits: bitmap with one bit per expert and slot of the batch.
-        chosen: expert of each pair of the batch.
-        before: number of pairs of each expert before the batch.
+        chosen: index of the expert of each pair of the batch.
+        before: number of pairs of each expert that precede the batch.
         begins: first row of each expert, followed by the end of the last expert's rows.
         sizes: number of rows of each expert.
         partial_sums: partial sums of each expert's counts: over the CTAs before this CTA, and over all CTAs.
@@ -236,7 +236,7 @@ PAIR_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class TokenListLayout:
-    """Sizes of the lists of routed tokens. Each token block has one list per expert.
+    """Sizes of the lists of routed tokens. Each token block gets one list per expert.
 
     Attributes:
         token_block: number of tokens of a token block.
@@ -262,7 +262,7 @@ class TokenListLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Number of bytes of a list. It holds rearranged activations and an entry for each token, and the number of
+        """Number of bytes of a list. A list holds rearranged activations and an entry for each token, and the number of
         tokens."""
         return self.capacity * (self.k_tiles * self.token_bytes + PAIR_BYTES) + 4
 
@@ -271,8 +271,8 @@ class TokenListLayout:
 
 MAX_SCANNED_TOKENS: Final = 32
 """Largest token block for which each CTA of the GEMM scans the factors itself, instead of reading the lists' counts.
-The CTA may then copy weights before the lists exist. This is safe: the kernel that lists tokens has waited for all
-earlier kernels before the GEMM starts."""
+The CTA may then copy weights before the lists exist. This early copy is safe: the kernel that lists tokens has waited
+for all earlier kernels before the GEMM starts."""
 
 
 def m_tile_list_bytes(max_experts: int) -> int:

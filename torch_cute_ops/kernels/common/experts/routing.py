@@ -14,8 +14,8 @@ order in which threads run.
 
 - Few slots: one CTA does all the work, in one launch.
 - Many slots: in a first kernel, each CTA stores the ranks of its pairs in ``expanded``, and its number of pairs per
-  expert in a workspace. In a second kernel, each CTA processes the same slots. It adds up the counts of the CTAs before
-  it, and of all CTAs, and stores the row of each pair.
+  expert in a workspace. In a second kernel, each CTA processes the same slots. The CTA adds up the counts of all CTAs
+  before it, and the counts of all CTAs, and stores the row of each pair.
 
 The number of rows of each expert is rounded up, and experts' rows follow each other. In the masked layout, all experts
 own the same number of rows. Entries of rows without a pair are set to -1. All CTAs share this work.
@@ -120,7 +120,7 @@ class ExpertChooser:
         value = self._logit(logits, token, own)
         if const_expr(c.computes_softmax_first and c.renormalize):
             # Subtract the largest chosen logit, not the largest of all logits. The expert with the largest logit may
-            # not be chosen, and relative to its logit all chosen weights could round to zero.
+            # not be chosen. Relative to this logit, the weights of all chosen experts could round to zero.
             largest = _value_of(cute.arch.warp_redux_sync(ptx.select(lane < c.topk, _key_of(value), Uint32(0)), "max"))
         weight = _sigmoid(value) if c.is_sigmoid else _exp(value - largest)
         weight = ptx.select(lane < c.topk, weight, Float32(0.0))
@@ -250,8 +250,8 @@ class ExpertChooser:
         return [ptx.select(is_best, key, Uint32(0)) for key in keys]
 
     def _is_best_group(self, best, second, lane) -> Boolean:
-        """Return True if the lane's group is one of the best. ``best`` and ``second`` are the largest keys of the
-        lane's experts."""
+        """Return True if the lane's group is one of the best groups. ``best`` and ``second`` are the largest keys of
+        the lane's experts."""
         c = self.choice
         step = 1
         while step < c.group_lanes:
@@ -410,8 +410,8 @@ class ExpertPlacer:
             row_multiple: in the masked layout, the number of rows of each expert. In other layouts, the alignment of
                 each expert's first row.
             sms: number of SMs of the device.
-            written, read: tensors that the call writes, and those that it reads, without the workspace, for
-                ``ctas_unless_overlapping``.
+            written, read: tensors that the call writes, and tensors that the call only reads, both without the
+                workspace. Both are passed to ``ctas_unless_overlapping``.
             stream: CUDA stream.
         """
         placement = self.placement

@@ -1,4 +1,5 @@
-"""Search for the expert that owns an index, such as a row, and running sums over the threads of a warp or a CTA.
+"""Search for the expert that owns an index (for example, of a row), and running sums over the threads of a warp or a
+CTA.
 
 A table in shared memory contains the first index of each expert. An expert owns the indices from its first index up to,
 but not including, the next expert's first index. A table has room for ``layouts.table_experts`` experts.

@@ -1,9 +1,9 @@
 """Lists of routed tokens, and the work tiles of GEMMs that compute only routed (token, expert) pairs.
 
 The GEMM's tokens are divided into *token blocks*. A first kernel lists, for each expert, the tokens of a block that are
-routed to it (``TokenLister``). An *m tile* consists of up to ``tile_m`` tokens of such a list. Each CTA of the GEMM
-then writes a second list to shared memory: the experts with a token in the CTA's block ("touched" experts), and the
-index of each expert's first m tile (``ExpertMTiles``).
+routed to the expert (``TokenLister``). An *m tile* consists of up to ``tile_m`` tokens of such a list. Each CTA of the
+GEMM then writes a second list to shared memory: the experts with a token in the CTA's block ("touched" experts), and
+the index of each expert's first m tile (``ExpertMTiles``).
 
 A list holds tokens in ascending order. An entry consists of two words: the index of a token and its factor. The index
 is negative in unused entries of the last m tile. If the activations depend on the expert, as in the second GEMM of an
@@ -36,7 +36,7 @@ from torch_cute_ops.kernels.common.fp4.code_mma import CodeActivations
 from torch_cute_ops.kernels.common.fp4.layouts import ATOM_BYTES, ATOM_M, ATOM_ROW_BYTES
 
 MAX_LOADED_FACTORS = 16
-"""Largest number of factors that a thread loads at the same time if registers are short."""
+"""Largest number of factors that a thread loads at the same time in kernels that are short of registers."""
 
 
 class TokenLists(NamedTuple):
@@ -166,7 +166,8 @@ class TokenLister:
             barrier: mbarrier that counts the bytes.
         """
         source = self.group_at(activations, entry, k_tile, position)
-        # In the layout for mma.sync, one token is contiguous. In the layout for wgmma, eight tokens are.
+        # In the layout for mma.sync, the bytes of each token are contiguous. In the layout for wgmma, the bytes of
+        # eight tokens are contiguous.
         by_warp = self.activations.config.by_warp
         whole = tokens if const_expr(by_warp) else tokens // ATOM_M * ATOM_M
         if whole > 0:
@@ -179,7 +180,8 @@ class TokenLister:
 
 
 class MTileLists(NamedTuple):
-    """Lists of a CTA's m tiles, in shared memory. A touched expert has a token in the CTA's token block.
+    """Lists of a CTA's m tiles, in shared memory. An expert is touched if a token in the CTA's token block is routed to
+    it.
 
     Attributes:
         experts: indices of the touched experts.
@@ -202,8 +204,8 @@ class ExpertMTiles:
     With several ``classes``, the class of an expert is its index modulo ``classes``. A CTA computes the m tiles of up
     to two ranges of classes, one range after the other.
 
-    If ``is_short_of_registers``, a thread loads at most 16 factors at the same time. With 32, ptxas spills other values
-    on sm_120a.
+    If ``is_short_of_registers``, a thread loads at most 16 factors at the same time. With 32 factors, ptxas would spill
+    other values on sm_120a.
     """
 
     def __init__(
@@ -280,8 +282,8 @@ class ExpertMTiles:
 
     @cute.jit
     def count(self, factors, expert, first_token, m, tokens: Constexpr[int]):
-        """Return the number of tokens, of ``tokens`` tokens from ``first_token`` on, that are routed to an expert. Load
-        all of their factors at the same time."""
+        """Return the number of tokens that are routed to an expert, among the ``tokens`` tokens from ``first_token``
+        on. Load the factors of all these tokens at the same time."""
         values = cute.make_rmem_tensor((tokens,), Float32)
         for i in range_constexpr(tokens):
             values[i] = Float32(0.0)

@@ -1,25 +1,26 @@
 """Device code that rearranges activations for MMAs with an FP4 weight, and decodes FP4 activations.
 
 A lane reads the weight's codes in memory order, and decodes eight codes at a time into pairs
-(``kernels.common.fp4.codes``). The pairs change the order in which the MMAs see the elements of k. Activations must be
-in the same order, so they are rearranged. Four lanes of a warp, a *quad*, share a row of an operand: lane ``q`` of the
-quad owns quarter ``q`` of the row's k tile (256 or 128 elements). A *k group* consists of eight elements from each
-quarter. Two MMAs with K = 16 multiply a k group:
+(``kernels.common.fp4.codes``). The pairs change the order in which the MMAs see the elements of k. Activations are
+rearranged into the same order. Four lanes of a warp, a *quad*, share a row of an operand: lane ``q`` of the quad owns
+quarter ``q`` of the row's k tile (256 or 128 elements). A *k group* consists of eight elements from each quarter, and
+is multiplied by two MMAs with K = 16:
 
-    MMA = 2 · k_group + (half of the decoded word),    position in its K = 8 · h + 2 · q + e
+    MMA in the k tile = 2 · k_group + (half of the decoded word),    position in the MMA's K = 8 · h + 2 · q + e
 
-for element ``e`` (0 or 1) of pair ``h``. Elements beyond K are zero.
+for element ``e`` (0 or 1) of pair ``h`` (0 or 1) in this half. Elements beyond K are zero.
 
 For wgmma, the rearranged bytes are an operand in shared memory. They consist of atoms: 8 tokens x 64 positions, 1,024
 bytes, in which the 128-byte swizzle permutes the 16-byte vectors of each row of 128 bytes (PTX ISA,
 "Matrix-descriptor"). Let ``g`` be the index of a group of eight tokens. The group's atom that begins at position ``64 ·
-c`` has the index ``c · groups + g``, so that one bulk copy brings the atoms of neighbouring tokens. (GEMMs over experts
-instead store all k tiles of a token group contiguously.)
+c`` has the index ``c · groups + g``, so the atoms of neighbouring tokens are contiguous, and one bulk copy can bring
+them. (GEMMs over experts instead store all k tiles of a token group contiguously.)
 
-For mma.sync, the 512 (or 256) bytes of a token's k tile are contiguous, and the next token follows. A k group takes 64
-bytes: for each quarter, the 16 bytes that a lane needs in two MMAs. K group ``p`` of token ``n`` is stored at place ``p
-xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If each token is copied
-separately, k group ``p`` is stored at place ``p``, and the distance between tokens is an odd number of k groups.
+For mma.sync, the bytes of a token's k tile (512, or 256 for 128 elements) are contiguous, and the next token follows. A
+k group takes 64 bytes: for each quarter, the 16 bytes that a lane needs in two MMAs. K group ``p`` of token ``n`` is
+stored at place ``p xor n % 2``, so that eight lanes that read two neighbouring tokens avoid bank conflicts. If tokens
+are copied one by one, k group ``p`` is stored at place ``p``, and the distance between tokens is an odd number of k
+groups.
 
 With ``prologue_gate``, a row of ``a`` consists of gate and up. A lane reads both, computes ``act(gate) · up``, rounds
 it to the dtype of ``a``, and rearranges it. With ``prologue_quant``, 16-bit activations are first quantised to FP4. The
@@ -122,8 +123,8 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Return the offset of a token's row in elements. A row has ``k`` elements, or 2 ``k`` if it consists of gate
-        and up."""
+        """Return the offset of a token's row in elements. A row has ``k`` elements, or 2 ``k`` elements if the row
+        consists of gate and up."""
         return Int64(token) * (k if self.config.prologue_gate is None else a.shape[1])
 
     def places(self, a, offset, k) -> list[cute.Pointer]:

@@ -111,7 +111,7 @@ class CodeTileMma:
         return self.tile_m * self.pitch
 
     def start_of(self, activations: cute.Pointer) -> None:
-        """Return None, because no warpgroup multiplies."""
+        """Return None, because no warpgroup multiplies: only wgmma needs a start function."""
 
     def multiply(
         self, start, part, parts: int, k_tile, stage, adds, rows, lane, acc, smem, free_before, phase=None
@@ -132,7 +132,7 @@ class CodeTileMma:
             for group in range(self.tile_m // ATOM_M)
         ]
         for begin in range(0, count, 2):
-            together = range(min(2, count - begin))  # steps whose codes of a token are loaded together
+            together = range(min(2, count - begin))  # steps for which a token's codes are loaded at once
             weights, factors = [], []
             for i in together:
                 step = first + begin + i

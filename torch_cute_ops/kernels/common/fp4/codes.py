@@ -9,8 +9,8 @@ the accumulators are divided by ``DECODED_SCALE``. Decoding is exact: ``e2m1 · 
   value is then e2m1 · 2^-14. The scale is multiplied by 2^6, so the product is the true value times 2^-8, at least
   2^-18. Subnormals of float16 reach down to 2^-24.
 - bfloat16, NVFP4: the moved bits have the value e2m1 · 2^-126, and the scale is multiplied by 2^118.
-- bfloat16, MXFP4: the moved bits have the value e2m1 · 2^-126. They are multiplied by 2^126, and then by the scale. Two
-  multiplications are needed because a ue8m0 scale covers bfloat16's whole range of exponents.
+- bfloat16, MXFP4: the moved bits have the value e2m1 · 2^-126. These values are multiplied by 2^126, and then by the
+  scale. Two multiplications are needed because a ue8m0 scale covers bfloat16's whole range of exponents.
 
 One shift and one mask move two codes of a word at once. These two codes form a pair. Activations are paired in the same
 way. ``e4m3_words`` decodes to FP8 and does not apply scales.
@@ -95,8 +95,8 @@ def scale_argument(
 
     Args:
         fmt, layout: format and scale layout.
-        rows: number of rows of linear scales. The number of scale tiles does not depend on it.
-        blocks: number of blocks of a row. In tiled layouts, it is a multiple of a tile's blocks.
+        rows: number of rows of linear scales. The shape of tiled scales does not use it.
+        blocks: number of blocks of a row. In tiled layouts, the number is a multiple of a tile's blocks.
         align: alignment of the first scale in bytes.
         name: prefix for the names of the extents of tiled scales.
     """
@@ -225,8 +225,8 @@ def _bfloat16_pairs(word) -> list:
     """Return codes (0, 4), (1, 5), (2, 6), (3, 7) of a word as pairs of bfloat16, with the values e2m1 · 2^-126.
 
     In both halves of the word, one integer multiplication moves a nibble's sign to bit 15 and its other bits to bits
-    8..6. It replaces two shifts. It runs in a different pipe from the logic instructions, whose throughput is only half
-    of the usual throughput.
+    8..6. The multiplication replaces two shifts. It runs in another execution pipe than the logic instructions, whose
+    pipe runs at only half the usual throughput.
     """
     pairs = []
     for bits in (word, word >> 8):
@@ -244,7 +244,7 @@ def _bfloat16_neighbours(word) -> list:
     even, odd = word & Uint32(0x0F0F0F0F), (word >> 4) & Uint32(0x0F0F0F0F)
     pairs = []
     for i in range(4):
-        # Selectors of 8 and above replicate a byte's sign bit. These bits are zero.
+        # Selectors of 8 and above replicate a byte's sign bit, which is 0 here, so they select zero bytes.
         halves = ptx.prmt(even, odd, 0xC480 + i * 0x1111)
         pairs.append((halves * Uint32(0x1040)) & Uint32(0x81C081C0))
     return pairs
@@ -306,9 +306,10 @@ def nvfp4_row_scale(amax: Float32) -> tuple[Float32, Float32, Float32]:
     """Return the scale of a row with this amax, the row's global scale, and a power of two by which the row is
     multiplied before it is quantised with this global scale.
 
-    The row scale is ``amax / 2688``, NaN if the row contains NaN or infinity, or 0 if it would be below 2^-126. The
-    global scale is the inverse of ``row_scale · power``, or the row scale itself if that is zero or NaN. The power is 1
-    unless the row scale is outside of 2^-60 to 2^60, where ``nvfp4_scale`` would over- or underflow.
+    The row scale is ``amax / 2688``. If the row contains NaN or infinity, the row scale is NaN, and if it would be
+    below 2^-126, it is 0. The global scale is the inverse of ``row_scale · power``. If the row scale is zero or NaN,
+    the global scale is the row scale itself. The power is 1 unless the row scale is outside of 2^-60 to 2^60, where
+    ``nvfp4_scale`` would overflow or underflow.
     """
     # Adding 0 · amax turns an infinite amax into NaN. It changes no other value.
     scale = ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(NVFP4_MAX)))
@@ -374,7 +375,7 @@ def nvfp4_block_four_over_six(
         factor = _factor(scale, global_scale)
         encoded = [ptx.mul_rn(values[i], factor) for i in range(16)]
         words = [encode_e2m1x8(encoded[i : i + 8], has_e2m1_cvt) for i in (0, 8)]
-        # If the scale is zero, the codes are meaningless, but they are decoded to zero all the same.
+        # If the scale is zero, the codes are meaningless, but they are decoded to zero anyway.
         error = _squared_error(words, ptx.mul_rn(scale, Float32(2.0**14)), scaled)
         live = is_live_nvfp4(byte)
         candidates.append((error, byte, [ptx.select(live, word, Uint32(0)) for word in words]))

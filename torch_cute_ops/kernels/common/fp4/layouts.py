@@ -13,8 +13,8 @@ from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.runtime.arch import Arch
 
 K_TILE: Final = 256
-"""Number of elements of a k tile along K: 128 bytes of codes, which is a cache line. GEMMs over experts may use half as
-many."""
+"""Number of elements of a k tile along K: 128 bytes of codes, a cache line. GEMMs over experts may use half as many
+elements."""
 ATOM_M: Final = 8
 """Number of tokens of a swizzle atom of activations, which holds 8 tokens x 64 elements of 16 bits."""
 ATOM_ROW_BYTES: Final = 128
@@ -32,7 +32,8 @@ CODE_MMA_K: Final = 64
 TOKEN_SCALE_BYTES: Final = 16
 """Bytes that follow a token's FP4 codes in a k tile: the scales of the token's blocks, and padding."""
 PrologueQuant = Literal["plain", "scaled"]
-"""Quantisation of activations to FP4 before the GEMM: ``"plain"`` without a global scale, ``"scaled"`` with one."""
+"""Quantisation of activations to FP4 before the GEMM: ``"plain"`` without a global scale, ``"scaled"`` with a global
+scale."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ActivationLayout:
         by_warp: True for the operand layout of mma.sync, False for the operand layout of wgmma.
         k_tile: number of elements along K that are rearranged together.
         prologue_gate: activation function if a row of ``a`` consists of gate and up, 2K 16-bit elements, or None. A row
-            of activations is then ``act(gate) · up``, rounded to the 16-bit dtype unless it is quantised.
+            of activations is then ``act(gate) · up``, rounded to the 16-bit dtype unless the activations are quantised.
         prologue_quant: kind of quantisation of 16-bit activations to FP4 (see ``PrologueQuant``), or None without
             quantisation.
     """
@@ -76,7 +77,8 @@ class ActivationLayout:
         if (self.a_dtype == torch.uint8) == (self.layout is None):
             scales = "no scales" if self.layout is None else "scales"
             return (
-                f"activations in {self.a_dtype} with {scales}: FP4 activations are uint8 and have scales, 16-bit none"
+                f"got activations in {self.a_dtype} with {scales}; FP4 activations are uint8 and have scales, "
+                "16-bit activations have no scales"
             )
         if (self.prologue_gate is not None or self.prologue_quant is not None) and self.layout is not None:
             return "a gate or a quantisation before the GEMM takes 16-bit activations, not FP4"
@@ -118,8 +120,8 @@ class WeightTile:
 
     @cached_property
     def scale_columns(self) -> int:
-        """Number of scales per row in a stage. If ``spread``, this counts all scales in the scale tiles that the row's
-        blocks touch. Otherwise it is the number of blocks."""
+        """Number of scales per row in a stage. If ``spread``, the number includes all scales in the scale tiles that
+        the row's blocks touch. Otherwise, the number equals the number of blocks."""
         return self.blocks + TILE_BLOCKS * self.spread
 
     @cached_property
@@ -142,7 +144,10 @@ class WeightTile:
     def reason_not_copied(self) -> str | None:
         """Reason that TMA cannot copy the scales, or None. Tiled scales are not copied by TMA."""
         if self.layout.is_linear and self.blocks < BOX_BYTES:
-            return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.k_tile} elements have {self.blocks}"
+            return (
+                f"a TMA box of linear scales needs {BOX_BYTES} bytes per row; "
+                f"{self.k_tile} elements have {self.blocks} scales"
+            )
         return None
 
     @cached_property
@@ -189,11 +194,12 @@ class FP4Operands:
 
     @cached_property
     def decodes_both(self) -> bool:
-        """Return True if the activations are decoded FP4 numbers, as the weight always is unless ``by_codes``."""
+        """True if the activations are FP4 numbers, too. Unless ``by_codes``, both operands are then decoded."""
         return self.a_layout is not None or self.prologue_quant is not None
 
     def reason_codes_unsupported(self, arch: Arch) -> str | None:
-        """Return the reason that no MMA of ``arch`` multiplies the operands' codes although ``by_codes``, or None."""
+        """If ``by_codes``, return the reason that no MMA of ``arch`` multiplies the operands' codes, or None if
+        ``arch`` supports the MMA. Otherwise return None."""
         if self.by_codes and not arch.has_block_scaled_mma:
             return f"needs block-scaled mma.sync; this is {arch.name}"
         return None

@@ -28,8 +28,8 @@ def warp_mma(pairs: list, word: int, m: int, a_at: cute.Pointer, pitch: int, lan
         m: number of tokens, a multiple of 8.
         a_at: address of a k tile of activations in shared memory, in the layout for mma.sync
             (``kernels.common.fp4.activations``).
-        pitch: distance between neighbouring tokens in bytes. If it is an odd number of k groups, k groups are not
-            swizzled.
+        pitch: distance between neighbouring tokens in bytes. If the pitch is an odd number of k groups, k groups are
+            not swizzled.
         lane: index of the lane in its warp.
         acc: accumulators, four per eight tokens.
         dtype: dtype of the operands.
@@ -71,8 +71,8 @@ def warpgroup_mma(dtype, m: int, elements: int, stages: int, order: tuple, at: c
         adds: True to add to the accumulators, False to overwrite them,
         acc: accumulators, four per eight tokens.
 
-    Even and odd words use separate registers. Callers must therefore alternate between even and odd words. Before they
-    start a word, the MMAs of the word before the previous one must have ended.
+    Even and odd words use separate registers. Callers must therefore alternate between even and odd words. Before a
+    caller starts word i, the MMAs of word i - 2 must have ended.
     """
 
     def tiled() -> cute.TiledMma:
@@ -159,8 +159,8 @@ class KTileMma:
         """Multiply a k tile, or one of ``parts`` ranges of it, and add to the accumulators. A range contains some of
         each lane's words. With mma.sync, ``part`` may be a run-time value.
 
-        With wgmma, the MMAs may still run when this function returns. The previous k tile's MMAs have then ended, and
-        ``free_before``, if it is not None, has been called.
+        With wgmma, the MMAs of this k tile may still run when this function returns. The MMAs of the previous k tile
+        have then ended, and ``free_before``, if it is not None, has been called.
 
         Args:
             start: result of ``start_of``.
@@ -173,7 +173,7 @@ class KTileMma:
             acc: accumulators, four per eight tokens.
             smem: object with the pointers ``codes``, ``scales`` and ``activations``.
             free_before: function that releases the previous k tile's stage, or None.
-            phase: phase of the expert, as in ``WeightStages.factors``.
+            phase: the expert's phase, which ``WeightStages.factors`` describes.
         """
         quad = lane % 4
         existing = None

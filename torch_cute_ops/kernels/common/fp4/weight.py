@@ -1,14 +1,14 @@
 """Device code that copies k tiles of an FP4 weight to shared memory, and loads the codes and scales of a lane.
 
-A k tile consists of 256 elements along K of each of ``tile_n`` rows. Each row has 128 bytes of codes in a k tile, which
-is a cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, a row is half
-a line, and the swizzle 64 bytes.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x 4 blocks, and
-linear scales by TMA, as one box.
+A k tile consists of 256 elements along K of each of ``tile_n`` rows. In a k tile, the codes of a row take 128 bytes, a
+cache line. TMA copies the codes as one box with the 128-byte swizzle. (In a k tile of 128 elements, the codes of a row
+take 64 bytes, and TMA applies the 64-byte swizzle.) Tiled scales are copied by bulk copies of whole tiles of 128 rows x
+4 blocks, and linear scales by TMA, as one box.
 
 If K is the concatenation of several experts' ranges, the last k tile of an expert ends where the expert's range ends. A
 range may be an odd number of half scale tiles (``WeightTile.spread``). Experts then begin alternately in the first and
-in the second half of a scale tile. The index of this half, 0 or 1, is the expert's *phase*. A k tile may then span one
-more scale tile.
+in the second half of a scale tile. The index of this half, 0 or 1, is the expert's *phase*. If the phase is 1, a k tile
+may span one more scale tile.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class WeightCopies(NamedTuple):
         codes_copy, codes_from, codes_to: TMA copy of codes, with its boxes in global memory and in the stages.
         scale_copy, scales_from, scales_to: TMA copy of linear scales, with its boxes in global memory and in the
             stages. None for tiled scales.
-        scales: all scales in global memory. Tiled scales are copied from it in bulk.
+        scales: all scales in global memory. Tiled scales are copied from this tensor in bulk.
         scales_at: address of the stages' scales in shared memory.
     """
 
@@ -72,8 +72,8 @@ class WeightStages:
         return codes, scale_argument(self.fmt, self.layout, n, Dim("blocks", divisibility=16))
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
-        """Return TMA descriptors of the codes and the linear scales, for ``open``. Their third dimension is the
-        expert."""
+        """Return TMA descriptors of the codes and the linear scales, for ``open``. The third dimension of each
+        descriptor is the expert."""
         b, scale = rows_of_bytes(b, scale_matrix(scale, self.layout))
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.tile_n, self.row_bytes, 1))
@@ -281,7 +281,7 @@ class WeightStages:
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if existing is not None:
-            # Mask scales of missing blocks. They are undefined, and a NaN times a code of 0 would not be 0.
+            # Mask scales of missing blocks. These scales are undefined, and a NaN times a code of 0 would not be 0.
             bytes_ = bytes_ & existing
         return bytes_
 
