@@ -29,6 +29,8 @@ from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
 """Layouts of experts' rows, keyed by name: whether a call passes offsets, and whether it passes counts."""
 
+WGMMA_FAMILIES = ("fp8_wgmma", "fp8_wgmma-rows", "mxfp8_wgmma")
+"""Families of ``FP8GemmCase`` with the tiles of ``fp8_wgmma``."""
 RECODED = (128, 128)
 """(tile_m, tile_n) of ``fp8_fp4_recode``."""
 
@@ -53,7 +55,7 @@ class FP8GemmCase(KernelCase):
     """An FP8 GEMM with block scales, or an MXFP8 GEMM by wgmma.
 
     Attributes:
-        family: package of the kernel.
+        family: package of the kernel, with "-rows" if each weight row has block scales of its own.
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``.
         epilogue, arch, static_weight, prefetches: fields of the configuration.
@@ -92,6 +94,8 @@ class FP8GemmCase(KernelCase):
         given |= dict(zip(names, self.tile, strict=True))
         if self.family == "mxfp8_wgmma":
             return mxfp8_wgmma.MXFP8WgmmaKernel(mxfp8_wgmma.plan(**given))
+        if self.family == "fp8_wgmma-rows":
+            given["scales_by_row"] = True
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**given))
 
 
@@ -385,7 +389,7 @@ def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     """Return cases in which every tile has an alpha and bias per column or expert. Tiles with many rows, or all tiles
     if ``every``, also appear without them. Layouts and other epilogues alternate from case to case."""
-    kinds = [(family, tile, "sm_90a") for family in ("fp8_wgmma", "mxfp8_wgmma") for tile in fp8_wgmma.TILES]
+    kinds = [(family, tile, "sm_90a") for family in WGMMA_FAMILIES for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
     light = itertools.cycle(epilogues((None, "one"))[::2])

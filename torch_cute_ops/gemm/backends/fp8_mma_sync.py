@@ -148,9 +148,10 @@ class FP8TokenMmaSync(FP8TokenBackend, FP8MmaSync):
 
 class MXFP8MmaSync(FP8MmaSync):
     """Backend for MXFP8 operands, on every GPU. ``"auto"`` takes ``wgmma`` instead on Hopper, and ``tcgen05`` for GEMMs
-    without experts on data-center Blackwell. On compute capabilities 12.0 and 12.1, block-scaled MMAs apply the scales. On other GPUs, the kernel scales the result of each MMA (32 elements of K) and
-    adds it in fp32. The kernel reads scales as words of four bytes. Each call first rearranges scales that are not
-    stored in this order. Linear scales of ``b`` are already in this order if K is a multiple of 128."""
+    without experts on data-center Blackwell. On compute capabilities 12.0 and 12.1, block-scaled MMAs apply the scales.
+    On other GPUs, the kernel scales the result of each MMA (32 elements of K) and adds it in fp32. The kernel reads
+    scales as words of four bytes. Each call first rearranges scales that are not stored in this order. Linear scales of
+    ``b`` are already in this order if K is a multiple of 128."""
 
     is_mx = True
 

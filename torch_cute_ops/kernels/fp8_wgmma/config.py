@@ -28,14 +28,23 @@ TILES: Final = (
 
 @dataclass(frozen=True)
 class Config(FP8GemmConfig):
-    """Static properties of the FP8 wgmma GEMM with block scales."""
+    """Static properties of the FP8 wgmma GEMM with block scales.
 
+    Attributes:
+        scales_by_row: True if each weight row has block scales of its own (1 × 128), False if 128 rows share block
+            scales (128 × 128).
+    """
+
+    scales_by_row: bool = False
     tiles: ClassVar = TILES
     stage_counts: ClassVar = range(12, 1, -1)
-    scales_ahead: ClassVar = 4
     prefetch_tile_m: ClassVar = 64
     """Largest ``tile_m`` with a prefetch. On an H100, prefetches make a layer of an 8B model 5.2, 2.8 and 1 µs faster
     at 1, 16 and 64 rows."""
+
+    @property
+    def scales_ahead(self) -> int:
+        return 2 if self.scales_by_row and not self.is_swapped else 4
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -49,9 +58,9 @@ class Config(FP8GemmConfig):
 
     @property
     def slot_words(self) -> int:
-        """Number of words of a k tile's scales: one per row of ``a`` and one for the weight, rounded up to a multiple
-        of 16 bytes."""
-        return self.tile_m + 4
+        """Number of words of a k tile's scales: one per row of ``a``, and one per weight row or one for the weight
+        tile, rounded up to a multiple of 16 bytes."""
+        return self.tile_m + (self.tile_n if self.scales_by_row else 4)
 
 
 plan = functools.partial(with_most_stages, Config)

@@ -3,8 +3,23 @@
 import cutlass.cute as cute
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.fp8.consumers import Consumers, GemmEpilogue, MainLoop, Results, SmemMma, promote
-from torch_cute_ops.kernels.common.fp8.gemm import FP8Gemm, Stages, WorkSchedule, store_token_scales, token_scales
+from torch_cute_ops.kernels.common.fp8.consumers import (
+    Consumers,
+    GemmEpilogue,
+    MainLoop,
+    Results,
+    RowScaled,
+    SmemMma,
+    promote,
+)
+from torch_cute_ops.kernels.common.fp8.gemm import (
+    FP8Gemm,
+    Stages,
+    WorkSchedule,
+    row_scales,
+    store_token_scales,
+    token_scales,
+)
 from torch_cute_ops.kernels.common.fp8.kernel import FP8Kernel
 from torch_cute_ops.kernels.common.fp8.layouts import K_TILE
 from torch_cute_ops.kernels.common.fp8.tiles import Tile
@@ -18,11 +33,15 @@ class FP8WgmmaKernel(FP8Kernel):
     def __init__(self, config: Config):
         self.config = config
         stages = Stages(config)
-        schedule = WorkSchedule(config, FP8Weight(config.tile_n, config.rows.is_plain))
+        weight = FP8Weight(config.tile_n, config.rows.is_plain, by_row=config.scales_by_row)
+        schedule = WorkSchedule(config, weight)
         results = Results(config, stages, schedule, GemmEpilogue(config))
-        loop = MainLoop(config, stages, BlockScaled(config, stages), results)
+        by_row = config.scales_by_row
+        promotion = RowScaled(config, stages) if by_row else BlockScaled(config, stages)
+        scales = RowScales(config, stages) if by_row else BlockScales(config, stages)
+        loop = MainLoop(config, stages, promotion, results)
         consumers = Consumers(config, stages, SmemMma(config), loop, results)
-        self.gemm = FP8Gemm(config, schedule, BlockScales(config, stages), consumers)
+        self.gemm = FP8Gemm(config, schedule, scales, consumers)
 
 
 class BlockScales:
@@ -44,6 +63,27 @@ class BlockScales:
         store_token_scales(self.config.tile_m, scales, loaded[0], lane)
         if lane == 0:
             scales[self.config.tile_m] = loaded[1]
+
+
+class RowScales:
+    """Scale source that stores the scales of the rows of ``a``, and the scales of the weight rows."""
+
+    def __init__(self, config: Config, stages: Stages):
+        self.config, self.stages = config, stages
+
+    def begin(self, tile: Tile, lane, work) -> None:
+        """Return None, because nothing is loaded once per tile."""
+
+    def load(self, k_tile, tile: Tile, lane, work) -> tuple:
+        c = self.config
+        return token_scales(c.tile_m, k_tile, tile, lane, work), row_scales(c.tile_n, k_tile, tile, lane, work)
+
+    @cute.jit
+    def store(self, loaded, begun, is_last, slot, lane, work, smem):
+        c, scales = self.config, self.stages.scales(slot, smem)
+        store_token_scales(c.tile_m, scales, loaded[0], lane)
+        of_weight = cute.make_tensor(scales.iterator + c.tile_m, cute.make_layout(c.tile_n))
+        store_token_scales(c.tile_n, of_weight, loaded[1], lane)
 
 
 class BlockScaled:

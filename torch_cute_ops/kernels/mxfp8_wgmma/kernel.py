@@ -13,9 +13,8 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
     GemmEpilogue,
     MainLoop,
     Results,
+    RowScaled,
     SmemMma,
-    TokenScaled,
-    pair,
 )
 from torch_cute_ops.kernels.common.fp8.fold import MOST_BELOW, MX_BLOCKS, fold_words, largest_byte, power_below
 from torch_cute_ops.kernels.common.fp8.gemm import (
@@ -110,23 +109,3 @@ class Folder:
     def tell(self, row, stage, lane, work, smem) -> None:
         """Signal the consumers that this warp has folded its rows."""
         tell_decoded(stage, lane, smem)
-
-
-class RowScaled(TokenScaled):
-    """Promotion that multiplies the results of a k tile by the weight rows' scales before the stage is released, and
-    then by the scales of ``a``."""
-
-    config: Config
-
-    def prepare(self, acc, partial, flags, stage, consumer, smem) -> None:
-        c = self.config
-        scales = self.stages.scales(stage, smem)
-        own = cute.make_tensor(scales.iterator + c.tile_m, cute.make_layout(c.tile_n))
-        if c.is_swapped:
-            of_rows = [own[consumer.row], own[consumer.row + 8]]
-            factors = [of_rows[i // 2 % 2] for i in range(c.mma_n // 2)]
-        else:
-            of_columns = [pair(own, group, consumer) for group in range(c.mma_n // 8)]
-            factors = [of_columns[i // 4][i % 2] for i in range(c.mma_n // 2)]
-        for i, factor in enumerate(factors):
-            partial[i] = ptx.mul_rn(partial[i], factor)

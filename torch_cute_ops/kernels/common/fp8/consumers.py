@@ -233,6 +233,24 @@ class TokenScaled:
         promote(self.config, acc, partial, factors)
 
 
+class RowScaled(TokenScaled):
+    """Promotion that multiplies the results of a k tile by the weight rows' scales, and then by the scales of ``a``. In
+    a stage, the scales of the weight rows follow the scales of the rows of ``a``. They are read before the stage is
+    released."""
+
+    def prepare(self, acc, partial, flags, stage, consumer, smem) -> None:
+        c, scales = self.config, self.stages.scales(stage, smem)
+        own = cute.make_tensor(scales.iterator + c.tile_m, cute.make_layout(c.tile_n))
+        if c.is_swapped:
+            of_rows = [own[consumer.row], own[consumer.row + 8]]
+            factors = [of_rows[i // 2 % 2] for i in range(c.mma_n // 2)]
+        else:
+            of_columns = [pair(own, group, consumer) for group in range(c.mma_n // 8)]
+            factors = [of_columns[i // 4][i % 2] for i in range(c.mma_n // 2)]
+        for i, factor in enumerate(factors):
+            partial[i] = ptx.mul_rn(partial[i], factor)
+
+
 # The mainloop
 
 

@@ -572,6 +572,17 @@ def token_scales(tile_m: int, k_tile, tile: Tile, lane, work: Work) -> list:
     return [ptx.float_of(word) for word in words]
 
 
+def row_scales(tile_n: int, k_tile, tile: Tile, lane, work: Work) -> list:
+    """Load a k tile's scales of the weight, if each row has its own. Each lane loads one row's scale per 32 rows. Rows
+    that do not exist get zeros."""
+    scale = work.b_scale
+    offset = Int64(tile.expert) * scale.stride[2] + Int64(k_tile) * scale.stride[1] + (tile.column + lane)
+    words = []
+    for place in range(0, tile_n, 32):
+        words += ptx.load_if(scale.iterator + offset, tile.column + lane + place < work.n, 1, 4 * place)
+    return [ptx.float_of(word) for word in words]
+
+
 @cute.jit
 def store_token_scales(tile_m: int, scales: cute.Tensor, of_rows: list, lane) -> None:
     """Write the scales that ``token_scales`` loaded into ``scales``, the shared-memory words of one slot."""

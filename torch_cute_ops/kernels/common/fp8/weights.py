@@ -43,14 +43,21 @@ class FP8Weight:
         tile_n: number of weight rows of a tile.
         is_plain: True for a single weight matrix, False for one matrix per expert.
         has_blocks: True if the weight has block scales. If False, ``alpha`` contains the weight's scales.
+        by_row: True if each weight row has block scales of its own (1 × 128), column-major, False if 128 rows share
+            row-major block scales.
     """
 
-    def __init__(self, tile_n: int, is_plain: bool, has_blocks: bool = True):
-        self.tile_n, self.is_plain, self.has_blocks = tile_n, is_plain, has_blocks
+    def __init__(self, tile_n: int, is_plain: bool, has_blocks: bool = True, by_row: bool = False):
+        self.tile_n, self.is_plain, self.has_blocks, self.by_row = tile_n, is_plain, has_blocks, by_row
 
     def arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg | None]:
         if not self.has_blocks:
             return fp8_argument(n, k, experts), None
+        if self.by_row:
+            shape, stride = (n, blocks), (1, Dim("b_scale_pitch", bits=64))
+            if experts is not None:
+                shape, stride = (experts, *shape), (Dim("b_scale_of_expert", bits=64), *stride)
+            return fp8_argument(n, k, experts), TensorArg("Float32", shape, stride, align=4)
         rows = Dim("b_scale_rows")
         if experts is None:
             scale = TensorArg("Float32", (rows, blocks), (blocks, 1), align=4)
@@ -60,8 +67,13 @@ class FP8Weight:
         return fp8_argument(n, k, experts), scale
 
     def views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """Return the weight as (N, K, E), and its block scales as (⌈N / 128⌉, blocks, E) or None."""
-        return by_expert(b, is_transposed=True), by_expert(b_scale) if self.has_blocks else None
+        """Return the weight as (N, K, E), and its block scales as (⌈N / 128⌉, blocks, E), (N, blocks, E) or None."""
+        weight = by_expert(b, is_transposed=True)
+        if self.by_row:
+            shape = (*b_scale.shape[-2:], *(b_scale.shape[:-2] or [1]))
+            strides = (*b_scale.stride[-2:], *(b_scale.stride[:-2] or [0]))
+            return weight, cute.make_tensor(b_scale.iterator, cute.make_layout(shape, stride=strides))
+        return weight, by_expert(b_scale) if self.has_blocks else None
 
     def layout(self, stages: int):
         return k_tiles_layout(self.tile_n, stages)
