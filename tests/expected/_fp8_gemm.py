@@ -44,8 +44,10 @@ class Weight(NamedTuple):
 
 
 def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
-    """Return an FP8 weight (N, K) whose scales each cover 128 rows."""
-    factors = scale.detach().cpu().double().numpy().repeat(BLOCK, 0)[: len(codes)]
+    """Return an FP8 weight (N, K) whose scales each cover 128 rows, or one row."""
+    factors = scale.detach().cpu().double().numpy()
+    if len(factors) != len(codes):
+        factors = factors.repeat(BLOCK, 0)[: len(codes)]
     return Weight(numbers(codes), factors)
 
 

@@ -160,7 +160,8 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
 
     def operand(format_, layout=None):
-        return {"format": format_, "scale_layout": layout, "is_prepared": False, "is_interleaved": False}
+        flags = dict.fromkeys(("is_prepared", "is_interleaved", "scales_by_row"), False)
+        return {"format": format_, "scale_layout": layout, **flags}
 
     static, scaled = record["static"], operand("nvfp4", "128x4")
     if op.name == "mm_fp8":

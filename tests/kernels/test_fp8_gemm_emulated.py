@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from samples._fp8_gemm import NAN
+from samples._fp8_gemm import NAN, with_row_scales
 from samples.grouped_mm_fp8 import contiguous, masked
 from samples.mm_fp8_block import sample
 from support.emulated import (
@@ -75,11 +75,13 @@ class Run(NamedTuple):
         torch.manual_seed(self.n)
         layout = self.case.layout
         if layout == "plain":
-            return sample("", *self.counts, self.n, self.k, CPU, exact=True)
-        if layout == "masked":
-            return masked("", self.counts, self.room, self.n, self.k, CPU, exact=True)
-        counted = layout == "counted"
-        return contiguous("", self.counts, self.n, self.k, CPU, exact=True, spare=9, counted=counted)
+            one = sample("", *self.counts, self.n, self.k, CPU, exact=True)
+        elif layout == "masked":
+            one = masked("", self.counts, self.room, self.n, self.k, CPU, exact=True)
+        else:
+            counted = layout == "counted"
+            one = contiguous("", self.counts, self.n, self.k, CPU, exact=True, spare=9, counted=counted)
+        return with_row_scales(one, exact=True) if self.case.family.endswith("-rows") else one
 
 
 def execute(
@@ -142,6 +144,12 @@ def operands_of(run: Run) -> list[torch.Tensor | None]:
 
 def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCase:
     return FP8GemmCase("fp8_wgmma", layout, tile, Epilogue(*epilogue))
+
+
+def by_row(layout: str, tile: tuple[int, ...], *epilogue: Any, arch: str = "sm_90a") -> FP8GemmCase:
+    """Return a case in which each weight row has block scales of its own."""
+    family = "fp8_wgmma-rows" if arch == "sm_90a" else "fp8_mma-rows"
+    return FP8GemmCase(family, layout, tile, Epilogue(*epilogue), arch)
 
 
 def prefetching(*given: Any) -> FP8GemmCase:
@@ -209,6 +217,16 @@ RUNS = [
     # Runs with several tiles per CTA, and with clusters in which one CTA gets no k tile
     Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
     Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
+    # Block scales of each weight row
+    Run(by_row("plain", (16, 128, 1), FP32), (3,), 136, 1728, 1, seed=None),
+    Run(by_row("plain", (128, 128, 1), FP32, "column", FP32), (130,), 264, 1216, 2, seed=1),
+    Run(by_row("counted", (128, 128, 1), FP16), (3, 130, 0), 136, 896, 2, seed=2),
+    Run(by_row("masked", (128, 64, 1), FP32), (3, 0, 130), 168, 320, 4, room=134),
+    Run(by_row("offsets", (64, 128, 1), BF16, "expert_column", FP32), (64, 0, 80), 264, 192, 2),
+    Run(by_row("plain", (32, 64, 2), BF16, "column", BF16), (19,), 200, 448, 4, seed=3),
+    Run(by_row("plain", (16,), BF16, "column", BF16, arch="sm_120a"), (19,), 136, 832, 2, seed=1),
+    Run(by_row("masked", (32,), FP32, arch="sm_100a"), (3, 0, 70), 136, 320, 2, room=72),
+    Run(by_row("counted", (32, 2), FP16, "expert_column", arch="sm_120a"), (33, 0, 9), 264, 448, 4, seed=2),
     # Clusters of mma.sync: more k tiles than stages, several tiles per cluster, and CTAs without a k tile
     Run(mma("plain", (16, 2), BF16, "column", BF16, arch="sm_120a"), (19,), 136, 1408, 2, seed=1),
     Run(mma("counted", (64, 4), FP32, "expert_column", FP32, arch="sm_120a"), (65, 0, 9), 264, 320, 4, seed=None),
@@ -262,10 +280,11 @@ def test_nothing_is_launched_on_overlap(family: str) -> None:
 
 def kind_of(case: FP8GemmCase) -> str:
     """Return a name for the way in which a kernel divides a GEMM among CTAs."""
-    if case.family == "fp8_mma":
-        return "warps"
+    if case.family.startswith("fp8_mma"):
+        return "warps" + case.family.removeprefix("fp8_mma")
     tile_m, _, split_k = case.tile
-    return "split k" if split_k > 1 else "many rows" if tile_m == 128 else "few rows"
+    scales = case.family.removeprefix("fp8_wgmma")
+    return ("split k" if split_k > 1 else "many rows" if tile_m == 128 else "few rows") + scales
 
 
 GRIDS = {f"{run.case.layout} {kind_of(run.case)}": run.case for run in RUNS}
@@ -278,7 +297,7 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
     cluster, however many rows the experts own."""
     case = GRIDS[name]
     kernel, layout = case.kernel, case.layout
-    tile_m, tile_n, split_k = (case.tile[0], 128, *case.tile[1:], 1)[:3] if case.family == "fp8_mma" else case.tile
+    tile_m, tile_n, split_k = (case.tile[0], 128, *case.tile[1:], 1)[:3] if case.family[4:7] == "mma" else case.tile
     for _ in range(10):
         experts = 1 if layout == "plain" else random.randint(1, 20)
         n, room = random.randint(1, 80) * 8, random.randint(1, 300)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from samples._epilogue import epilogue_errors
-from samples._inputs import ErrorInput
+from samples._inputs import ErrorInput, Sample
 from samples._rows import short
 
 BLOCK = 128
@@ -50,6 +50,17 @@ def weight(
     lead = () if experts is None else (experts,)
     numbers, factors = (integers, powers) if exact else (codes, scales)
     return numbers(*lead, n, k, device=device), factors(*lead, -(-n // BLOCK), -(-k // BLOCK), device=device)
+
+
+def with_row_scales(one: Sample, exact: bool = False) -> Sample:
+    """Return a call whose weight has random block scales of each row, (..., N, ⌈K/128⌉), column-major. With ``exact``,
+    they are powers of two. The scales of experts without rows are NaN if they were NaN."""
+    a, b, a_scale, b_scale, *rest = one.args
+    *lead, k, n = b.shape
+    own = (powers if exact else scales)(*lead, -(-k // BLOCK), n, device=b.device).mT
+    if lead and not own.is_meta:
+        own[b_scale.isnan().flatten(1).any(1)] = torch.nan
+    return Sample(f"rows-{one.name}", (a, b, a_scale, own, *rest), one.kwargs)
 
 
 def option_errors(

@@ -9,7 +9,7 @@ import torch
 from support import spec
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
-from samples._fp8_gemm import FP8, NAN, matrix, option_errors, powers, scales, tensor_errors, weight
+from samples._fp8_gemm import FP8, NAN, matrix, option_errors, powers, scales, tensor_errors, weight, with_row_scales
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
@@ -126,6 +126,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield masked(f"masked-k-{k}", [5, 0, 8], 8, 72, k, device)
     yield from _epilogues(device)
     yield from _tokens(device)
+    yield from _rows(device)
     yield from _mxfp8(device)
     for backend in ("auto", "reference"):
         yield contiguous(f"backend-{backend}", [4, 3], 24, 256, device, backend=backend)
@@ -200,6 +201,24 @@ def with_mx_scales(one: Sample, layout: str = "128x4", weight_layout: str = "lin
             linear = torch.from_numpy(spec.arrange(linear.flatten(0, -2).numpy(), name))
         made.append(linear.to(a.device))
     return Sample(f"mxfp8-{one.name}", (a, b, *made, *rest), one.kwargs)
+
+
+def _rows(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with block scales of each row of the weights."""
+    for out_dtype in DTYPES:
+        dtype, given = short(out_dtype), {"out_dtype": out_dtype}
+        yield with_row_scales(contiguous(f"to-{dtype}", [5, 0, 19], 136, 384, device, **given))
+        yield with_row_scales(masked(f"masked-to-{dtype}", [5, 0, 8], 8, 136, 192, device, **given))
+        exact = contiguous(f"exact-{dtype}", [3, 70], 264, 320, device, exact=True, **given)
+        yield with_row_scales(exact, exact=True)
+        exact = masked(f"masked-exact-{dtype}", [1, 130], 136, 264, 256, device, exact=True, **given)
+        yield with_row_scales(exact, exact=True)
+    for name, epilogue in epilogues(136, torch.bfloat16, device, experts=3):
+        named: dict[str, Any] = {"out_dtype": torch.bfloat16, **epilogue}
+        yield with_row_scales(contiguous(name, [5, 0, 19], 136, 256, device, **named))
+    yield with_row_scales(contiguous("many-rows", [130, 3, 257], 264, 576, device))
+    a, b, a_scale, b_scale, *rest = with_row_scales(contiguous("", [4, 3], 24, 256, device)).args
+    yield Sample("rows-row-major", (a, b, a_scale, b_scale.contiguous(), *rest), {})
 
 
 def _mxfp8(device: torch.device) -> Iterator[Sample]:

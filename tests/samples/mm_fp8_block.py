@@ -8,7 +8,7 @@ import torch
 from support import spec
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
-from samples._fp8_gemm import FP8, NAN, codes, integers, matrix, option_errors, tensor_errors, weight
+from samples._fp8_gemm import FP8, NAN, codes, integers, matrix, option_errors, tensor_errors, weight, with_row_scales
 from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
@@ -80,6 +80,30 @@ def mx_sample(
     return Sample(name, (a, b.t(), *scales), kwargs)
 
 
+def _rows(device: torch.device) -> Iterator[Sample]:
+    """Yield calls with block scales of each row of the weight, in several layouts."""
+    for name in ("decode", "nine-rows", "thirty-three-rows", "several-tiles", "k-64", "k-ends-in-half-a-block"):
+        yield with_row_scales(sample(name, *SIZES[name], device))
+    for name in ("no-rows", "one-column-of-blocks"):
+        yield with_row_scales(sample(name, *SIZES.get(name, (70, 136, 128)), device))
+    for out_dtype in DTYPES:
+        exact: dict[str, Any] = {"exact": True, "out_dtype": out_dtype}
+        yield with_row_scales(sample(f"exact-{short(out_dtype)}", 130, 264, 640, device, **exact), exact=True)
+    for name, given in epilogues(136, torch.bfloat16, device):
+        yield with_row_scales(sample(name, 70, 136, 192, device, out_dtype=torch.bfloat16, **given))
+    yield with_row_scales(sample("reference", 9, 24, 256, device, backend="reference"))
+    a, b, a_scale, b_scale = with_row_scales(sample("", 6, 24, 256, device)).args
+    for name, strided in (
+        ("row-major", b_scale.contiguous()),
+        ("strided", torch.stack((b_scale, b_scale), 2).flatten(1)[:, ::2]),
+        ("pitched", torch.cat((b_scale,) * 2).t().contiguous().t()[1 : 1 + len(b_scale)]),
+    ):
+        yield Sample(f"rows-{name}", (a, b, a_scale, strided), {})
+    one = with_row_scales(sample("nan", 70, 136, 256, device))
+    one.args[3][3::7, 1], one.args[3][1::7, 0] = torch.nan, 0.0
+    yield one
+
+
 def _mxfp8(device: torch.device) -> Iterator[Sample]:
     """Yield calls with MXFP8 matrices."""
     layouts = ("128x4", "linear", "8x4")
@@ -134,6 +158,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     yield from _values(device)
     yield from _epilogues(device)
     yield from _views(device)
+    yield from _rows(device)
     yield from _mxfp8(device)
 
 

@@ -92,7 +92,14 @@ DIMS = {
     **{"experts": 2, "alpha_stride": 2, "alpha_column_stride": 1},
     **{"rows": 12, "offsets": 3, "rows_of_expert": 6144, "out_of_expert": 1632, "a_scale_pitch": 24},
     **{"a_scale_of_expert": 12, "all_rows": 24, "a_scale_stride": 1},
-    **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64, "slabs": 3, "b_scale_slab": 136 * 16},
+    **{
+        "b_of_expert": 136 * 512,
+        "b_scale_rows": 2,
+        "b_scale_of_expert": 64,
+        "b_scale_pitch": 136,
+        "slabs": 3,
+        "b_scale_slab": 136 * 16,
+    },
     **{"b_blocks": 32, "note_words": 64, "prefetch_rows": 3, "prefetch_bytes": 64},
 }
 """Extents and strides of a small GEMM, dense or with two experts, keyed by their names in the kernels' arguments."""

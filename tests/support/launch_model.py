@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from expected import _fp8_gemm
 
 from support.cases import forget
-from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
+from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import FP8_DYNAMIC_TENSOR
@@ -345,9 +344,13 @@ def compute_fp8(config: Any, *args: Any) -> None:
     weight = call.b.mT
     if isinstance(config, fp8_fp4_recode.Config):
         factors = exponents_of(call.b_scale, weight.shape).float().exp2()
-    elif getattr(config, "is_mx", False):
+    elif getattr(config, "is_mx", False) or isinstance(config, mxfp8_wgmma_kernel.Config):
         blocks = call.a.shape[-1] // 32
-        scales = [each.data.contiguous().view(torch.uint8)[..., :blocks] for each in (call.a_scale, call.b_scale)]
+        if isinstance(config, mxfp8_wgmma_kernel.Config):
+            a, a_scale = unfolded(a, call.a_scale)
+            scales = [a_scale, call.b_scale.data.view(torch.uint8)[..., :blocks]]
+        else:
+            scales = [each.data.contiguous().view(torch.uint8)[..., :blocks] for each in (call.a_scale, call.b_scale)]
         if config.rows.is_plain:
             write(out, mxfp8_gemm(a, weight, *scales, call.alpha, call.bias, out.dtype))
             return
@@ -355,9 +358,6 @@ def compute_fp8(config: Any, *args: Any) -> None:
         rows, epilogue = (call.offsets, call.counts), (call.alpha, call.bias, out.dtype)
         out.data[used] = grouped_mxfp8_gemm(a, weight, *scales, *rows, *epilogue)[used]
         return
-    elif isinstance(config, mxfp8_wgmma_kernel.Config):
-        blocks = call.a.shape[-1] // MXFP8.block_size
-        weight, factors = fold_mxfp8(weight, call.b_scale.data.view(torch.uint8)[..., :blocks])
     elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
     else:
@@ -522,9 +522,25 @@ def compute_square_blocks(config: Any, *args: Any) -> None:
 def compute_folded_mxfp8(config: Any, *args: Any) -> None:
     codes, scale, y, y_scale, _ = mxfp8_fold.Arguments(*args)
     assert codes.shape[1] == config.width
-    folded, powers = fold_mxfp8(codes, to_linear(scale, config.layout, len(codes), config.blocks))
+    linear = to_linear(scale, config.layout, len(codes), config.blocks)
+    folded, powers = fold_mxfp8(codes, linear)
     write(y, folded)
     write(y_scale, powers.t())
+    FOLDED[y.data_ptr()] = codes, linear
+
+
+FOLDED: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+"""MXFP8 matrices and their linear scales before folding, keyed by the address of the folded elements."""
+
+
+def unfolded(a: torch.Tensor, a_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrix and the scales from which a launch made ``a`` and ``a_scale``, so that a GEMM's sums equal the
+    reference's bit for bit."""
+    codes, linear = FOLDED[a.data_ptr()]
+    folded, powers = fold_mxfp8(codes, linear)
+    assert torch.equal(a.data.view(torch.uint8), folded.view(torch.uint8).view(a.shape))
+    assert torch.equal(a_scale.data.nan_to_num(), powers.view(a_scale.shape).nan_to_num())
+    return codes.view(a.shape), linear.view(*a.shape[:-1], -1)
 
 
 def compute_qkv_rope(config: Any, *args: Any) -> None:
@@ -662,7 +678,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # Add in the reference's order, because even float64 sums depend on the order if large terms cancel.
     monkeypatch.setattr(cublas, "accumulate", lambda a, weight: matmul_rows(a.double(), weight.double()).float())
-    monkeypatch.setitem(_fp8_gemm.FOLDS, "cpu", True)
     # Forget all launchers before and after the test, because neither real launchers may be used with the model nor the
     # model's launchers without it.
     forget_all()

@@ -329,7 +329,8 @@ def _token_gemm(call: Call) -> Iterator[Rule]:
 
 def _columns_together(path: Path, call: Call) -> int:
     """Return the divisor of the number of columns of each shard of the weight."""
-    return BLOCK if path.b == "fp8" and not _is_mxfp8(path, call) else FP8_N_MULTIPLE
+    has_row_scales = _is_mxfp8(path, call) or call["b_scale"].shape[-2] == call["b"].shape[-1]
+    return BLOCK if path.b == "fp8" and not has_row_scales else FP8_N_MULTIPLE
 
 
 def _gemm(path: Path, call: Call) -> Iterator[Rule]:

@@ -273,7 +273,7 @@ def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
         rows, blocks = experts * problem.n, problem.k // problem.b.format.block_size
         return to_linear(scale, problem.b.scale_layout, rows, blocks).view(experts, problem.n, blocks)
     if problem.b.has_fp8_blocks:
-        return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
+        return factors_of_columns(scale, problem.n).reshape(experts, problem.n, -1)
     if problem.b.format == MXFP8:
         return decode_ue8m0(linear_mx_scales(scale, experts * problem.n, problem.k)).unflatten(0, (experts, -1))
     return scale.reshape(experts, -1, 1).expand(experts, problem.n, 1)

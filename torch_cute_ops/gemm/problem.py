@@ -33,6 +33,8 @@ class Operand:
             may be in another layout in each call.
         is_prepared: True if an FP4 weight comes with prepared scales (``formats.prepared_scales``) instead of block
             scales.
+        scales_by_row: True if each row of an FP8 weight has block scales of its own (1 × 128), False if 128 rows share
+            block scales (128 × 128), and for all other operands.
         is_interleaved: True if k of FP8 activations is interleaved (``formats.interleave``).
     """
 
@@ -40,6 +42,7 @@ class Operand:
     scale_layout: ScaleLayout | None = None
     is_prepared: bool = False
     is_interleaved: bool = False
+    scales_by_row: bool = False
 
     @cached_property
     def is_fp4(self) -> bool:
@@ -216,7 +219,7 @@ class GemmProblem:
         """
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
         a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)
-        if self.b.has_fp8_blocks:  # one scale per 128 rows of the weight
+        if self.b.has_fp8_blocks and not self.b.scales_by_row:  # one scale per 128 rows of the weight
             b = self.n * self.k + 4 * -(-self.n // 128) * -(-self.k // 128)
         if self.grouping.over in ("k", "n"):
             share = self.topk / self.experts

@@ -324,7 +324,10 @@ def _weight(
     if not operand.has_fp8_blocks:
         shape = (*experts, n) if operand.format != FP8_TENSOR else (*experts,) or (1,)
         return codes, _fp8_scales(shape, generator, exact)
-    return codes, _fp8_scales((*experts, -(-n // 128), operand.format.scales_per_row(k)), generator, exact)
+    blocks = operand.format.scales_per_row(k)
+    if operand.scales_by_row:
+        return codes, _fp8_scales((*experts, blocks, n), generator, exact).mT  # column-major
+    return codes, _fp8_scales((*experts, -(-n // 128), blocks), generator, exact)
 
 
 def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:

@@ -172,6 +172,13 @@ class FP8Gemm(Gemm):
         """Return True if both matrices are in MXFP8, as the dtype of the weight's scales says."""
         return self.b == "fp8" and call.b_scale.dtype in MX_SCALE_DTYPES
 
+    def has_row_scales(self, call: GemmCall) -> bool:
+        """Return True if each row of an FP8 weight has block scales of its own: ``b_scale`` is (..., N, ⌈K/128⌉). N is
+        a multiple of 8, so N and ⌈N/128⌉ differ unless both are 0."""
+        *lead, k, n = call.b.shape
+        of_rows = (*lead, n, FP8_BLOCK128.scales_per_row(k))
+        return self.b == "fp8" and call.b_scale.dtype == torch.float32 and call.b_scale.shape == of_rows and n > 0
+
     def _check_mx_scale(self, name: str, scale: Tensor, rows: tuple[int, ...], k: int) -> None:
         """Check the shape and strides of the MXFP8 scales of a tensor (rows, K). ``rows`` may be several dimensions."""
         blocks = k // MXFP8.block_size
@@ -263,7 +270,11 @@ class FP8Gemm(Gemm):
         if fmt is not None and layout is not None:
             self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout, call)
         else:
-            meaning = "a scale for 128 rows of the weight and 128 elements of k"
+            if self.has_row_scales(call):
+                return
+            meaning = (
+                "a scale for 128 rows of the weight and 128 elements of k; or (N, ⌈K/128⌉) for each row of the weight"
+            )
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
             self._refuse_transposed_scale(b_scale)
 
@@ -323,7 +334,7 @@ class FP8Gemm(Gemm):
         if self.is_mxfp8(call):
             return p.Operand(MXFP8), p.Operand(MXFP8)
         if self.b == "fp8":
-            return a, p.Operand(FP8_BLOCK128)
+            return a, p.Operand(FP8_BLOCK128, scales_by_row=self.has_row_scales(call))
         fmt, _, b_layout = self.fp4_format(call)
         if self.has_token_scales(call):
             a_format = FP8_TENSOR if has_one_a_scale(call) else FP8_TOKEN
@@ -335,7 +346,7 @@ class FP8Gemm(Gemm):
     def declare_kind(self) -> dict[str, Property]:
         kind = self.declare_fp4_tokens() if self.b == "fp4" else {}
         if self.b == "fp8":
-            kind = {"mxfp8": flag(self.is_mxfp8)}
+            kind = {"mxfp8": flag(self.is_mxfp8), "scales_by_row": flag(self.has_row_scales)}
         return {**kind, **super().declare_kind()}
 
     def declare_fp4_tokens(self) -> dict[str, Property]:
@@ -371,6 +382,8 @@ class FP8Gemm(Gemm):
         if self.b == "fp8":
             made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             made["b_scale"] = zeros(*weights[:-1], -(-given.n // FP8_BLOCK128.block_size), blocks)
+            if given.scales_by_row:
+                made["b_scale"] = zeros(*weights[:-1], blocks, given.n).mT
             if given.mxfp8:
                 for name, rows in (("a_scale", lead), ("b_scale", weights)):
                     made[name] = zeros(*rows, given.k // MXFP8.block_size, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, FP4Format
-from torch_cute_ops.formats.fp8 import is_one_column, new_column_scales
+from torch_cute_ops.formats.fp8 import is_column_major, is_one_column, new_column_scales
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
 from torch_cute_ops.gemm.buckets import bucket
@@ -331,6 +331,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         super().__init__(problem, *how, **named)
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
         self.is_interleaved, self.is_prepared = problem.a.is_interleaved, problem.b.is_prepared
+        self.scales_by_row = problem.b.scales_by_row
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors, self.prologue_quant = path.over == "k", path.prologue_quant
         self.has_fp8_rows = problem.a.has_fp8_blocks
@@ -357,6 +358,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         is_changed = False
         if self.views_b_scale:
             b_scale, is_changed = b_scale.view(self.b_scale_shape), True
+        if self.scales_by_row and not is_column_major(b_scale):
+            return None
         # Check that the scale tiles have no gaps between them. Otherwise the compiled function would launch no CTAs,
         # and the resulting CUDA error would end a graph capture.
         if self.b_scale_shape is not None and not b_scale.is_contiguous():
@@ -448,6 +451,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         elif self.fmt is not None:
             b = seen_as(b, torch.uint8)
             a_scale, b_scale = self.stored_scales(a_scale, b_scale, a.shape[0], self.fmt)
+        elif self.scales_by_row:
+            b_scale = b_scale if is_column_major(b_scale) else b_scale.mT.contiguous().mT
         else:
             b_scale = aligned(b_scale)
         b = aligned(b.mT).mT

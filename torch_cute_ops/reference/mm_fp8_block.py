@@ -68,7 +68,10 @@ def mxfp8_gemm(
 
 
 def factors_of_columns(b_scale: torch.Tensor, n: int) -> torch.Tensor:
-    """Repeat the scales of 128-row blocks, (..., ⌈N/128⌉, blocks), for each row of the weight: (..., N, blocks)."""
+    """Return the block scales of each row of the weight, (..., N, blocks). ``b_scale`` has this shape already, or the
+    shape (..., ⌈N/128⌉, blocks) if 128 rows share block scales."""
+    if b_scale.shape[-2] == n:  # N is a multiple of 8, so this differs from ⌈N/128⌉ unless both are 0
+        return b_scale
     return b_scale.repeat_interleave(BLOCK, -2)[..., :n, :]
 
 

@@ -31,6 +31,8 @@ FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (Tr
 
 WGMMA_FAMILIES = ("fp8_wgmma", "fp8_wgmma-rows", "mxfp8_wgmma")
 """Families of ``FP8GemmCase`` with the tiles of ``fp8_wgmma``."""
+MMA_FAMILIES = {"fp8_mma": fp8_mma.TILES, "fp8_mma-rows": fp8_mma.MX_TILES}
+"""Families of ``FP8GemmCase`` with mma.sync, and their tiles."""
 RECODED = (128, 128)
 """(tile_m, tile_n) of ``fp8_fp4_recode``."""
 
@@ -87,8 +89,9 @@ class FP8GemmCase(KernelCase):
         """Kernel, built as the op builds it."""
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout], self.max_experts)
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
-        if self.family == "fp8_mma":
-            return fp8_mma.FP8MmaKernel(fp8_mma.plan(**mma_sizes(self.tile), **given))
+        if self.family in MMA_FAMILIES:
+            by_row = {"scales_by_row": True} if self.family.endswith("-rows") else {}
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(**mma_sizes(self.tile), **given, **by_row))
         names = ("tile_m", "tile_n", "split_k")
         given |= {"static_weight": self.static_weight, "prefetches": self.prefetches}
         given |= dict(zip(names, self.tile, strict=True))
@@ -390,7 +393,7 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     """Return cases in which every tile has an alpha and bias per column or expert. Tiles with many rows, or all tiles
     if ``every``, also appear without them. Layouts and other epilogues alternate from case to case."""
     kinds = [(family, tile, "sm_90a") for family in WGMMA_FAMILIES for tile in fp8_wgmma.TILES]
-    kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
+    kinds += [(family, (tokens,), arch) for family, tiles in MMA_FAMILIES.items() for tokens in tiles for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
     light = itertools.cycle(epilogues((None, "one"))[::2])
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])

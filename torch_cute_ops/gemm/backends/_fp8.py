@@ -55,14 +55,18 @@ class FP8Backend(Backend):
     """
 
     tactic_type: ClassVar[Any] = FP8Tactic
+    takes_row_scales: ClassVar[bool] = False
+    """True if each weight row may have block scales of its own."""
 
     @abc.abstractmethod
     def tile(self, tactic: Any) -> Tile:
         """Return the tile sizes of a tactic."""
 
     def handles(self, problem: GemmProblem) -> bool:
-        has_blocks = problem.a.has_fp8_blocks and problem.b.has_fp8_blocks
-        return has_blocks and problem.grouping.over in ("none", "rows")
+        if not problem.a.has_fp8_blocks or not problem.b.has_fp8_blocks:
+            return False
+        fits = self.takes_row_scales or not problem.b.scales_by_row
+        return fits and problem.grouping.over in ("none", "rows")
 
     def epilogue(self, problem: GemmProblem) -> Epilogue:
         """Return the epilogue for the kernel's configuration."""

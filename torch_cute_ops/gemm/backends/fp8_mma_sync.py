@@ -54,19 +54,20 @@ class FP8MmaSync(FP8Backend):
     tactic_type = FP8MmaTactic
     has_blocks = True
     is_mx = False
+    takes_row_scales = True
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[FP8MmaTactic, ...]:
         assert target.arch is not None
         return tuple(
             FP8MmaTactic(tile_m, split_k)
-            for tile_m in self.tile_sizes(target.arch)
+            for tile_m in self.tile_sizes(problem, target.arch)
             for split_k in fp8_mma.SPLIT_K
             if split_k == 1 or self.is_worth_splitting(problem, m, FP8MmaTactic(tile_m, split_k), target)
         )
 
-    def tile_sizes(self, arch: Arch) -> tuple[int, ...]:
+    def tile_sizes(self, problem: GemmProblem, arch: Arch) -> tuple[int, ...]:
         """Return the numbers of rows of ``a`` in the tiles of ``arch``."""
-        return tuple(fp8_mma.TILES)
+        return tuple(fp8_mma.MX_TILES if problem.b.scales_by_row else fp8_mma.TILES)
 
     def is_worth_splitting(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> bool:
         """Return True if split-K can make a call faster: the tiles do not fill the GPU, and each CTA has at least one k
@@ -120,6 +121,7 @@ class FP8MmaSync(FP8Backend):
             has_blocks=self.has_blocks,
             is_mx=self.is_mx,
             split_k=tactic.split_k,
+            scales_by_row=problem.b.scales_by_row,
         )
 
     def kernels(self, problem: GemmProblem, tactic: FP8MmaTactic, arch: Arch) -> tuple[KernelSpec, ...]:
@@ -155,7 +157,7 @@ class MXFP8MmaSync(FP8MmaSync):
 
     is_mx = True
 
-    def tile_sizes(self, arch: Arch) -> tuple[int, ...]:
+    def tile_sizes(self, problem: GemmProblem, arch: Arch) -> tuple[int, ...]:
         return fp8_mma.mx_tiles(arch)
 
     def handles(self, problem: GemmProblem) -> bool:

@@ -1,6 +1,7 @@
-"""MXFP8 GEMMs by Hopper's wgmma, plain or grouped by rows: ``kernels/mxfp8_wgmma``."""
+"""MXFP8 GEMMs by Hopper's wgmma, plain or grouped by rows: ``kernels/mxfp8_wgmma`` and ``kernels/fp8_wgmma``."""
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -9,10 +10,13 @@ from torch_cute_ops.formats.scale_layout import layout_of_operand
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Tactic, has_mxfp8, plan_of_tile
 from torch_cute_ops.gemm.backends.fp8_mma_sync import mx_words_of
-from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
+from torch_cute_ops.gemm.backends.fp8_wgmma import SHARE_CLOCKS, FP8Wgmma, gemm_kernel
+from torch_cute_ops.gemm.cost import memory_seconds
+from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.kernels import mxfp8_fold, mxfp8_wgmma
+from torch_cute_ops.kernels.mxfp8_wgmma import MANY
 from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -21,57 +25,118 @@ from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
 LINEAR: Final = SCALE_LAYOUTS["linear"]
 LAYOUTS: Final = (LINEAR, SCALE_LAYOUTS["128x4"])
-"""Layouts of the activations' scales that the folding kernel reads. Scales in other layouts are first converted to
-linear scales."""
+"""Layouts of scales that the folding kernel reads. Scales in other layouts are first converted to linear scales."""
+DECODED_CLOCKS: Final = {128: (790.0, 4.3), 64: (500.0, 2.2)}
+"""SM clocks per k tile if decoder warps fold the weight, keyed by ``tile_n``: fixed clocks, and clocks per row of ``a``
+(fitted to GEMMs with 1 to 4,096 rows on an H200)."""
+FOLDED_FACTOR: Final = 1.15
+"""Time of a GEMM with block scales of each weight row, divided by its time with scales of 128 weight rows."""
 
 Tensor = torch.Tensor
+
+
+class MXFP8Tactic(NamedTuple):
+    """Tactic of ``MXFP8Wgmma``.
+
+    Attributes:
+        tile_m: number of rows of ``a`` in a tile.
+        tile_n: number of rows of the weight in a tile.
+        split_k: number of CTAs that compute one tile, each over a range of K. They form a cluster.
+        folds_first: True if a kernel folds the weight before the GEMM, False if the GEMM's decoder warps fold it.
+    """
+
+    tile_m: int
+    tile_n: int
+    split_k: int
+    folds_first: bool = False
 
 
 class MXFP8Wgmma(FP8Wgmma):
     """Backend for MXFP8 operands on Hopper.
 
     Each 128 elements of both operands get one scale, which rounds elements below 2^-6 times the largest scale of the
-    128 elements (``kernels.mxfp8_fold``). A kernel folds the activations before the GEMM, whose decoder warps fold the
-    weight. Weight scales that are not linear, or whose rows are not whole words (K is no multiple of 128), are first
-    rearranged.
+    128 elements (``kernels.mxfp8_fold``). A kernel folds the activations before the GEMM. The weight is folded by the
+    GEMM's decoder warps, or with many rows before the GEMM, which then reads a copy of the weight. Decoder warps read
+    words of four scales, so scales that are not linear, or whose rows are not whole words (K is no multiple of 128),
+    are first rearranged.
     """
+
+    tactic_type: ClassVar[Any] = MXFP8Tactic
 
     def handles(self, problem: GemmProblem) -> bool:
         return has_mxfp8(problem) and problem.grouping.over in ("none", "rows")
 
-    def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        config = mxfp8_wgmma.plan(**plan_of_tile(problem, self.tile(tactic), arch))
-        return KernelSpec(mxfp8_wgmma.KERNEL, config), *(folding_kernel(problem.k, layout) for layout in LAYOUTS)
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[MXFP8Tactic, ...]:  # type: ignore[override]
+        tiles = super().tactics(problem, m, target)
+        many = [MXFP8Tactic(*tile, True) for tile in tiles if tile.tile_m == MANY]
+        return *(MXFP8Tactic(*tile) for tile in tiles), *many
 
-    def launcher(self, problem: GemmProblem, tactic: FP8Tactic, target: Target) -> Launch:
+    def estimate(self, problem: GemmProblem, m: int, tactic: MXFP8Tactic, target: Target) -> float:  # type: ignore[override]
+        tile = self.tile(tactic)
+        folding = memory_seconds(2 * m * problem.k, 1, target)
+        if tactic.folds_first:
+            copying = memory_seconds(2 * problem.experts * problem.n * problem.k, 1, target)
+            multiplying = super().estimate(problem, m, FP8Tactic(*tactic[:3]), target)
+            return folding + copying + FOLDED_FACTOR * multiplying
+        fixed, of_row = DECODED_CLOCKS[tile.tile_n]
+        clocks = fixed + of_row * tile.tile_m
+        return folding + tile.seconds(problem, m, target, clocks, 0.0, share_clocks=SHARE_CLOCKS)
+
+    def kernels(self, problem: GemmProblem, tactic: MXFP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:  # type: ignore[override]
+        return self._gemm_kernel(problem, tactic, arch), *(folding_kernel(problem.k, layout) for layout in LAYOUTS)
+
+    def _gemm_kernel(self, problem: GemmProblem, tactic: MXFP8Tactic, arch: Arch) -> KernelSpec:
+        if tactic.folds_first:
+            return gemm_kernel(problem, self.tile(tactic), arch, scales_by_row=True)
+        return KernelSpec(mxfp8_wgmma.KERNEL, mxfp8_wgmma.plan(**plan_of_tile(problem, self.tile(tactic), arch)))
+
+    def launcher(self, problem: GemmProblem, tactic: MXFP8Tactic, target: Target) -> Launch:
         assert target.arch is not None
-        kernel, *_ = self.kernels(problem, tactic, target.arch)
+        kernel = self._gemm_kernel(problem, tactic, target.arch)
         multiply, prefetches = compile_kernel(kernel, target.arch), kernel.config.prefetches
-        functions = {layout: compile_kernel(folding_kernel(problem.k, layout), target.arch) for layout in LAYOUTS}
-        device, k, max_ctas = target.device, problem.k, self.ctas(problem, tactic, target)
-        groups, folding_ctas = -(-k // mxfp8_fold.GROUP), target.sms * mxfp8_fold.CTAS_PER_SM
-
-        def fold(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-            *lead, _ = codes.shape
-            rows, layout = codes.numel() // k, layout_of_operand(scale)
-            if layout not in functions or not scale.is_contiguous():
-                scale, layout = linear_mx_scales(scale, rows, k).contiguous(), LINEAR
-            allocate = allocator(device)
-            folded = allocate((rows, k), (k, 1), codes.dtype)
-            of_groups = allocate((groups, rows), (rows, 1), torch.float32)
-            scale = scale.view(rows, -1) if layout is LINEAR else scale
-            functions[layout](codes.view(rows, k), scale.view(torch.uint8), folded, of_groups, folding_ctas)
-            return folded.view(codes.shape), of_groups.view(groups, *lead).movedim(0, -1)
+        fold, max_ctas = folder(problem.k, target), self.ctas(problem, tactic, target)
 
         def launch(given: Operands, out: Tensor) -> None:
             assert given.a_scale is not None
-            b_scale = mx_words_of(given.b_scale, given.b.mT.shape)
+            b = given.b
+            if tactic.folds_first:
+                weight, b_scale = fold(b.mT, given.b_scale)
+                b = weight.mT
+            else:
+                b_scale = mx_words_of(given.b_scale, b.mT.shape)
             a, a_scale = fold(given.a, given.a_scale)
             rows, epilogue = (given.offsets, given.counts), (given.alpha, given.bias)
             following = given.prefetch if prefetches else None
-            multiply(a, given.b, a_scale, b_scale, *rows, *epilogue, out, following, max_ctas)
+            multiply(a, b, a_scale, b_scale, *rows, *epilogue, out, following, max_ctas)
 
         return launch
+
+    def tile(self, tactic: Any) -> Tile:
+        return Tile(*tactic[:3])
+
+
+def folder(k: int, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return a function that folds MXFP8 rows (..., K), contiguous, whose scales are bytes in any layout.
+
+    The function returns elements (..., K) float8_e4m3fn, and scales (..., ⌈K/128⌉) float32, which form one column per
+    128 elements over all leading dimensions.
+    """
+    assert target.arch is not None
+    functions = {layout: compile_kernel(folding_kernel(k, layout), target.arch) for layout in LAYOUTS}
+    groups, max_ctas = -(-k // mxfp8_fold.GROUP), target.sms * mxfp8_fold.CTAS_PER_SM
+
+    def fold(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        *lead, _ = codes.shape
+        rows, layout, allocate = codes.numel() // k, layout_of_operand(scale), allocator(target.device)
+        if layout not in functions or not scale.is_contiguous():
+            scale, layout = linear_mx_scales(scale, rows, k).contiguous(), LINEAR
+        elif layout is LINEAR:
+            scale = scale.view(rows, -1)
+        folded, powers = allocate((rows, k), (k, 1), codes.dtype), allocate((groups, rows), (rows, 1), torch.float32)
+        functions[layout](codes.view(rows, k), scale.view(torch.uint8), folded, powers, max_ctas)
+        return folded.view(codes.shape), powers.view(groups, *lead).movedim(0, -1)
+
+    return fold
 
 
 def folding_kernel(k: int, layout: ScaleLayout) -> KernelSpec:

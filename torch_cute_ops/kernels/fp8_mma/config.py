@@ -15,7 +15,8 @@ SPLIT_K: Final = (1, 2, 4, 8)
 TILES: Final = {16: (1, 4), 64: (4, 2)}
 """(Number of warps that divide the rows, number of warps that divide the columns), keyed by ``tile_m``."""
 MX_TILES: Final = {16: (1, 4), 32: (2, 4)}
-"""Same as ``TILES``, for MXFP8. A warp multiplies 32 weight rows: with 64 rows, registers spill."""
+"""Same as ``TILES``, for scales of single weight rows: MXFP8 and ``Config.scales_by_row``. A warp multiplies 32 weight
+rows: with 64 rows, registers spill."""
 SCALED_TILES: Final = {16: (1, 4), 32: (2, 4), 64: (2, 4)}
 """Same as ``MX_TILES``, for block-scaled MMAs, which need fewer registers because they take the scales as bytes."""
 
@@ -31,6 +32,8 @@ class Config(WarpGemmConfig):
             words of four ue8m0 bytes, declared as fp32.
         has_scaled_mmas: True if block-scaled MMAs apply the scales of MXFP8 operands.
         split_k: number of CTAs of a cluster, which compute one tile, each over a range of k tiles.
+        scales_by_row: True if each weight row has block scales of its own (1 × 128), column-major, False if 128 rows
+            share block scales.
     """
 
     rows: ExpertLayout
@@ -42,13 +45,14 @@ class Config(WarpGemmConfig):
     is_mx: bool = False
     has_scaled_mmas: bool = False
     split_k: int = 1
+    scales_by_row: bool = False
     line: ClassVar = K_TILE
 
     @property
     def tiles(self) -> dict[int, tuple[int, int]]:  # type: ignore[override]
         if self.has_scaled_mmas:
             return SCALED_TILES
-        return MX_TILES if self.is_mx else TILES
+        return MX_TILES if self.is_mx or self.scales_by_row else TILES
 
     @property
     def slot_bytes(self) -> int:  # type: ignore[override]
@@ -83,10 +87,15 @@ def plan(
     has_blocks: bool = True,
     is_mx: bool = False,
     split_k: int = 1,
+    scales_by_row: bool = False,
 ) -> Config | None:
     """Return the configuration with the most stages that fit into the shared memory of ``arch``, or None if none
     fits."""
     scaled = is_mx and arch.has_block_scaled_mma
     return first_fit(
-        (Config(rows, epilogue, tile_m, stages, pdl, has_blocks, is_mx, scaled, split_k) for stages in STAGES), arch
+        (
+            Config(rows, epilogue, tile_m, stages, pdl, has_blocks, is_mx, scaled, split_k, scales_by_row)
+            for stages in STAGES
+        ),
+        arch,
     )

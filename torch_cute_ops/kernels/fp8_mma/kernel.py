@@ -42,9 +42,11 @@ class FP8MmaKernel(FP8Kernel):
             rows, promotion, weight = MatrixRows(), ScaledMmas(config), ScaledWeight
         elif config.is_mx:
             rows, promotion = BlockRows(), MXPromotion(config)
+        elif config.scales_by_row:
+            rows, promotion = LaneRows(), RowPromotion(config)
         else:
             rows, promotion = LaneRows(), BlockPromotion(config) if config.has_blocks else TokenPromotion(config)
-        source = FP8Weight(TILE_N, config.rows.is_plain, config.has_blocks)
+        source = FP8Weight(TILE_N, config.rows.is_plain, config.has_blocks, config.scales_by_row)
         self.gemm = WarpGemm(config, source, rows, weight(config, rows), promotion, GemmEpilogue(config))
 
 
@@ -131,6 +133,27 @@ class BlockPromotion(Promotion):
         return ptx.fma_rn(of_rows[row], total, acc)
 
 
+class RowPromotion(Promotion):
+    """Promotion with block scales of the rows of ``a`` and of the weight rows. The factor of a result is the product of
+    both scales."""
+
+    @cute.jit
+    def factors(self, k_tile, tile, work) -> list:
+        """Return the scales of the lane's rows, which are two of every 16 rows, and then the scales of its columns,
+        which are two of every eight."""
+        return _scales_of_lane(self.config, k_tile, tile, work)
+
+    def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
+        return factors[2 * i : 2 * i + 2]
+
+    def of_columns(self, factors: list, slot, group: int, column, lane) -> list:
+        first = self.config.warp_m // 8 + 2 * group
+        return factors[first : first + 2]
+
+    def add(self, acc, total, of_rows: list, row: int, of_columns: list, column: int) -> Float32:
+        return ptx.fma_rn(ptx.mul_rn(of_rows[row], of_columns[column]), total, acc)
+
+
 class MXPromotion(Promotion):
     """Promotion of MXFP8 operands: the result of each MMA, of 32 elements, is multiplied by the product of both
     operands' scales.
@@ -144,16 +167,7 @@ class MXPromotion(Promotion):
     def factors(self, k_tile, tile, work) -> list:
         """Return the words of the lane's rows, which are two of every 16 rows, and then the words of its columns, which
         are two of every eight."""
-        c = self.config
-        words = []
-        for i in range_constexpr(c.warp_m // 8):
-            # For a row or column that does not exist, load the word of the last. Its results are not stored.
-            row = cutlass.min(work.row + i * 8 + work.lane // 4, tile.rows - 1)
-            words.append(ptx.bits_of(work.a_scale[k_tile, Int64(tile.row) + row]))
-        for i in range_constexpr(c.warp_n // 4):
-            column = tile.column + work.column + i // 2 * 8 + work.lane % 4 * 2 + i % 2
-            words.append(ptx.bits_of(work.b_scale[cutlass.min(column, work.n - 1), k_tile, tile.expert]))
-        return words
+        return [ptx.bits_of(scale) for scale in _scales_of_lane(self.config, k_tile, tile, work)]
 
     def of_rows(self, factors: list, slot, i: int, work: Work) -> list:
         return [_scales_of(word) for word in factors[2 * i : 2 * i + 2]]
@@ -194,6 +208,20 @@ class ScaledMmas(Promotion):
 
     def multiply(self, a: list, b: list, values: list, of_rows: tuple, of_columns: tuple, step: int) -> list:
         return ptx.mma_16x8x32_scaled(a, b, values, of_rows, of_columns, step)
+
+
+@cute.jit
+def _scales_of_lane(config: Config, k_tile, tile, work) -> list:
+    """Load the scales of a lane's rows of ``a`` in a k tile, and then the scales of its columns. For a row or column
+    that does not exist, load the scale of the last. Its results are not stored."""
+    scales = []
+    for i in range_constexpr(config.warp_m // 8):
+        row = cutlass.min(work.row + i * 8 + work.lane // 4, tile.rows - 1)
+        scales.append(work.a_scale[k_tile, Int64(tile.row) + row])
+    for i in range_constexpr(config.warp_n // 4):
+        column = tile.column + work.column + i // 2 * 8 + work.lane % 4 * 2 + i % 2
+        scales.append(work.b_scale[cutlass.min(column, work.n - 1), k_tile, tile.expert])
+    return scales
 
 
 def _word(slot: cute.Pointer, place) -> cute.Tensor:

@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.core.launch import ctas_unless_overlapping, p
 from torch_cute_ops.kernels.common.core.memory import load_words, store_words
 from torch_cute_ops.kernels.common.core.ue8m0 import float_of_ue8m0
 from torch_cute_ops.kernels.common.fp4.codes import scale_argument, scale_matrix
-from torch_cute_ops.kernels.common.fp8.fold import MX_BLOCKS, fold_words, largest_byte, power_below
+from torch_cute_ops.kernels.common.fp8.fold import MOST_BELOW, MX_BLOCKS, largest_byte, lowered, rounded
 from torch_cute_ops.kernels.mxfp8_fold.config import GROUP, THREADS, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -60,7 +60,12 @@ class MXFP8FoldKernel:
                 byte = ptx.select(block < 2, ptx.select(block == 0, found[0], found[1]), found[3])
                 byte = ptx.select(block == 2, found[2], byte)
                 words = load_words(self._vector(codes, row, vector))
-                store_words(fold_words(words, power_below(largest - byte)), self._vector(y, row, vector))
+                below = cutlass.min(largest - byte, Uint32(MOST_BELOW))
+                folded, fits = lowered(words, below)
+                if fits | (below == Uint32(0)):
+                    store_words(folded, self._vector(y, row, vector))
+                else:
+                    store_words(rounded(words, below), self._vector(y, row, vector))
                 if vector % (GROUP // VECTOR) == 0:
                     y_scale[group, row] = float_of_ue8m0(largest)
 

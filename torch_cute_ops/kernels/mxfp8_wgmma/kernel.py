@@ -16,7 +16,7 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
     RowScaled,
     SmemMma,
 )
-from torch_cute_ops.kernels.common.fp8.fold import MOST_BELOW, MX_BLOCKS, fold_words, largest_byte, power_below
+from torch_cute_ops.kernels.common.fp8.fold import MOST_BELOW, MX_BLOCKS, largest_byte, lowered, rounded
 from torch_cute_ops.kernels.common.fp8.gemm import (
     FP8Gemm,
     Stages,
@@ -100,11 +100,20 @@ class Folder:
         at = (stage * c.tile_n + row) * c.line + row % 8 * VECTOR_BYTES
         each = PIECES // MX_BLOCKS
         for block in range_constexpr(MX_BLOCKS):
-            power = power_below(below >> 8 * block & Uint32(0xFF))
             pieces = [piece_at(smem.b, at ^ (block * each + i) * VECTOR_BYTES) for i in range(each)]
-            words = [load_words(piece) for piece in pieces]
-            for i in range_constexpr(each):
-                store_words(fold_words(words[i], power), pieces[i])
+            words = [word for piece in pieces for word in load_words(piece)]
+            of_block = below >> 8 * block & Uint32(0xFF)
+            folded, fits = lowered(words, of_block)
+            if of_block != Uint32(0):
+                if fits:
+                    self._store(folded, pieces)
+                else:
+                    self._store(rounded(words, of_block), pieces)
+
+    def _store(self, words: list, pieces: list) -> None:
+        """Store the words of the pieces of a block."""
+        for i, piece in enumerate(pieces):
+            store_words(words[4 * i : 4 * i + 4], piece)
 
     def tell(self, row, stage, lane, work, smem) -> None:
         """Signal the consumers that this warp has folded its rows."""
