@@ -21,7 +21,6 @@ from ..fp8_gemms import (
     FP8GemmBenchmark,
     Prepared,
     aligned_columns,
-    codes,
     decoded_gemm,
     found,
     peer_mark,
@@ -64,13 +63,13 @@ multiply other numbers, and are not compared."""
         if not case.choices:
             weight = {name: tensor[0] for name, tensor in self.weight(case, device).items()}
             return self.activations(case["M"], case, device) | weight
-        m, n, k = (case[name] for name in ("M", "N", "K"))
-        return {
-            "a": codes(m, k, device),
-            "b": codes(n, k, device),
-            "a_scale": powers(m, k // MXFP8.block_size, device=device),
-            "b_scale": powers(n, k // MXFP8.block_size, device=device),
-        }
+        made = {}
+        for name, rows in (("a", case["M"]), ("b", case["N"])):
+            values = torch.randn(rows, case["K"], device=device, dtype=DTYPE)
+            made[name], made[f"{name}_scale"] = torch_cute_ops.fp8_quantize(
+                values, granularity=MXFP8.granularity, scale_layout="linear"
+            )
+        return made
 
     def arguments(self, tensors: Tensors) -> Tensors:
         return {"b": tensors["b"].t(), **{name: tensors[name] for name in ("a", "a_scale", "b_scale")}}
@@ -118,7 +117,7 @@ multiply other numbers, and are not compared."""
         if not case.choices:
             return (decoded_gemm(a, b, a_scale, b_scale),)
         decoded = [
-            matrix.double() * scale.double().repeat_interleave(MXFP8.block_size, 1)
+            matrix.double() * torch.exp2(scale.double() - 127).repeat_interleave(MXFP8.block_size, 1)
             for matrix, scale in ((a, a_scale), (b, b_scale))
         ]
         return ((decoded[0] @ decoded[1].t()).to(DTYPE),)
@@ -141,11 +140,6 @@ multiply other numbers, and are not compared."""
                 )
             ),
         ]
-
-
-def powers(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return a tensor of random e8m0 scales from 2^-10 to 2^-7."""
-    return torch.randint(117, 121, shape, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
 
 
 BENCHMARK = MmFp8Block()

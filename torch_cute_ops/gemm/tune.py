@@ -296,7 +296,7 @@ def _operand(
         if operand.format == FP8_TENSOR:
             return codes, _fp8_scales((1, 1), generator, exact).expand(math.prod(lead), 1)
         if operand.format == MXFP8:
-            return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
+            return _mxfp8(lead, k, generator, exact)
         if not operand.has_fp8_blocks:
             return codes, _fp8_scales((math.prod(lead), 1), generator, exact)
         blocks = operand.format.scales_per_row(k)
@@ -320,7 +320,7 @@ def _weight(
     *experts, n = lead
     codes = _fp8((*lead, k), generator, exact)
     if operand.format == MXFP8:
-        return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
+        return _mxfp8(lead, k, generator, exact)
     if not operand.has_fp8_blocks:
         shape = (*experts, n) if operand.format != FP8_TENSOR else (*experts,) or (1,)
         return codes, _fp8_scales(shape, generator, exact)
@@ -337,6 +337,18 @@ def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Ten
     return torch.randn(shape, dtype=torch.bfloat16, device=generator.device, generator=generator).to(
         torch.float8_e4m3fn
     )
+
+
+def _mxfp8(lead: tuple[int, ...], k: int, generator: torch.Generator, exact: bool) -> tuple[Tensor, Tensor]:
+    """Return a random MXFP8 matrix (..., K) and its scales.
+
+    Unless ``exact``, a block's largest magnitude is about as large as quantising ops make it, more than half of e4m3's
+    largest number. Kernels that fold MXFP8 take longer if elements are small.
+    """
+    codes = _fp8((*lead, k), generator, exact)
+    if not exact:
+        codes = (codes.to(torch.bfloat16) * 128).clamp(-448, 448).to(codes.dtype)
+    return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
 
 
 def _mx_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
