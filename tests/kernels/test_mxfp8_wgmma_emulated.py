@@ -153,12 +153,39 @@ def test_folded_weights() -> None:
 SWAPPED = Run(case("plain", (16, 64, 1), BF16), (5,), 72, 1408, 1)
 MANY = Run(case("counted", (128, 64, 1), BF16), (130, 3), 40, 1152, 1)
 EDITS = {
-    "folded before the MMAs": changed(r"fence\.proxy\.async", None),
+    "folded before the MMAs": changed(r"fence\.proxy\.async", 0),
     "scales stored": changed(r"bar\.warp\.sync", 0),
-    "folded by all lanes": changed(r"bar\.warp\.sync", 4),
+    "folded by all lanes": changed(r"bar\.warp\.sync", 3),
     "MMAs done": changed(r"wgmma\.wait_group\.sync\.aligned", None),
-    "every wait": changed(WAIT, None, PASSED),
+    "all waits": changed(WAIT, None, PASSED),
 }
+WAITS = 8
+
+
+@pytest.mark.parametrize("run", [SWAPPED, MANY], ids=["swapped", "many"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
+    """Check that the emulator finds a race or a wrong result, in some order of warps, if ``edit`` removes or changes
+    instructions that order memory accesses."""
+    assert is_found(run, edit)
+
+
+@pytest.mark.parametrize("wait", range(WAITS))
+def test_every_wait_is_needed(wait: int) -> None:
+    """Check that each wait of the producer, the scale loaders, the decoders and the consumers is needed."""
+    assert is_found(MANY, changed(WAIT, wait, PASSED))
+
+
+def test_those_are_all_waits() -> None:
+    with pytest.raises(IndexError):
+        execute(MANY, edit=changed(WAIT, WAITS, PASSED))
+
+
+@pytest.mark.parametrize("run", [SWAPPED, MANY], ids=["swapped", "many"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
+    got, want = execute(run._replace(seed=seed))
+    assert torch.equal(got, want)
 
 
 def is_found(run: Run, edit: Any) -> bool:
