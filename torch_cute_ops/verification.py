@@ -32,9 +32,9 @@ from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.formats.fp4 import unpack_e2m1
 from torch_cute_ops.formats.interleave import deinterleave_k
 from torch_cute_ops.formats.scale_layout import DEFAULT_SCALE_LAYOUT, fitting_layouts, from_linear, to_linear
+from torch_cute_ops.formats.token_scales import with_alpha
 from torch_cute_ops.ops._backend_path import BackendPath, seen_as
 from torch_cute_ops.ops._define import OpSpec, as_tuple
-from torch_cute_ops.ops._gemm import with_alpha
 from torch_cute_ops.ops._row_quant import gate_arguments
 from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime.calls import described

@@ -18,8 +18,8 @@ largest of these terms, and keeps 14 bits (measured by DeepSeek on an H800: "Dee
 
 
 FOLDS = {"cpu": False, "cuda": True}
-"""True for types of devices on which a kernel may fold MXFP8 operands: it may choose one scale for each 128 elements,
-their largest, which rounds elements with smaller scales. (Only Hopper's kernels do.)"""
+"""True for types of devices on which a kernel may fold MXFP8 operands: it may choose one scale, the largest, for each
+128 activations and for each weight row, which rounds elements with smaller scales. (Only Hopper's kernels do.)"""
 
 
 class Bounded(NamedTuple):
@@ -85,7 +85,7 @@ def mx_gemm(
     exact = gemm(a, Weight(numbers(b), columns), torch.from_numpy(rows), alpha, bias, device, STEP)
     if not FOLDS[device]:
         return exact
-    (left, powers, off), (right, of_columns, off_right) = folded(numbers(a), rows), folded(numbers(b), columns)
+    (left, powers, off), (right, of_columns, off_right) = folded(numbers(a), rows), folded(numbers(b), columns, True)
     bound, size = (np.zeros(exact.total.shape) for _ in range(2))
     with np.errstate(all="ignore"):
         for block in range(powers.shape[1]):
@@ -100,10 +100,14 @@ def mx_gemm(
         return Bounded(exact.total, np.maximum(exact.bound, moved(exact.total, bound, alpha, bias)))
 
 
-def folded(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return numbers (rows, K) as multiples of the largest scale of each 128 elements, these scales (rows, ⌈K/128⌉),
-    and the error of each number if it is rounded to e4m3. ``scales`` (rows, K/32) are the scales of ``values``."""
+def folded(values: np.ndarray, scales: np.ndarray, by_row: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return numbers (rows, K) as multiples of the largest scale of each 128 elements, or of the row if ``by_row``,
+    these scales (rows, ⌈K/128⌉), and the error of each number if it is rounded to e4m3. ``scales`` (rows, K/32) are the
+    scales of ``values``."""
     size, blocks = BLOCK // STEP, scales.shape[1]
+    if by_row:
+        scales, own = np.broadcast_to(scales.max(1, keepdims=True, initial=0), scales.shape), scales
+        values = values * (own / scales).repeat(STEP, 1)
     padded = np.pad(scales, ((0, 0), (0, -blocks % size)))
     largest = padded.reshape(len(scales), -(-blocks // size), size).max(2)
     relative = (scales / largest.repeat(size, 1)[:, :blocks]).repeat(STEP, 1)

@@ -27,7 +27,8 @@ E4M3 = torch.float8_e4m3fn
         pytest.param(5, 4160, "linear", CONSUMER, 2, 2, id="part-of-the-threads"),
     ],
 )
-def test_fold(rows: int, width: int, layout: str, arch: str, max_ctas: int, seed: int | None) -> None:
+@pytest.mark.parametrize("by_row", [False, True], ids=["groups", "by-row"])
+def test_fold(rows: int, width: int, layout: str, arch: str, max_ctas: int, seed: int | None, by_row: bool) -> None:
     """Check the folded elements and the scales bit for bit. In a matrix of 256 × 2,048, the blocks of a row hold all
     codes, with the scale byte r in row r, and every fourth block of a row has the scale 255, 254, 100 or 40. So every
     code meets every difference of exponents. NaN becomes a NaN of either sign."""
@@ -38,13 +39,13 @@ def test_fold(rows: int, width: int, layout: str, arch: str, max_ctas: int, seed
         scale = torch.arange(rows, dtype=torch.uint8)[:, None].repeat(1, width // 32)
         scale[:, ::4] = torch.tensor([254, 100, 40, 255], dtype=torch.uint8).repeat_interleave(4)
         codes = (torch.arange(width) + torch.arange(width) // 128 * 96).to(torch.uint8).repeat(rows, 1)
-    groups = -(-width // 128)
+    groups, size = (1, width // 32) if by_row else (-(-width // 128), 4)
     y, y_scale = poisoned(rows, width, dtype=E4M3), poisoned(groups, rows, dtype=FP32)
-    kernel: Any = MoeCase("mxfp8_fold", (width, layout), arch).kernel
+    kernel: Any = MoeCase("mxfp8_fold", (width, layout, by_row), arch).kernel
     scales = from_linear(scale, SCALE_LAYOUTS[layout])
     given = mxfp8_fold.Arguments(codes.view(E4M3), scales, y, y_scale, max_ctas)
     run_kernel(kernel, ARCHS[arch], *given, seed=seed)
-    padded = torch.nn.functional.pad(scale, (0, -(width // 32) % 4)).view(rows, groups, 4)
+    padded = torch.nn.functional.pad(scale, (0, -(width // 32) % size)).view(rows, groups, size)
     largest = padded.amax(-1)
     below = (largest[..., None].int() - padded).flatten(1)[:, : width // 32].repeat_interleave(32, 1)
     want = torch.ldexp(codes.view(E4M3).double(), -below).float().to(E4M3)

@@ -35,7 +35,11 @@ def corrupted(output: torch.Tensor) -> torch.Tensor:
 
 
 def is_in_range(op, sample) -> bool:
-    """Check a sample's indices as debug mode does. A GPU accepts some indices that a CPU and debug mode refuse."""
+    """Return False for a sample whose values debug mode refuses: an ``alpha`` that is not finite, or indices that only
+    a GPU accepts."""
+    alpha = sample.kwargs.get("alpha")
+    if isinstance(alpha, torch.Tensor) and not alpha.isfinite().all():
+        return False
     try:
         op.path.check_values(op.bind(**arguments(op, sample)))
     except ValueError as error:

@@ -17,6 +17,7 @@ from support.cases import forget
 from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, resolve_fp8_format
 from torch_cute_ops.formats import interleave as formats_interleave
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.formats.fp4 import decode_ue8m0
 from torch_cute_ops.formats.fp8 import FP8_DYNAMIC_TENSOR
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm import decode, select
@@ -351,12 +352,13 @@ def compute_fp8(config: Any, *args: Any) -> None:
             scales = [a_scale, call.b_scale.data.view(torch.uint8)[..., :blocks]]
         else:
             scales = [each.data.contiguous().view(torch.uint8)[..., :blocks] for each in (call.a_scale, call.b_scale)]
-        if config.rows.is_plain:
-            write(out, mxfp8_gemm(a, weight, *scales, call.alpha, call.bias, out.dtype))
-            return
-        used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
-        rows, epilogue = (call.offsets, call.counts), (call.alpha, call.bias, out.dtype)
-        out.data[used] = grouped_mxfp8_gemm(a, weight, *scales, *rows, *epilogue)[used]
+        multiply_mxfp8(config, call, a, weight, scales, call.alpha, out)
+        return
+    elif getattr(config, "weight_scales", "blocks") == "alpha":
+        a, a_scale = unfolded(a, call.a_scale)
+        powers = decode_ue8m0(FOLDED[weight.data_ptr()][1].view(torch.uint8)).view(*weight.shape[:-1], -1).amax(-1)
+        weight, b_scale = unfolded(weight, powers)
+        multiply_mxfp8(config, call, a, weight, [a_scale, b_scale], call.alpha / powers, out)
         return
     elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
@@ -368,6 +370,15 @@ def compute_fp8(config: Any, *args: Any) -> None:
         return
     used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
     out.data[used] = grouped_gemm(*operands, call.offsets, call.counts, call.alpha, call.bias, out.dtype)[used]
+
+
+def multiply_mxfp8(config: Any, call: Any, a: Any, weight: Any, scales: list, alpha: Any, out: Any) -> None:
+    if config.rows.is_plain:
+        write(out, mxfp8_gemm(a, weight, *scales, alpha, call.bias, out.dtype))
+        return
+    used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
+    rows, epilogue = (call.offsets, call.counts), (alpha, call.bias, out.dtype)
+    out.data[used] = grouped_mxfp8_gemm(a, weight, *scales, *rows, *epilogue)[used]
 
 
 def compute_fp8_token(config: Any, *args: Any) -> None:
@@ -523,7 +534,7 @@ def compute_folded_mxfp8(config: Any, *args: Any) -> None:
     codes, scale, y, y_scale, _ = mxfp8_fold.Arguments(*args)
     assert codes.shape[1] == config.width
     linear = to_linear(scale, config.layout, len(codes), config.blocks)
-    folded, powers = fold_mxfp8(codes, linear)
+    folded, powers = fold_mxfp8(codes, linear, config.by_row)
     write(y, folded)
     write(y_scale, powers.t())
     FOLDED[y.data_ptr()] = codes, linear
@@ -535,9 +546,9 @@ FOLDED: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 def unfolded(a: torch.Tensor, a_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrix and the scales from which a launch made ``a`` and ``a_scale``, so that a GEMM's sums equal the
-    reference's bit for bit."""
+    reference's bit for bit. Scales of rows have one dimension less than ``a``."""
     codes, linear = FOLDED[a.data_ptr()]
-    folded, powers = fold_mxfp8(codes, linear)
+    folded, powers = fold_mxfp8(codes, linear, by_row=a_scale.ndim < a.ndim)
     assert torch.equal(a.data.view(torch.uint8), folded.view(torch.uint8).view(a.shape))
     assert torch.equal(a_scale.data.nan_to_num(), powers.view(a_scale.shape).nan_to_num())
     return codes.view(a.shape), linear.view(*a.shape[:-1], -1)

@@ -30,3 +30,17 @@ def has_token_scales(
     if len(a_scale.shape) < 2 or is_prepared(b, b_scale, block_size) or is_interleaved(a, is_masked):
         return True
     return bool(a_scale.shape[-1] == 1 and 2 * b.shape[-2] > FP8_BLOCK128.block_size)
+
+
+def with_alpha(b_scale: torch.Tensor, alpha: torch.Tensor | None) -> torch.Tensor:
+    """Multiply the per-channel scales of a weight, (N,), (E, N) or (E,), by ``alpha``, if any. With experts, ``alpha``
+    may have one element per expert."""
+    if alpha is None:
+        return b_scale
+    if alpha.numel() == 1:
+        return b_scale * alpha.reshape(())
+    if b_scale.dim() < alpha.dim():
+        b_scale = b_scale[:, None]
+    elif b_scale.dim() > alpha.dim():
+        alpha = alpha[:, None]
+    return b_scale * alpha

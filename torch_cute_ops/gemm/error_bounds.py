@@ -36,9 +36,9 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
 
     The error accounts for the rounding of the sum of K terms, of a gate in the prologue, of the epilogue, and of the
     result to its dtype. With MXFP8, it accounts for the rounding of elements whose scale is below the largest scale of
-    128 elements (``fold_mxfp8``). If each expert owns a range of K, the error also accounts for four roundings per
-    expert: the expert's sum, the addition of its bias, the multiplication by its factor, and the addition to the other
-    experts' sums.
+    128 activations, or of a weight row (``fold_mxfp8``). If each expert owns a range of K, the error also accounts for
+    four roundings per expert: the expert's sum, the addition of its bias, the multiplication by its factor, and the
+    addition to the other experts' sums.
 
     Args:
         problem, operands: problem and tensors of the call.
@@ -83,7 +83,7 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
                     lost = lost + off[part] @ right.abs()
                 if problem.b.format == MXFP8:
                     codes, scale = weight[expert, columns], weight_bytes[expert, columns]
-                    off_right = _off_by_folding(codes, scale).t()
+                    off_right = _off_by_folding(codes, scale, by_row=True).t()
                     off_left = _off_by_folding(a.reshape(rows, -1)[part], a_bytes[part])
                     lost = lost + off_left @ (right.abs() + off_right) + left.abs() @ off_right
                 if operands.row_scale is not None:
@@ -235,12 +235,13 @@ def _off_by_gate(
     return torch.maximum(*((each - exact).abs() for each in off))
 
 
-def _off_by_folding(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the errors of MXFP8 elements (rows, K), in fp64, if one scale is chosen for each 128 elements. ``scale``
-    (rows, K/32) contains bytes."""
-    folded, powers = fold_mxfp8(codes, scale)
+def _off_by_folding(codes: Tensor, scale: Tensor, by_row: bool = False) -> Tensor:
+    """Return the errors of MXFP8 elements (rows, K), in fp64, if one scale is chosen for each 128 elements, or for each
+    row. ``scale`` (rows, K/32) contains bytes."""
+    k = codes.shape[1]
+    folded, powers = fold_mxfp8(codes, scale, by_row)
     exact = codes.double() * decode_ue8m0(scale).double().repeat_interleave(MXFP8.block_size, 1)
-    factors = powers.double().repeat_interleave(FP8_BLOCK128.block_size, 1)[:, : codes.shape[1]]
+    factors = powers.double().repeat_interleave(k if by_row else FP8_BLOCK128.block_size, 1)[:, :k]
     return (folded.double() * factors - exact).abs()
 
 

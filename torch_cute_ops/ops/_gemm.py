@@ -12,6 +12,7 @@ from torch_cute_ops.formats import FP8_BLOCK128, MXFP8, FP4Format
 from torch_cute_ops.formats.fp8 import is_column_major, is_one_column, new_column_scales
 from torch_cute_ops.formats.gates import Gate
 from torch_cute_ops.formats.interleave import INTERLEAVED_K
+from torch_cute_ops.formats.token_scales import with_alpha
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.ops import _checks
@@ -470,16 +471,3 @@ def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
     if not is_grouped:
         return "column"
     return "expert" if alpha.dim() == 1 else "expert_column"
-
-
-def with_alpha(b_scale: Tensor, alpha: Tensor | None) -> Tensor:
-    """Multiply the per-channel scales (E, N) or (E,) of experts' weights by ``alpha``."""
-    if alpha is None:
-        return b_scale
-    if alpha.numel() == 1:
-        return b_scale * alpha.reshape(())
-    if b_scale.dim() < alpha.dim():
-        b_scale = b_scale[:, None]
-    elif b_scale.dim() > alpha.dim():
-        alpha = alpha[:, None]
-    return b_scale * alpha

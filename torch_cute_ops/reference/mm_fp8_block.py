@@ -31,19 +31,21 @@ def linear_mx_scales(scale: torch.Tensor, rows: int, k: int) -> torch.Tensor:
     return to_linear(scale, layout_of_operand(scale), rows, k // MXFP8.block_size)
 
 
-def fold_mxfp8(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert the four MXFP8 scales of each 128 elements of a row to one scale, as ``kernels.mxfp8_fold`` does.
+def fold_mxfp8(codes: torch.Tensor, scale: torch.Tensor, by_row: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert the MXFP8 scales of each 128 elements of a row, or of a row, to one scale (``kernels.mxfp8_fold``).
 
     Args:
         codes: (..., K) float8_e4m3fn.
         scale: (..., K/32) uint8, linear ue8m0 bytes.
+        by_row: True if all elements of a row get one scale, False if each 128 elements do.
 
     Returns:
         Elements (..., K) float8_e4m3fn, rounded to nearest even, and the largest scale of each 128 elements, (...,
-        ⌈K/128⌉) float32.
+        ⌈K/128⌉) float32, or of each row, (..., 1).
     """
     blocks = scale.shape[-1]
-    groups = torch.nn.functional.pad(scale, (0, -blocks % MX_GROUP)).unflatten(-1, (-1, MX_GROUP))
+    size = blocks if by_row else MX_GROUP
+    groups = torch.nn.functional.pad(scale, (0, -blocks % size)).unflatten(-1, (-1, size))
     largest = groups.amax(-1)
     below = (largest[..., None].int() - groups).flatten(-2)[..., :blocks].repeat_interleave(MXFP8.block_size, -1)
     return torch.ldexp(codes.float(), -below).to(codes.dtype), decode_ue8m0(largest)

@@ -57,7 +57,8 @@ class FP8GemmCase(KernelCase):
     """An FP8 GEMM with block scales, or an MXFP8 GEMM by wgmma.
 
     Attributes:
-        family: package of the kernel, with "-rows" if each weight row has block scales of its own.
+        family: package of the kernel, with "-rows" if each weight row has block scales of its own, or "-alpha" if
+            ``alpha`` contains a scale of each weight row.
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``.
         epilogue, arch, static_weight, prefetches: fields of the configuration.
@@ -97,9 +98,8 @@ class FP8GemmCase(KernelCase):
         given |= dict(zip(names, self.tile, strict=True))
         if self.family == "mxfp8_wgmma":
             return mxfp8_wgmma.MXFP8WgmmaKernel(mxfp8_wgmma.plan(**given))
-        if self.family == "fp8_wgmma-rows":
-            given["scales_by_row"] = True
-        return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**given))
+        _, _, scales = self.family.partition("-")
+        return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**given, weight_scales=scales or "blocks"))
 
 
 def mma_sizes(tile: tuple[int, ...]) -> dict[str, int]:
@@ -393,6 +393,7 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     """Return cases in which every tile has an alpha and bias per column or expert. Tiles with many rows, or all tiles
     if ``every``, also appear without them. Layouts and other epilogues alternate from case to case."""
     kinds = [(family, tile, "sm_90a") for family in WGMMA_FAMILIES for tile in fp8_wgmma.TILES]
+    kinds += [("fp8_wgmma-alpha", tile, "sm_90a") for tile in fp8_wgmma.TILES if tile[0] == fp8_wgmma.MANY]
     kinds += [(family, (tokens,), arch) for family, tiles in MMA_FAMILIES.items() for tokens in tiles for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
     light = itertools.cycle(epilogues((None, "one"))[::2])

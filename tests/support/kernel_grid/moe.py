@@ -51,7 +51,7 @@ class MoeCase(KernelCase):
         if self.family in ("moe_route", "moe_route_dense"):
             given = ExpertChoice(*given[:8], any(given[9:])), given[8]
         if self.family == "mxfp8_fold":
-            given = given[0], SCALE_LAYOUTS[given[1]], True
+            given = given[0], SCALE_LAYOUTS[given[1]], True, *given[2:]
         return kernel(family.plan(*given))
 
 
@@ -89,6 +89,8 @@ LARGE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mxfp8_fold", (4096, "linear"), "sm_90a"),
     ("mxfp8_fold", (64, "128x4"), "sm_100a"),
     ("mxfp8_fold", (2112, "linear"), "sm_120a"),
+    ("mxfp8_fold", (7168, "128x4", True), "sm_90a"),
+    ("mxfp8_fold", (128, "linear", True), "sm_90a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 1024), "sm_90a"),
     ("moe_swiglu", (7168, FP32, False, True, True, 1024), "sm_120a"),
     ("moe_swiglu", (2048, BF16, True, True, False, 256, "silu", "ue8m0"), "sm_100a"),

@@ -67,16 +67,12 @@ class FP8Wgmma(FP8Backend):
         return many_rows_seconds(tile, problem, m, target)
 
     def kernels(self, problem: GemmProblem, tactic: FP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (gemm_kernel(problem, self.tile(tactic), arch, problem.b.scales_by_row),)
+        given = plan_of_tile(problem, self.tile(tactic), arch)
+        scales = "rows" if problem.b.scales_by_row else "blocks"
+        return (KernelSpec(fp8_wgmma.KERNEL, fp8_wgmma.plan(**given, weight_scales=scales)),)
 
     def tile(self, tactic: FP8Tactic) -> Tile:
         return Tile(*tactic)
-
-
-def gemm_kernel(problem: GemmProblem, tile: Tile, arch: Arch, scales_by_row: bool) -> KernelSpec:
-    """Return the kernel for a tile. If ``scales_by_row``, each weight row has block scales of its own."""
-    given = plan_of_tile(problem, tile, arch)
-    return KernelSpec(fp8_wgmma.KERNEL, fp8_wgmma.plan(**given, scales_by_row=scales_by_row))
 
 
 def many_rows_seconds(tile: Tile, problem: GemmProblem, m: int, target: Target) -> float:

@@ -1,21 +1,23 @@
 """MXFP8 GEMMs by Hopper's wgmma, plain or grouped by rows: ``kernels/mxfp8_wgmma`` and ``kernels/fp8_wgmma``."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from torch_cute_ops.formats import SCALE_LAYOUTS, ScaleLayout
 from torch_cute_ops.formats.scale_layout import layout_of_operand
+from torch_cute_ops.formats.token_scales import with_alpha
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Tactic, has_mxfp8, plan_of_tile
 from torch_cute_ops.gemm.backends.fp8_mma_sync import mx_words_of
-from torch_cute_ops.gemm.backends.fp8_wgmma import SHARE_CLOCKS, FP8Wgmma, gemm_kernel
+from torch_cute_ops.gemm.backends.fp8_wgmma import SHARE_CLOCKS, FP8Wgmma
 from torch_cute_ops.gemm.cost import memory_seconds
 from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.operands import Operands
 from torch_cute_ops.gemm.problem import GemmProblem
-from torch_cute_ops.kernels import mxfp8_fold, mxfp8_wgmma
+from torch_cute_ops.kernels import fp8_wgmma, mxfp8_fold, mxfp8_wgmma
 from torch_cute_ops.kernels.mxfp8_wgmma import MANY
 from torch_cute_ops.reference.mm_fp8_block import linear_mx_scales
 from torch_cute_ops.runtime import settings
@@ -29,8 +31,6 @@ LAYOUTS: Final = (LINEAR, SCALE_LAYOUTS["128x4"])
 DECODED_CLOCKS: Final = {128: (790.0, 4.3), 64: (500.0, 2.2)}
 """SM clocks per k tile if decoder warps fold the weight, keyed by ``tile_n``: fixed clocks, and clocks per row of ``a``
 (fitted to GEMMs with 1 to 4,096 rows on an H200)."""
-FOLDED_FACTOR: Final = 1.15
-"""Time of a GEMM with block scales of each weight row, divided by its time with scales of 128 weight rows."""
 
 Tensor = torch.Tensor
 
@@ -54,11 +54,12 @@ class MXFP8Tactic(NamedTuple):
 class MXFP8Wgmma(FP8Wgmma):
     """Backend for MXFP8 operands on Hopper.
 
-    Each 128 elements of both operands get one scale, which rounds elements below 2^-6 times the largest scale of the
-    128 elements (``kernels.mxfp8_fold``). A kernel folds the activations before the GEMM. The weight is folded by the
-    GEMM's decoder warps, or with many rows before the GEMM, which then reads a copy of the weight. Decoder warps read
-    words of four scales, so scales that are not linear, or whose rows are not whole words (K is no multiple of 128),
-    are first rearranged.
+    Each 128 elements of a row get one scale, which rounds elements below 2^-6 times the largest scale of the 128
+    elements (``kernels.mxfp8_fold``). A kernel folds the activations before the GEMM. The weight is folded by the
+    GEMM's decoder warps. With many rows, a kernel folds the weight before the GEMM to one scale per row, which the
+    epilogue applies, so that the mainloop is as fast as with scales of 128 × 128 elements. Decoder warps read words of
+    four scales, so scales that are not linear, or whose rows are not whole words (K is no multiple of 128), are first
+    rearranged.
     """
 
     tactic_type: ClassVar[Any] = MXFP8Tactic
@@ -77,37 +78,42 @@ class MXFP8Wgmma(FP8Wgmma):
         if tactic.folds_first:
             copying = memory_seconds(2 * problem.experts * problem.n * problem.k, 1, target)
             multiplying = super().estimate(problem, m, FP8Tactic(*tactic[:3]), target)
-            return folding + copying + FOLDED_FACTOR * multiplying
+            return folding + copying + multiplying
         fixed, of_row = DECODED_CLOCKS[tile.tile_n]
         clocks = fixed + of_row * tile.tile_m
         return folding + tile.seconds(problem, m, target, clocks, 0.0, share_clocks=SHARE_CLOCKS)
 
     def kernels(self, problem: GemmProblem, tactic: MXFP8Tactic, arch: Arch) -> tuple[KernelSpec, ...]:  # type: ignore[override]
-        return self._gemm_kernel(problem, tactic, arch), *(folding_kernel(problem.k, layout) for layout in LAYOUTS)
+        granularities = (False, True) if tactic.folds_first else (False,)
+        folding = (folding_kernel(problem.k, layout, by_row) for by_row in granularities for layout in LAYOUTS)
+        return self._gemm_kernel(problem, tactic, arch), *folding
 
     def _gemm_kernel(self, problem: GemmProblem, tactic: MXFP8Tactic, arch: Arch) -> KernelSpec:
+        given = plan_of_tile(problem, self.tile(tactic), arch)
         if tactic.folds_first:
-            return gemm_kernel(problem, self.tile(tactic), arch, scales_by_row=True)
-        return KernelSpec(mxfp8_wgmma.KERNEL, mxfp8_wgmma.plan(**plan_of_tile(problem, self.tile(tactic), arch)))
+            is_plain = problem.grouping.over == "none"
+            given["epilogue"] = replace(problem.epilogue, alpha="column" if is_plain else "expert_column")
+            return KernelSpec(fp8_wgmma.KERNEL, fp8_wgmma.plan(**given, weight_scales="alpha"))
+        return KernelSpec(mxfp8_wgmma.KERNEL, mxfp8_wgmma.plan(**given))
 
     def launcher(self, problem: GemmProblem, tactic: MXFP8Tactic, target: Target) -> Launch:
         assert target.arch is not None
         kernel = self._gemm_kernel(problem, tactic, target.arch)
         multiply, prefetches = compile_kernel(kernel, target.arch), kernel.config.prefetches
         fold, max_ctas = folder(problem.k, target), self.ctas(problem, tactic, target)
+        fold_weight = folder(problem.k, target, by_row=True) if tactic.folds_first else None
 
         def launch(given: Operands, out: Tensor) -> None:
             assert given.a_scale is not None
-            b = given.b
-            if tactic.folds_first:
-                weight, b_scale = fold(b.mT, given.b_scale)
-                b = weight.mT
-            else:
+            b, alpha, b_scale = given.b, given.alpha, None
+            if fold_weight is None:
                 b_scale = mx_words_of(given.b_scale, b.mT.shape)
+            else:
+                weight, powers = fold_weight(b.mT, given.b_scale)
+                b, alpha = weight.mT, with_alpha(powers.squeeze(-1), alpha)
             a, a_scale = fold(given.a, given.a_scale)
-            rows, epilogue = (given.offsets, given.counts), (given.alpha, given.bias)
-            following = given.prefetch if prefetches else None
-            multiply(a, b, a_scale, b_scale, *rows, *epilogue, out, following, max_ctas)
+            rows, following = (given.offsets, given.counts), given.prefetch if prefetches else None
+            multiply(a, b, a_scale, b_scale, *rows, alpha, given.bias, out, following, max_ctas)
 
         return launch
 
@@ -115,15 +121,15 @@ class MXFP8Wgmma(FP8Wgmma):
         return Tile(*tactic[:3])
 
 
-def folder(k: int, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def folder(k: int, target: Target, by_row: bool = False) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return a function that folds MXFP8 rows (..., K), contiguous, whose scales are bytes in any layout.
 
     The function returns elements (..., K) float8_e4m3fn, and scales (..., ⌈K/128⌉) float32, which form one column per
-    128 elements over all leading dimensions.
+    128 elements over all leading dimensions; if ``by_row``, scales (..., 1).
     """
     assert target.arch is not None
-    functions = {layout: compile_kernel(folding_kernel(k, layout), target.arch) for layout in LAYOUTS}
-    groups, max_ctas = -(-k // mxfp8_fold.GROUP), target.sms * mxfp8_fold.CTAS_PER_SM
+    functions = {layout: compile_kernel(folding_kernel(k, layout, by_row), target.arch) for layout in LAYOUTS}
+    groups, max_ctas = 1 if by_row else -(-k // mxfp8_fold.GROUP), target.sms * mxfp8_fold.CTAS_PER_SM
 
     def fold(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         *lead, _ = codes.shape
@@ -139,6 +145,6 @@ def folder(k: int, target: Target) -> Callable[[Tensor, Tensor], tuple[Tensor, T
     return fold
 
 
-def folding_kernel(k: int, layout: ScaleLayout) -> KernelSpec:
+def folding_kernel(k: int, layout: ScaleLayout, by_row: bool = False) -> KernelSpec:
     """Return the kernel that folds rows of ``k`` elements, with scales in this layout."""
-    return KernelSpec(mxfp8_fold.KERNEL, mxfp8_fold.plan(k, layout, settings.PDL))
+    return KernelSpec(mxfp8_fold.KERNEL, mxfp8_fold.plan(k, layout, settings.PDL, by_row))

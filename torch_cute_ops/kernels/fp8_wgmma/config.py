@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 from torch_cute_ops.kernels.common.fp8.layouts import (
     K_TILE,
@@ -31,11 +31,12 @@ class Config(FP8GemmConfig):
     """Static properties of the FP8 wgmma GEMM with block scales.
 
     Attributes:
-        scales_by_row: True if each weight row has block scales of its own (1 × 128), False if 128 rows share block
-            scales (128 × 128).
+        weight_scales: ``"blocks"`` if 128 weight rows share block scales (128 × 128); ``"rows"`` if each weight row has
+            block scales of its own (1 × 128); ``"alpha"`` if the weight has no block scales: ``alpha`` contains a scale
+            for each weight row.
     """
 
-    scales_by_row: bool = False
+    weight_scales: Literal["blocks", "rows", "alpha"] = "blocks"
     tiles: ClassVar = TILES
     stage_counts: ClassVar = range(12, 1, -1)
     prefetch_tile_m: ClassVar = 64
@@ -44,7 +45,7 @@ class Config(FP8GemmConfig):
 
     @property
     def scales_ahead(self) -> int:
-        return 2 if self.scales_by_row and not self.is_swapped else 4
+        return 2 if self.weight_scales == "rows" and not self.is_swapped else 4
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -54,13 +55,13 @@ class Config(FP8GemmConfig):
     def unrolls(self) -> bool:
         # The largest tiles use so much power that the power limit lowers the clock. With fewer instructions, the clock
         # is higher.
-        return not self.is_swapped and self.tile_n == K_TILE
+        return not self.is_swapped and self.tile_n == K_TILE and self.weight_scales != "rows"
 
     @property
     def slot_words(self) -> int:
-        """Number of words of a k tile's scales: one per row of ``a``, and one per weight row or one for the weight
-        tile, rounded up to a multiple of 16 bytes."""
-        return self.tile_m + (self.tile_n if self.scales_by_row else 4)
+        """Number of words of a k tile's scales: one per row of ``a``, and for the weight one per row, one, or none,
+        rounded up to a multiple of 16 bytes."""
+        return self.tile_m + {"blocks": 4, "rows": self.tile_n, "alpha": 0}[self.weight_scales]
 
 
 plan = functools.partial(with_most_stages, Config)

@@ -10,6 +10,7 @@ from torch_cute_ops.kernels.common.fp8.consumers import (
     Results,
     RowScaled,
     SmemMma,
+    TokenScaled,
     promote,
 )
 from torch_cute_ops.kernels.common.fp8.gemm import (
@@ -33,25 +34,36 @@ class FP8WgmmaKernel(FP8Kernel):
     def __init__(self, config: Config):
         self.config = config
         stages = Stages(config)
-        weight = FP8Weight(config.tile_n, config.rows.is_plain, by_row=config.scales_by_row)
+        kind = config.weight_scales
+        weight = FP8Weight(config.tile_n, config.rows.is_plain, kind != "alpha", by_row=kind == "rows")
         schedule = WorkSchedule(config, weight)
         results = Results(config, stages, schedule, GemmEpilogue(config))
-        by_row = config.scales_by_row
-        promotion = RowScaled(config, stages) if by_row else BlockScaled(config, stages)
-        scales = RowScales(config, stages) if by_row else BlockScales(config, stages)
-        loop = MainLoop(config, stages, promotion, results)
+        promotion = {"blocks": BlockScaled, "rows": RowScaled, "alpha": TokenScaled}[kind]
+        scales = {"blocks": BlockScales, "rows": RowScales, "alpha": TokenScales}[kind]
+        loop = MainLoop(config, stages, promotion(config, stages), results)
         consumers = Consumers(config, stages, SmemMma(config), loop, results)
-        self.gemm = FP8Gemm(config, schedule, scales, consumers)
+        self.gemm = FP8Gemm(config, schedule, scales(config, stages), consumers)
 
 
-class BlockScales:
-    """Scale source that stores the scales of the rows of ``a``, and the scale of the weight tile."""
+class TokenScales:
+    """Scale source that stores the scales of the rows of ``a``."""
 
     def __init__(self, config: Config, stages: Stages):
         self.config, self.stages = config, stages
 
     def begin(self, tile: Tile, lane, work) -> None:
         """Return None, because nothing is loaded once per tile."""
+
+    def load(self, k_tile, tile: Tile, lane, work) -> tuple:
+        return (token_scales(self.config.tile_m, k_tile, tile, lane, work),)
+
+    @cute.jit
+    def store(self, loaded, begun, is_last, slot, lane, work, smem):
+        store_token_scales(self.config.tile_m, self.stages.scales(slot, smem), loaded[0], lane)
+
+
+class BlockScales(TokenScales):
+    """Scale source that stores the scales of the rows of ``a``, and the scale of the weight tile."""
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
         of_rows = token_scales(self.config.tile_m, k_tile, tile, lane, work)
@@ -65,14 +77,8 @@ class BlockScales:
             scales[self.config.tile_m] = loaded[1]
 
 
-class RowScales:
+class RowScales(TokenScales):
     """Scale source that stores the scales of the rows of ``a``, and the scales of the weight rows."""
-
-    def __init__(self, config: Config, stages: Stages):
-        self.config, self.stages = config, stages
-
-    def begin(self, tile: Tile, lane, work) -> None:
-        """Return None, because nothing is loaded once per tile."""
 
     def load(self, k_tile, tile: Tile, lane, work) -> tuple:
         c = self.config

@@ -3,7 +3,7 @@ path."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint8, Uint32, Uint64
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32, Uint64, const_expr
 
 from torch_cute_ops.formats import MXFP8
 from torch_cute_ops.kernels.common.core import ptx
@@ -50,12 +50,15 @@ class MXFP8FoldKernel:
         pdl_start(c.pdl)
         for row in range(cta * c.rows_per_cta + tid // c.threads_per_row, codes.shape[0], ctas * c.rows_per_cta):
             row_scales = cute.recast_ptr(scale.iterator, dtype=Uint8) + c.layout.row_offset(Uint64(row), c.blocks)
+            largest_of_row = Uint32(0)
+            if const_expr(c.by_row):
+                largest_of_row = self._largest_of_row(row_scales, tid)
             for vector in range(tid % c.threads_per_row, c.vectors, c.threads_per_row):
                 group = vector // (GROUP // VECTOR)
-                first = group * MX_BLOCKS
-                at = row_scales + Uint64(c.layout.block_offset(Uint32(first)))
-                found = [ptx.load_narrow_if(at, Boolean(first + i < c.blocks), 1, i) for i in range(MX_BLOCKS)]
-                largest = largest_byte(found)
+                found = self._scales_of_group(row_scales, group)
+                largest = largest_of_row
+                if const_expr(not c.by_row):
+                    largest = largest_byte(found)
                 block = vector // (MXFP8.block_size // VECTOR) % MX_BLOCKS
                 byte = ptx.select(block < 2, ptx.select(block == 0, found[0], found[1]), found[3])
                 byte = ptx.select(block == 2, found[2], byte)
@@ -66,8 +69,26 @@ class MXFP8FoldKernel:
                     store_words(folded, self._vector(y, row, vector))
                 else:
                     store_words(rounded(words, below), self._vector(y, row, vector))
-                if vector % (GROUP // VECTOR) == 0:
-                    y_scale[group, row] = float_of_ue8m0(largest)
+                if vector % c.vectors_per_scale == 0:
+                    y_scale[vector // c.vectors_per_scale, row] = float_of_ue8m0(largest)
+
+    @cute.jit
+    def _largest_of_row(self, row_scales, tid) -> Uint32:
+        """Return the largest scale byte of a row. If all lanes of a warp process the row, they divide its groups.
+        Otherwise lanes may have no row, so each lane loads all scales of the row, which has few groups then."""
+        lanes = self.config.lanes_per_row
+        largest = Uint32(0)
+        for group in range(tid % lanes, -(-self.config.width // GROUP), lanes):
+            largest = cutlass.max(largest, largest_byte(self._scales_of_group(row_scales, group)))
+        if const_expr(lanes > 1):
+            largest = cute.arch.warp_reduction(largest, cutlass.max, threads_in_group=lanes)
+        return largest
+
+    def _scales_of_group(self, row_scales, group) -> list:
+        """Load the scale bytes of a group. Scales that do not exist are 0."""
+        c, first = self.config, group * MX_BLOCKS
+        at = row_scales + Uint64(c.layout.block_offset(Uint32(first)))
+        return [ptx.load_narrow_if(at, Boolean(first + i < c.blocks), 1, i) for i in range(MX_BLOCKS)]
 
     def _vector(self, tensor, row, vector) -> cute.Tensor:
         """Return 16 elements of a row, the ``vector``-th of these vectors, as a tensor of words."""
