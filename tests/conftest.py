@@ -8,6 +8,7 @@ import gc
 import hashlib
 import logging
 import os
+import platform
 import random
 import re
 import secrets
@@ -21,6 +22,14 @@ from typing import Any
 # two threads, the float64 sums with which GEMMs are compared took 40 % longer. NumPy and torch read the variable when
 # they are loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor uses the vector instructions that the processor lists. Without the variable, it first compiles and loads a
+# program for each instruction set, which took 6 s once and 1 s in each process. A compiler that knows C++20, which
+# PyTorch's headers need, knows AVX2 and AVX-512.
+if platform.machine() == "x86_64":
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# Inductor precompiles no headers: with them, a kernel takes as long to compile, and they take 5 s and 130 MB.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 import hypothesis
 import pytest
@@ -125,7 +134,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return BySample(config, log)
 
 
-BY_INDUCTOR = ("test_inductor", "test_inductor_updates_the_residual_in_place", "test_residual_inside_the_program")
 WORKERS_OF_A_GROUP = 8
 KEEPS_KERNELS = re.compile(r"/kernels/test_(\w+_emulated|overlap)\.py$")
 
@@ -134,10 +142,9 @@ def group_of(nodeid: str, workers: int = 1) -> str:
     """Return the name of a test's group, whose tests run on one worker: the op and sample, or else the test's name
     without parameters.
 
-    Some tests are grouped differently. Inductor's tests on the CPU form one group per 8 workers: each worker that runs
-    them first precompiles PyTorch's headers, which takes a minute, but a single worker would finish after all others.
-    The tests of a file form one group if they compile the same kernels, which takes up to two minutes. Tests that need
-    a GPU are not grouped, so that the tests of a backend run in parallel; some launch kernels for a minute.
+    Some tests are grouped differently. The tests of a file form one group per 8 workers if they compile the same
+    kernels, which takes up to two minutes. Tests that need a GPU are not grouped, so that the tests of a backend run in
+    parallel; some launch kernels for a minute.
     """
     name, _, parameters = nodeid.partition("[")
     file = name.partition("::")[0]
@@ -146,8 +153,6 @@ def group_of(nodeid: str, workers: int = 1) -> str:
         return nodeid
     if KEEPS_KERNELS.search(file):
         return f"{file}-{some}"
-    if parameters.startswith("cpu-") and name.rpartition("::")[2] in BY_INDUCTOR:
-        return f"inductor-cpu-{some}"
     return re.sub("^(cpu|cuda)-", "", parameters) or nodeid
 
 

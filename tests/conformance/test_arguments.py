@@ -12,6 +12,7 @@ from samples._weights import every_other_expert, one_column, one_expert, unalign
 from support.cases import (
     arguments,
     each_of_op,
+    fake_mode,
     get_error,
     make_call,
     named,
@@ -81,7 +82,7 @@ class Place:
         """Restore the initial state, so that the cases of one test do not affect each other."""
         self.launches.anew()
         if self.fakes is not None:
-            self.fakes = FakeTensorMode()
+            self.fakes = fake_mode()
             self.made.clear()
 
     def call(self, form, op, given, outputs=None):
@@ -131,7 +132,7 @@ def on_meta(tensor):
 def place(request, monkeypatch):
     """Return each environment in turn: real devices, meta, fake tensors, and the CUDA entries on the launch model."""
     if request.param == "fake":
-        return Place("cpu", fakes=FakeTensorMode())
+        return Place("cpu", fakes=fake_mode())
     if request.param == "model":
         recorded = request.getfixturevalue("launches")
         # Pretend that tensors are on CUDA device 0, so that functions and guards take the fast path.

@@ -110,7 +110,7 @@ INDUCTOR = (
 
 
 INDUCTOR_CASES = [case.values for case in sample_cases(*INDUCTOR)]
-CALLS_PER_PROGRAM = 22
+CALLS_PER_PROGRAM = 44
 """Number of calls that Inductor compiles together, because the C++ compiler takes a second for each program."""
 
 

@@ -22,6 +22,7 @@ from support.cases import (
     defined,
     each_sample,
     expected_of,
+    fake_mode,
     faked,
     form_cases,
     get_sample,
@@ -41,7 +42,6 @@ from support.cases import (
     updated,
 )
 from support.results import results_of
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_cute_ops.ops._define import as_tuple
@@ -240,7 +240,7 @@ def test_fake_is_real(op, name, device):
     sample = get_sample(op, name, device)
     real = _facts(results_of(op, name, device)[: len(op.outputs)])
     for shapes in (None, ShapeEnv()):
-        mode = FakeTensorMode(shape_env=shapes)
+        mode = fake_mode(shapes)
         fake = faked(sample, mode)
         with mode:
             assert _facts(call(op, fake)) == real

@@ -14,6 +14,7 @@ from support.cases import (
     call_out,
     each_error,
     error_cases,
+    fake_mode,
     faked,
     get_error,
     good_outputs_error,
@@ -24,7 +25,6 @@ from support.cases import (
     updated,
 )
 from support.devices import DEVICES
-from torch._subclasses import FakeTensorMode
 
 
 def raises(op, error):
@@ -63,7 +63,7 @@ def test_error(op, name, on):
 @each_error(error_cases(*DEVICES, addresses=False))
 def test_error_under_fake_tensors(op, name, on):
     error = get_error(op, name, on)
-    mode = FakeTensorMode()
+    mode = fake_mode()
     fake = faked(error, mode)
     outputs = good_outputs(op, on) if error.out is None else error.out
     outputs = tuple(map(mode.from_tensor, outputs))

@@ -30,9 +30,14 @@ import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# Disable optimisation, which takes a minute for the wrapper's C++, and the precompiled header, which would be used only
-# once.
-QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
+# Disable optimisation, which takes a minute for the wrapper's C++, and precompiled headers, which would be used only
+# once. Inductor's own C++ wrapper takes its level of optimisation from the environment.
+QUICKLY = {
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": False,
+    "cpp_cache_precompile_headers": False,
+}
+UNOPTIMISED = {"TORCHINDUCTOR_DEBUG_COMPILE": "1"}
 
 
 def default_call(op):
@@ -192,7 +197,7 @@ def wrapped(module, tensors, folder):
     given, results = str(folder / "given.pt"), str(folder / "results.pt")
     torch.save((module, tensors), given)
     search = json.dumps([str(Path(__file__).parent), *sys.path])
-    return forked(WRAPPED, arguments=(search, given, results)), results
+    return forked(WRAPPED, arguments=(search, given, results), **UNOPTIMISED), results
 
 
 @pytest.mark.slow

@@ -30,8 +30,12 @@ def python(code: str, *, arguments: Sequence[str] = (), **environment: str) -> s
 
 
 SERVER = """
-import atexit, json, os, sys, tempfile, threading, traceback, types
+import atexit, gc, json, os, sys, tempfile, threading, traceback, types
 import torch
+# As in conftest.py: collect garbage rarely, and never search torch, whose pages each fork would then copy.
+gc.set_threshold(20_000, 20, 20)
+gc.collect()
+gc.freeze()
 
 def run(code, arguments, environment):
     os.environ.clear()

@@ -290,9 +290,10 @@ def check_no_sharing(
     updated = [name for name in updated if name in arguments]
     written = {**outputs, **{name: arguments[name] for name in updated}}
     others = {**arguments, **outputs}
+    occupied = {name: _occupied(tensor) for name, tensor in others.items()} if written else {}
     for name, tensor in written.items():
         for other, read in others.items():
-            if other == name or not _overlap(tensor, read):
+            if other == name or not _meet(occupied[name], occupied[other]):
                 continue
             with_input = name in updated and other == "input"
             if (with_input or (name, other) == may_share) and _is_same_view(tensor, read):
@@ -325,8 +326,18 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if the memory ranges of two tensors overlap. Return False for symbolic sizes."""
-    mine, others = _place(one), _place(other)
-    if mine is None or others is None or one.numel() == 0 or other.numel() == 0:
+    return _meet(_occupied(one), _occupied(other))
+
+
+def _occupied(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return a tensor's place, or None if it is empty or has symbolic sizes."""
+    place = _place(tensor)
+    return None if place is None or tensor.numel() == 0 else place
+
+
+def _meet(mine: tuple[int, int, int] | None, others: tuple[int, int, int] | None) -> bool:
+    """Return True if two places have bytes in common."""
+    if mine is None or others is None:
         return False
     return mine[0] == others[0] and mine[1] < others[2] and others[1] < mine[2]
 
