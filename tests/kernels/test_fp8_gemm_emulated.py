@@ -102,6 +102,9 @@ def execute(
         changes: fields of the configuration to change.
     """
     a, b, a_scale, b_scale, offsets, counts = operands_of(run)
+    has_block_scales = not run.case.family.endswith("-alpha")
+    if not has_block_scales:
+        b_scale.fill_(1.0)
     if offsets_used is not None:
         offsets = torch.tensor(offsets_used, dtype=torch.int32).clamp(max=len(a))
     case, epilogue = run.case, run.case.epilogue
@@ -120,7 +123,8 @@ def execute(
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(arch) is None
     prefetched = to_prefetch(case)
-    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
+    scales = a_scale, b_scale if has_block_scales else None
+    given = Arguments(a, b, *scales, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     machines = run_kernel(
@@ -150,6 +154,11 @@ def by_row(layout: str, tile: tuple[int, ...], *epilogue: Any, arch: str = "sm_9
     """Return a case in which each weight row has block scales of its own."""
     family = "fp8_wgmma-rows" if arch == "sm_90a" else "fp8_mma-rows"
     return FP8GemmCase(family, layout, tile, Epilogue(*epilogue), arch)
+
+
+def in_alpha(layout: str, tile: tuple[int, ...], *epilogue: Any) -> FP8GemmCase:
+    """Return a case in which the weight has no block scales."""
+    return FP8GemmCase("fp8_wgmma-alpha", layout, tile, Epilogue(*epilogue))
 
 
 def prefetching(*given: Any) -> FP8GemmCase:
@@ -227,6 +236,9 @@ RUNS = [
     Run(by_row("plain", (16,), BF16, "column", BF16, arch="sm_120a"), (19,), 136, 832, 2, seed=1),
     Run(by_row("masked", (32,), FP32, arch="sm_100a"), (3, 0, 70), 136, 320, 2, room=72),
     Run(by_row("counted", (32, 2), FP16, "expert_column", arch="sm_120a"), (33, 0, 9), 264, 448, 4, seed=2),
+    # A scale of each weight row, which is part of alpha
+    Run(in_alpha("plain", (128, 128, 1), BF16, "column", BF16), (130,), 264, 1216, 2, seed=1),
+    Run(in_alpha("masked", (128, 64, 1), FP32, "expert_column", FP32), (3, 0, 130), 168, 320, 4, room=134),
     # Clusters of mma.sync: more k tiles than stages, several tiles per cluster, and CTAs without a k tile
     Run(mma("plain", (16, 2), BF16, "column", BF16, arch="sm_120a"), (19,), 136, 1408, 2, seed=1),
     Run(mma("counted", (64, 4), FP32, "expert_column", FP32, arch="sm_120a"), (65, 0, 9), 264, 320, 4, seed=None),

@@ -2,6 +2,9 @@
 
 ``out[m, n] = epilogue(Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k]))``
 
+``Config.weight_scales`` replaces ``b_scale[n / 128, j]`` by ``b_scale[n, j]`` (``"rows"``), or by 1 (``"alpha"``). The
+epilogue's alpha then contains a scale for each weight row.
+
 Roles. A CTA consists of three warpgroups: two of consumers, and one of a producer warp and three scale-loader warps.
 CTAs are persistent and compute tiles in the order of ``common.fp8.tiles``. The copies of the next tile start while the
 current tile is multiplied.

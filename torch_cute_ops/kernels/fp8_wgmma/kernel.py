@@ -1,5 +1,7 @@
 """Device code of the FP8 wgmma GEMM. The package's docstring describes roles, data path and pipelines."""
 
+from typing import Any
+
 import cutlass.cute as cute
 
 from torch_cute_ops.kernels.common.core import ptx
@@ -38,11 +40,15 @@ class FP8WgmmaKernel(FP8Kernel):
         weight = FP8Weight(config.tile_n, config.rows.is_plain, kind != "alpha", by_row=kind == "rows")
         schedule = WorkSchedule(config, weight)
         results = Results(config, stages, schedule, GemmEpilogue(config))
-        promotion = {"blocks": BlockScaled, "rows": RowScaled, "alpha": TokenScaled}[kind]
-        scales = {"blocks": BlockScales, "rows": RowScales, "alpha": TokenScales}[kind]
-        loop = MainLoop(config, stages, promotion(config, stages), results)
+        scales: TokenScales = BlockScales(config, stages)
+        promotion: Any = BlockScaled(config, stages)
+        if kind == "rows":
+            scales, promotion = RowScales(config, stages), RowScaled(config, stages)
+        elif kind == "alpha":
+            scales, promotion = TokenScales(config, stages), TokenScaled(config, stages)
+        loop = MainLoop(config, stages, promotion, results)
         consumers = Consumers(config, stages, SmemMma(config), loop, results)
-        self.gemm = FP8Gemm(config, schedule, scales(config, stages), consumers)
+        self.gemm = FP8Gemm(config, schedule, scales, consumers)
 
 
 class TokenScales:
