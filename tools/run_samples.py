@@ -13,6 +13,7 @@ import torch
 
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.ops._define import OpSpec, as_tuple
+from torch_cute_ops.reference.mm_fp8_block import MX_GROUP, fold_mxfp8, linear_mx_scales
 from torch_cute_ops.registry import OPS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -76,9 +77,35 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     if given["b"].dtype == torch.float8_e4m3fn and given["b_scale"].dim() < given["b"].dim():
         k = given["a"].shape[-1]
         steps = -(-(k if given.get("fast_accum") else min(k, 512)) // 32)
+    is_mxfp8 = given["b"].dtype == torch.float8_e4m3fn and given["b_scale"].itemsize == 1
+    off = off_by_folding(spec, given) if is_mxfp8 else 0.0
     given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
-    return size.double() * (steps * 33 * 2.0**-13)
+    return size.double() * (steps * 33 * 2.0**-13) + off
+
+
+def off_by_folding(spec: OpSpec, given: dict[str, Any]) -> torch.Tensor:
+    """Return the error of each output element if the operands of an MXFP8 GEMM are folded: one scale for each 128
+    activations, and one for each 128 elements of the weight or for each of its rows. (Only Hopper's kernels fold.)"""
+    (exact,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
+    off = torch.zeros_like(exact)
+    for by_row in (False, True):
+        a, a_scale = folded(given["a"], given["a_scale"], False)
+        b, b_scale = folded(given["b"].mT, given["b_scale"], by_row)
+        operands = {"a": a, "a_scale": a_scale, "b": b.mT, "b_scale": b_scale, "out_dtype": torch.float32}
+        (result,) = as_tuple(spec.reference(**{**given, **operands}))
+        off = torch.maximum(off, (result - exact).abs().nan_to_num())
+    return off.double()
+
+
+def folded(codes: torch.Tensor, scale: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return folded MXFP8 elements (..., K) and their linear scales, bytes (..., K/32)."""
+    *lead, k = codes.shape
+    linear = linear_mx_scales(scale, codes.numel() // k, k).view(*lead, -1)
+    elements, _ = fold_mxfp8(codes, linear, by_row)
+    size = linear.shape[-1] if by_row else MX_GROUP
+    largest = torch.nn.functional.pad(linear, (0, -linear.shape[-1] % size)).unflatten(-1, (-1, size)).amax(-1)
+    return elements, largest.repeat_interleave(size, -1)[..., : linear.shape[-1]]
 
 
 def magnitude(argument: Any) -> Any:

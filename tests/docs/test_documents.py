@@ -162,7 +162,8 @@ def test_backends_of_gpus(row: dict[str, str]) -> None:
     listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
     columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
     assert set(columns) == set(ARCHS)
-    given = {"block_size": 32} if "MXFP4" in row["GEMM"] else {"mxfp8": True} if "MXFP8" in row["GEMM"] else {}
+    kinds = {"MXFP4": {"block_size": 32}, "MXFP8": {"mxfp8": True}, "1 × 128": {"scales_by_row": True}}
+    given = next((kinds[name] for name in kinds if name in row["GEMM"]), {})
     for op in re.findall(r"`(\w+)`", row["GEMM"]):
         spec = OPS[op]
         kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op), **given)

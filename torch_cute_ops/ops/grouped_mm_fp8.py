@@ -33,8 +33,8 @@ def grouped_mm_fp8(
         sum[r, n] = Σ_j a_scale[r, j] · b_scale[e, n // 128, j] · (Σ_k a[r, k] · b[e, k, n])
         out[r, n] = alpha · sum[r, n] + bias[e, n]
 
-    In MXFP8, a block contains 32 elements, and each row of the weight has its own scales: the factor is
-    ``a_scale[r, j] · b_scale[e, n, j]``. The dtype of the scales says which: float32, or bytes for MXFP8.
+    If each row of the weight has its own scales, as always in MXFP8, the factor is ``a_scale[r, j] · b_scale[e, n,
+    j]``. In MXFP8, a block contains 32 elements. The dtype of the scales says which: float32, or bytes for MXFP8.
 
     With per-token and per-channel scales::
 
@@ -62,7 +62,8 @@ def grouped_mm_fp8(
             linear (R, K/32), masked (E, max_rows, K/32), or tiled, with the rows of all experts as one matrix.
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
-            ``b_scale`` may also be (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
+            ``b_scale`` may also be (E, N, ⌈K/128⌉), scales of each weight row, column-major, or copied first if it has
+            other strides. Or (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
             MXFP8: uint8 or float8_e8m0fnu, linear (E, N, K/32), or tiled, with the rows of all experts as one matrix.
             Linear scales are read in place if K is a multiple of 128; other scales are rearranged in each call.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.
