@@ -30,13 +30,14 @@ import torch_cute_ops
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
-# Disable optimisation, which takes a minute for the wrapper's C++, and precompiled headers, which would be used only
-# once. Inductor's own C++ wrapper takes its level of optimisation from the environment.
+# Do not optimise the C++ wrapper of AOTInductor, because that takes a minute. Do not precompile headers that are used
+# only once.
 QUICKLY = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
     "aot_inductor.precompile_headers": False,
     "cpp_cache_precompile_headers": False,
 }
+# With ``cpp_wrapper=True``, ``torch.compile`` takes the level of optimisation of its C++ wrapper from the environment.
 UNOPTIMISED = {"TORCHINDUCTOR_DEBUG_COMPILE": "1"}
 
 

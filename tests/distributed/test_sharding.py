@@ -52,7 +52,7 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.fixture
 def mesh():
-    """Return a mesh of two simulated ranks. Use its tensors in a block ``with ranks()``."""
+    """Return a mesh of two simulated ranks. Create and use DTensors of this mesh only inside ``with ranks():``."""
     yield from mesh_of(WORLD)
 
 

@@ -165,7 +165,8 @@ def test_nothing_is_launched_on_overlap(covering: int) -> None:
 @pytest.mark.parametrize(
     ("covering", "sms", "ctas"),
     [
-        # Expected CTAs for M = 300 and N = 400: m tiles times n tiles times CTAs that split K
+        # Expected CTAs for M = 300 and N = 400: m tiles times n tiles, times split_k or the two CTAs of a pair. Without
+        # split-K, at most one CTA for each SM, in whole pairs.
         (0, 148, 19 * 4),
         (0, 7, 7),
         (5, 7, 19 * 4 * 8),

@@ -539,6 +539,7 @@ OURS = "torch_cute_ops.integrations.vllm"
 
 
 def forget() -> None:
-    """Forget the integration's modules, so that the next import uses other modules of vLLM."""
+    """Remove the integration's modules from ``sys.modules``, so that its next import uses the modules of vLLM, stubs or
+    real, that are in ``sys.modules`` then."""
     for name in [name for name in sys.modules if name == OURS or name.startswith(f"{OURS}.")]:
         del sys.modules[name]

@@ -330,8 +330,8 @@ def _slots(layer: Any, tables: Tables, batch: int, tokens: int) -> Tensor:
     """
     length: Tensor = layer.cumulative_length
     key = (type(layer), layer.max_cache_len)
-    # In eager calls on a CPU, compute the slots for each layer: this costs little, and finds slots that do not fit the
-    # layer.
+    # In eager calls on a CPU, do not share slots: computing them from each layer's own length costs little, and the op
+    # raises an error if a slot lies beyond the layer's cache.
     is_shared = torch.compiler.is_compiling() or not length.is_cpu
     if is_shared and key in tables.slots:
         return tables.slots[key]

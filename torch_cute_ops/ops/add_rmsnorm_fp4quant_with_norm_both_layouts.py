@@ -75,7 +75,7 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
     References:
         B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4. J. Ba et al., "Layer
         Normalization", 2016, equation 4. NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision
-        Inference", 2025. MXFP4: OCP Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the
+        Inference", 2025. MXFP4: OCP Microscaling Formats (MX) Specification v1.0, 2023; scales are rounded up as in the
         cuBLAS documentation. Layouts: docs/formats.md, "Scale layouts of FP4". Roundings and special values:
         docs/numerics.md, "Residual" and "Norm".
     """

@@ -65,6 +65,6 @@ def fp4_quantize(
 
     References:
         NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
-        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
-        and special values: docs/numerics.md, "Quantising to FP4".
+        Microscaling Formats (MX) Specification v1.0, 2023; scales are rounded up as in the cuBLAS documentation.
+        Roundings and special values: docs/numerics.md, "Quantising to FP4".
     """

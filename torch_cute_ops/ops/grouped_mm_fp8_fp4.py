@@ -116,6 +116,6 @@ def grouped_mm_fp8_fp4(
 
     References:
         NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
-        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
-        and special values: docs/numerics.md, "FP8 activations times an FP4 weight".
+        Microscaling Formats (MX) Specification v1.0, 2023; scales are rounded up as in the cuBLAS documentation.
+        Roundings and special values: docs/numerics.md, "FP8 activations times an FP4 weight".
     """

@@ -32,8 +32,8 @@ def mm_fp4_weight_only(
         out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]
 
     The weight is stored as checkpoints hold it; nothing is repacked. The weight is decoded exactly, without its global
-    scale ``g_b``; pass ``alpha = 1 / g_b`` to divide by it. On Blackwell the weight is also decoded to 16 bits, because
-    FP4 tensor cores need both operands in FP4 (:func:`mm_fp4`). With an MXFP4 weight, float16 activations are first
+    scale ``g_b``; pass ``alpha = 1 / g_b`` to divide by it. The weight is decoded to 16 bits on Blackwell too, because
+    its FP4 tensor cores need both operands in FP4 (:func:`mm_fp4`). With an MXFP4 weight, float16 activations are first
     rounded to bfloat16, because MXFP4 scales exceed the range of float16.
 
     Args:
@@ -86,6 +86,6 @@ def mm_fp4_weight_only(
 
     References:
         NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
-        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
-        and special values: docs/numerics.md, "GEMMs".
+        Microscaling Formats (MX) Specification v1.0, 2023; scales are rounded up as in the cuBLAS documentation.
+        Roundings and special values: docs/numerics.md, "GEMMs".
     """

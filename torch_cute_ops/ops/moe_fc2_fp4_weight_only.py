@@ -86,6 +86,6 @@ def moe_fc2_fp4_weight_only(
 
     References:
         NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
-        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
-        and special values: docs/numerics.md, "Experts over k".
+        Microscaling Formats (MX) Specification v1.0, 2023; scales are rounded up as in the cuBLAS documentation.
+        Roundings and special values: docs/numerics.md, "Experts over k".
     """

@@ -92,6 +92,6 @@ def silu_mul_mm_fp4_weight_only(
     References:
         N. Shazeer, "GLU Variants Improve Transformer", 2020, equation 6; clamp and parameters: gpt-oss, OpenAI, 2025.
         NVFP4: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025. MXFP4: OCP
-        Microscaling Formats (MX) Specification v1.0, 2023, with the scale rule of the cuBLAS documentation. Roundings
-        and special values: docs/numerics.md, "Gate" and "GEMMs".
+        Microscaling Formats (MX) Specification v1.0, 2023; scales are rounded up as in the cuBLAS documentation.
+        Roundings and special values: docs/numerics.md, "Gate" and "GEMMs".
     """

@@ -217,8 +217,8 @@ class Case(KernelCase):
 
     @property
     def pairs(self) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
-        """All pairs of the case's choices, as (index of the factor, choice); and for wide rows the triple of operation,
-        width and architecture.
+        """All pairs of the case's choices, as (index of the factor, choice); and for the widths in
+        ``WIDE`` the triple of operation, width and architecture.
 
         A dtype or target is paired with the group of widths (``SPANS``) instead of the width.
         """
@@ -400,9 +400,9 @@ def grid_cases() -> Iterator[Case]:
 def covering_cases() -> tuple[Case, ...]:
     """Return a selection of the grid, plus ``TIGHT`` and ``MORE``.
 
-    The selection contains each pair of choices. For wide rows, it also contains each triple of operation, width and
-    architecture. It is greedy: for each pair that is still missing, it adds the case that contains the most missing
-    pairs.
+    The selection contains each pair of choices. For the widths in ``WIDE``, it also contains each triple of operation,
+    width and architecture. It is greedy: for each pair that is still missing, it adds the case that contains the most
+    missing pairs.
     """
     having = defaultdict(list)
     for case in grid_cases():

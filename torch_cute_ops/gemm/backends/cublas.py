@@ -178,7 +178,8 @@ def _block_scaled_seconds(problem: GemmProblem, m: int, target: Target) -> float
         side = BLOCK_SCALED_TILE * ctas
         row_tiles, column_tiles = -(-m // side), -(-problem.n // side)
         waves = -(-row_tiles * column_tiles // (target.sms // ctas))
-        # Bytes that one CTA reads. Tiles that run at the same time share one read of the weight from memory.
+        # Bytes that one CTA reads, as bytes from memory: a byte from L2 counts as 1 / L2_RATE. Row tiles that run at
+        # the same time share one read of the weight from memory. Activations count as read from L2.
         weight_bytes = BLOCK_SCALED_TILE * row_bytes / min(row_tiles, L2_RATE)
         activation_bytes = min(m, side) // ctas * row_bytes / L2_RATE
         read = (weight_bytes + activation_bytes) / (bytes_per_second(target) / target.sms)

@@ -220,9 +220,10 @@ class Rows:
         return thread.warp * WARP + self.config.common_blocks * self.config.threads_per_row < thread.cta_blocks
 
     def values(self, stage, j: int, thread, smem, again: bool = False) -> tuple[list, list]:
-        """Return the values of the thread's j-th block in fp32, and the same values as words: in the residual's dtype
-        if a residual is added, otherwise in the input's dtype. With a gate, the list of words is empty. ``again`` is
-        True if the row is read a second time, after the sums have overwritten the residual.
+        """Return two lists for the thread's j-th block: its values in fp32, and the same values packed into words. The
+        words have the dtype of the residual if one is added, otherwise the dtype of the input. With a gate, the list of
+        words is empty. ``again`` is True if the row is read a second time, after the sums have overwritten the
+        residual.
         """
         spec = self.config.spec
         block = self._safe_block(j, thread)

@@ -174,8 +174,8 @@ def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
 
 
 def table_of(number: Uint32) -> list:
-    """Return the decoding table of a block. Both halves of ``number`` are the block's scale divided by the unit, in
-    float16."""
+    """Return the decoding table of a block. Each 16-bit half of ``number`` contains the same float16: the block's scale
+    divided by the unit (see the module's docstring)."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
     return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
 
