@@ -5,12 +5,14 @@
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_cute_ops.formats import MXFP8
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.reference.mm_fp8_block import MX_GROUP, fold_mxfp8, linear_mx_scales
@@ -101,7 +103,7 @@ def off_by_folding(spec: OpSpec, given: dict[str, Any]) -> torch.Tensor:
 def folded(codes: torch.Tensor, scale: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return folded MXFP8 elements (..., K) and their linear scales, bytes (..., K/32)."""
     *lead, k = codes.shape
-    linear = linear_mx_scales(scale, codes.numel() // k, k).view(*lead, -1)
+    linear = linear_mx_scales(scale, math.prod(lead), k).view(*lead, k // MXFP8.block_size)
     elements, _ = fold_mxfp8(codes, linear, by_row)
     size = linear.shape[-1] if by_row else MX_GROUP
     largest = torch.nn.functional.pad(linear, (0, -linear.shape[-1] % size)).unflatten(-1, (-1, size)).amax(-1)

@@ -52,6 +52,17 @@ def weight(
     return numbers(*lead, n, k, device=device), factors(*lead, -(-n // BLOCK), -(-k // BLOCK), device=device)
 
 
+def mx_scales(lead: tuple[int, ...], k: int, exact: bool) -> torch.Tensor:
+    """Return random linear MXFP8 scales, uint8 (..., K/32).
+
+    With ``exact``, the scales of a row differ by a factor of two at most. So FP8 tensor cores, which keep 14 bits, add
+    up 128 products of integers without rounding, even if a kernel gives these products one scale.
+    """
+    if not exact:
+        return torch.randint(110, 131, (*lead, k // 32), dtype=torch.uint8)
+    return (torch.randint(120, 131, (*lead, 1)) + torch.randint(0, 2, (*lead, k // 32))).to(torch.uint8)
+
+
 def with_row_scales(one: Sample, exact: bool = False) -> Sample:
     """Return a call whose weight has random block scales of each row, (..., N, ⌈K/128⌉), column-major. With ``exact``,
     they are powers of two. The scales of experts without rows are NaN if they were NaN."""

@@ -9,7 +9,18 @@ import torch
 from support import spec
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
-from samples._fp8_gemm import FP8, NAN, matrix, option_errors, powers, scales, tensor_errors, weight, with_row_scales
+from samples._fp8_gemm import (
+    FP8,
+    NAN,
+    matrix,
+    mx_scales,
+    option_errors,
+    powers,
+    scales,
+    tensor_errors,
+    weight,
+    with_row_scales,
+)
 from samples._inputs import ErrorInput, Sample
 from samples._row_errors import error_maker, out_errors
 from samples._rows import DTYPES, short
@@ -190,10 +201,9 @@ def with_mx_scales(one: Sample, layout: str = "128x4", weight_layout: str = "lin
     """Return the call with MXFP8 scales in these layouts instead of block scales of 128. Scales of padding rows and of
     experts without rows are NaN. With ``exact``, all sums of whole numbers are exact."""
     a, b, a_scale, b_scale, *rest = one.args
-    low, high = (125, 130) if exact else (110, 131)
     made = []
     for scale, lead, name in ((a_scale, a.shape[:-1], layout), (b_scale, b.mT.shape[:-1], weight_layout)):
-        linear = torch.randint(low, high, (*lead, a.shape[-1] // 32), dtype=torch.uint8)
+        linear = mx_scales(tuple(lead), a.shape[-1], exact)
         if not scale.is_meta:
             unused = scale.isnan().flatten(1).any(1) if scale is b_scale else scale.isnan().any(-1)
             linear[unused.cpu()] = 255

@@ -8,7 +8,18 @@ import torch
 from support import spec
 
 from samples._epilogue import epilogues, exact_epilogue, special_epilogues
-from samples._fp8_gemm import FP8, NAN, codes, integers, matrix, option_errors, tensor_errors, weight, with_row_scales
+from samples._fp8_gemm import (
+    FP8,
+    NAN,
+    codes,
+    integers,
+    matrix,
+    mx_scales,
+    option_errors,
+    tensor_errors,
+    weight,
+    with_row_scales,
+)
 from samples._inputs import ErrorInput, Sample
 from samples._prefetch import prefetch_errors, prefetched, prefetches
 from samples._row_errors import error_maker, out_errors
@@ -73,8 +84,7 @@ def mx_sample(
     a, b = (numbers(rows, k, device=device) for rows in (m, n))
     scales = []
     for rows, name_of_layout in ((m, layout), (n, weight_layout)):
-        low, high = (125, 130) if exact else (110, 131)
-        linear = torch.randint(low, high, (rows, k // 32), dtype=torch.uint8)
+        linear = mx_scales((rows,), k, exact)
         arranged = spec.arrange(linear.numpy(), name_of_layout) if name_of_layout != "linear" else linear.numpy()
         scales.append(torch.from_numpy(arranged).to(device))
     return Sample(name, (a, b.t(), *scales), kwargs)

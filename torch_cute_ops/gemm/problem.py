@@ -133,8 +133,8 @@ class GemmProblem:
             that kernels may read them early.
         prefetches: True if calls pass a matrix for a later launch, which the kernel may prefetch into L2.
         fast_accum: True if tensor cores may add up FP8 products over all of K, False if they may add up at most 512
-            elements of K. With block scales, the value is False: the tensor cores add up 128 elements, or in MXFP8 32
-            elements, or all of K with block-scaled MMAs.
+            elements of K. With block scales, the value is False: the tensor cores add up 128 elements, in MXFP8 32
+            or 128 elements, or all of K with block-scaled MMAs.
     """
 
     a: Operand

@@ -272,9 +272,8 @@ class FP8Gemm(Gemm):
         else:
             if self.has_row_scales(call):
                 return
-            meaning = (
-                "a scale for 128 rows of the weight and 128 elements of k; or (N, ⌈K/128⌉) for each row of the weight"
-            )
+            of_rows = f"{(*lead, n, blocks)}, a scale for each row and 128 elements of k"
+            meaning = f"a scale for 128 rows of the weight and 128 elements of k; or {of_rows}"
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
             self._refuse_transposed_scale(b_scale)
 
@@ -382,6 +381,8 @@ class FP8Gemm(Gemm):
         if self.b == "fp8":
             made["b"] = zeros(*weights, given.k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             made["b_scale"] = zeros(*weights[:-1], -(-given.n // FP8_BLOCK128.block_size), blocks)
+            if given.scales_by_row and given.mxfp8:
+                raise ValueError(f"cute::{self.op}: scales_by_row=True does not fit mxfp8=True")
             if given.scales_by_row:
                 made["b_scale"] = zeros(*weights[:-1], blocks, given.n).mT
             if given.mxfp8:

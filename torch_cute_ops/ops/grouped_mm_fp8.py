@@ -44,7 +44,8 @@ def grouped_mm_fp8(
     counts of its replay. In the contiguous layout, expert ``e`` owns the rows from ``offsets[e]`` to
     ``offsets[e + 1]``, or the first ``counts[e]`` of these rows. In the masked layout, expert ``e`` owns the first
     ``counts[e]`` rows of ``a[e]``. All other rows are padding: their contents do not affect results, and they are not
-    written. Experts without rows cost nothing.
+    written. Experts without rows cost nothing, except in MXFP8 on Hopper: each call then folds all rows of ``a``, and
+    with many rows all weights, into temporary memory (:func:`mm_fp8_block`).
 
     Sums are accumulated as in :func:`mm_fp8_block`, or with per-token scales as in :func:`mm_fp8`.
 
@@ -63,7 +64,7 @@ def grouped_mm_fp8(
         b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
             ``b_scale`` may also be (E, N, ⌈K/128⌉), scales of each weight row, column-major, or copied first if it has
-            other strides. Or (E, N), one scale per column of each expert's result, or (E,), one scale per expert.
+            other strides; (E, N), one scale per column of each expert's result; or (E,), one scale per expert.
             MXFP8: uint8 or float8_e8m0fnu, linear (E, N, K/32), or tiled, with the rows of all experts as one matrix.
             Linear scales are read in place if K is a multiple of 128; other scales are rearranged in each call.
         offsets: (E + 1,) int32 in ascending order: first row of each expert, and the end of the last expert's rows.

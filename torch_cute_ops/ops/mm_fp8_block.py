@@ -24,8 +24,8 @@ def mm_fp8_block(
 ) -> Tensor:
     """Multiply two FP8 matrices with block scales of 128 elements, or two MXFP8 matrices.
 
-    With k in the j-th block of 128 elements, or of 32 for MXFP8. The weight has a scale for each 128 rows or, always in
-    MXFP8, for each row::
+    A block contains 128 elements of k, or 32 in MXFP8. The weight has a scale for each 128 rows or, always in MXFP8,
+    for each row. With k in the j-th block::
 
         sum[m, n] = Σ_j a_scale[m, j] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n])
         sum[m, n] = Σ_j a_scale[m, j] · b_scale[n, j] · (Σ_k a[m, k] · b[k, n])
@@ -40,8 +40,8 @@ def mm_fp8_block(
     For MXFP8, this holds only for ``mma_sync`` on compute capabilities 9.0, 10.0 and 10.3. ``tcgen05``, and
     ``mma_sync`` on 12.0 and 12.1, use block-scaled MMAs, which apply the scales and accumulate over all of K. On
     Hopper, ``"auto"`` takes ``wgmma``. It converts the scales of each 128 elements, or of each weight row, to one
-    scale, the largest, which rounds elements to multiples of 2^-9 times this scale. It needs M · K, or with many rows
-    K · (N + M), bytes of temporary memory.
+    scale, the largest, which rounds elements below 2^-6 times this scale to multiples of 2^-9 times it. It needs M · K,
+    or with many rows K · (N + M), bytes of temporary memory.
 
     Args:
         a: (M, K) float8_e4m3fn; K is a multiple of 64, so the last block of 128 may contain 64 elements.
@@ -53,8 +53,8 @@ def mm_fp8_block(
             MXFP8: uint8 or float8_e8m0fnu, linear (M, K/32) or tiled as the quantising ops write them.
         b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, row-major, scales of blocks of 128 weight rows by 128 elements of k. A
             transposed view is refused. Square scales that were transposed and then made contiguous cannot be detected.
-            Or (N, ⌈K/128⌉) float32, scales of each weight row, as ``fp8_quantize`` writes them; column-major scales are
-            read in place, scales with other strides are copied first.
+            ``b_scale`` may also be (N, ⌈K/128⌉) float32, scales of each weight row, as ``fp8_quantize`` writes them.
+            Column-major scales are read in place, scales with other strides are copied first.
             MXFP8: uint8 or float8_e8m0fnu, linear (N, K/32) or tiled. ``tcgen05`` reads scales in the layout 128x4 in
             place, and ``wgmma`` and ``mma_sync`` linear scales if K is a multiple of 128. Other scales are rearranged
             in each call.

@@ -80,10 +80,10 @@ class FP8MmaSync(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: FP8MmaTactic, target: Target) -> float:
         assert target.arch is not None
-        if target.arch.has_wgmma or target.arch.has_tcgen05:
-            # wgmma is faster at any size. This backend's estimates are guesses. They must not be compared with the
-            # estimates for wgmma, which are fitted to measurements. On data-center GPUs, FP8 mma.sync is executed as
-            # 16-bit MMAs, on data-center Blackwell at a small fraction of the rate of tcgen05.
+        if target.arch.has_wgmma or (target.arch.has_tcgen05 and not problem.b.scales_by_row):
+            # wgmma and tcgen05 are faster at any size. This backend's estimates are guesses. They must not be compared
+            # with the estimates for wgmma, which are fitted to measurements. On data-center GPUs, FP8 mma.sync is
+            # executed as 16-bit MMAs, on data-center Blackwell at a small fraction of the rate of tcgen05.
             return math.inf
         return self.seconds(problem, m, tactic, target)
 

@@ -17,6 +17,9 @@ BLOCK_CLOCKS = 314.0
 MACS_PER_CLOCK = 5600.0
 """Multiply-adds per SM and clock, in addition to the fixed clocks, for tiles of 128 rows (from the same fit; this is
 not the tensor cores' rate)."""
+ROW_SCALE_CLOCKS = 2.3
+"""SM clocks per k tile and column, in addition, to multiply by block scales of each weight row, for tiles of 128 rows
+(measured on an H200)."""
 ONE_GROUP = 0.69
 """Factor on the clocks of a k tile if a single warpgroup computes all rows of a tile (measured on an H200)."""
 FEW_BLOCK_CLOCKS = 225.0
@@ -78,6 +81,8 @@ class FP8Wgmma(FP8Backend):
 def many_rows_seconds(tile: Tile, problem: GemmProblem, m: int, target: Target) -> float:
     """Estimate the seconds that a call takes if its tiles have 128 rows of ``a``."""
     clocks = BLOCK_CLOCKS + tile.tile_m * tile.tile_n * K_TILE / MACS_PER_CLOCK
+    if problem.b.scales_by_row:
+        clocks += ROW_SCALE_CLOCKS * tile.tile_n
     if rows_of_expert(problem, m) <= MANY // 2:
         clocks *= ONE_GROUP
     return tile.seconds(problem, m, target, clocks, WAIT)

@@ -69,12 +69,16 @@ class MXFP8Wgmma(FP8Wgmma):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[MXFP8Tactic, ...]:  # type: ignore[override]
         tiles = super().tactics(problem, m, target)
-        many = [MXFP8Tactic(*tile, True) for tile in tiles if tile.tile_m == MANY]
+        # In the masked layout, experts may own far fewer rows than the buffer reserves, so that copying the weights of
+        # all experts would take most of the time.
+        may_fold = not problem.grouping.rows.is_masked
+        many = [MXFP8Tactic(*tile, True) for tile in tiles if tile.tile_m == MANY and may_fold]
         return *(MXFP8Tactic(*tile) for tile in tiles), *many
 
     def estimate(self, problem: GemmProblem, m: int, tactic: MXFP8Tactic, target: Target) -> float:  # type: ignore[override]
         tile = self.tile(tactic)
-        folding = memory_seconds(2 * m * problem.k, 1, target)
+        rows = m * (problem.experts if problem.grouping.rows.is_masked else 1)
+        folding = memory_seconds(2 * rows * problem.k, 1, target)
         if tactic.folds_first:
             copying = memory_seconds(2 * problem.experts * problem.n * problem.k, 1, target)
             multiplying = super().estimate(problem, m, FP8Tactic(*tactic[:3]), target)

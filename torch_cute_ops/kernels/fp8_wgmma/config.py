@@ -55,7 +55,7 @@ class Config(FP8GemmConfig):
     def unrolls(self) -> bool:
         # The largest tiles use so much power that the power limit lowers the clock. With fewer instructions, the clock
         # is higher.
-        return not self.is_swapped and self.tile_n == K_TILE and self.weight_scales != "rows"
+        return not self.is_swapped and self.tile_n == K_TILE
 
     @property
     def slot_words(self) -> int:

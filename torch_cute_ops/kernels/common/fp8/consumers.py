@@ -214,8 +214,7 @@ def promote(config: FP8GemmConfig, acc: cute.Tensor, partial: cute.Tensor, facto
 
 
 class TokenScaled:
-    """Promotion that multiplies only by the scales of ``a``. The weight's scales are powers of two, and the epilogue
-    applies them."""
+    """Promotion that multiplies only by the scales of ``a``. The epilogue applies the weight's scales."""
 
     def __init__(self, config: FP8GemmConfig, stages: Stages):
         self.config, self.stages = config, stages
@@ -234,28 +233,24 @@ class TokenScaled:
 
 
 class RowScaled(TokenScaled):
-    """Promotion that multiplies the results of a k tile by the scales of the rows of ``a`` and of the weight rows. In a
-    stage, the scales of the weight rows follow the scales of the rows of ``a``.
+    """Promotion that multiplies the results of a k tile by the weight rows' scales, and then by the scales of ``a``. In
+    a stage, the scales of the weight rows follow the scales of the rows of ``a``.
 
-    Everything happens before the stage is released, because too few registers are left for the scales of all columns.
+    The results are multiplied by the weight rows' scales before the stage is released, because too few registers are
+    left to hold the scales of all columns.
     """
-
-    def factors(self, stage, consumer, smem) -> None:
-        return None
 
     def prepare(self, acc, partial, flags, stage, consumer, smem) -> None:
         c, scales = self.config, self.stages.scales(stage, smem)
         own = cute.make_tensor(scales.iterator + c.tile_m, cute.make_layout(c.tile_n))
-        of_tokens = token_factors(c, self.stages, stage, consumer, smem)
-        of_rows = [own[consumer.row], own[consumer.row + 8]] if c.is_swapped else of_tokens
-        for group in range(c.mma_n // 8):
-            of_columns = of_tokens[2 * group : 2 * group + 2] if c.is_swapped else pair(own, group, consumer)
-            for i in range(4):
-                factor = ptx.mul_rn(of_rows[i // 2], of_columns[i % 2])
-                acc[4 * group + i] = ptx.fma_rn(factor, partial[4 * group + i], acc[4 * group + i])
-
-    def promote(self, acc, partial, factors: None) -> None:
-        pass
+        if c.is_swapped:
+            of_rows = [own[consumer.row], own[consumer.row + 8]]
+            factors = [of_rows[i // 2 % 2] for i in range(c.mma_n // 2)]
+        else:
+            of_columns = [pair(own, group, consumer) for group in range(c.mma_n // 8)]
+            factors = [of_columns[i // 4][i % 2] for i in range(c.mma_n // 2)]
+        for i, factor in enumerate(factors):
+            partial[i] = ptx.mul_rn(partial[i], factor)
 
 
 # The mainloop

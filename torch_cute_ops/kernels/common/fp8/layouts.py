@@ -86,9 +86,9 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
         a_scale: (R, blocks) float32, column-major with any pitch between blocks. Masked: (E, R / E, blocks), where a
             column contains the rows of all experts. Per-token scales are (R, 1) in every layout, with any stride.
             Stride 0 means one scale for all rows. None with 16-bit activations.
-        b_scale: (⌈N / 128⌉, blocks) float32. In grouped GEMMs: (E, ⌈N / 128⌉, blocks). An FP4 weight's scales are in
-            one of the FP4 scale layouts. None if ``a`` has per-token scales: ``alpha`` then contains the weight's
-            scales.
+        b_scale: (⌈N / 128⌉, blocks) float32. In grouped GEMMs: (E, ⌈N / 128⌉, blocks). With block scales of each weight
+            row, (N, blocks) or (E, N, blocks), column-major. An FP4 weight's scales are in one of the FP4 scale
+            layouts. None if ``alpha`` contains the weight's scales, as always if ``a`` has per-token scales.
         offsets: (E + 1,) int32 first rows of experts, or None unless ``ExpertLayout.has_offsets``.
         counts: (E,) int32 numbers of rows of experts, or None unless ``ExpertLayout.has_counts``.
         alpha: (1,), (N,), (E,) or (E, N) float32 factors, as ``Epilogue.alpha`` says, or None.

@@ -43,7 +43,8 @@ class Views(NamedTuple):
         a: activations (R, K).
         b: weight (N, K, E).
         a_scale: block scales (blocks, R), or per-token scales (R, 1).
-        b_scale: block scales (⌈N / 128⌉, blocks, E), or None if ``a`` has per-token scales.
+        b_scale: block scales (⌈N / 128⌉, blocks, E) or (N, blocks, E), or None if ``alpha`` contains the weight's
+            scales.
         out: result (R, N).
         space: number of rows of the buffer, or number of rows per expert in the masked layout.
     """
