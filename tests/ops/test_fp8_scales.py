@@ -13,12 +13,17 @@ from samples._fp8_fp4 import with_fp4_weight
 from samples.grouped_mm_fp8 import contiguous, masked, with_mx_scales
 from samples.mm_fp8_block import mx_sample, sample
 from support.cases import arguments, expected_of, forget, run, with_usable_backend
+from support.gemm_problems import backend_for
+from support.tactics import operands_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torch_cute_ops
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends.mxfp8_wgmma import MXFP8Tactic
+from torch_cute_ops.kernels.fp8_wgmma import MANY
 from torch_cute_ops.ops._call import CallPath
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -216,6 +221,43 @@ def test_mxfp8_layouts_with_wgmma(layout, weight_layout, launches):
                 ]
                 if scales is not moved:
                     assert read == [layout != "8x4", weight_layout == "linear" and k % 128 == 0]
+
+
+@pytest.mark.parametrize("weight_layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("alpha", [None, "one", "column"])
+def test_folding_the_weight_first(alpha, weight_layout, launches):
+    """Check the launches and the result if the weight is folded before the GEMM, for scales in each layout."""
+    one = mx_sample("", 130, 264, 448, CPU, exact=True, weight_layout=weight_layout)
+    epilogue = {"alpha": {None: None, "one": torch.tensor([0.5]), "column": torch.randint(1, 5, (264,)).float()}[alpha]}
+    epilogue |= {"bias": torch.randint(-9, 9, (264,)).float(), "out_dtype": torch.float32}
+    check_folding_first("mm_fp8_block", one, epilogue, launches)
+
+
+@pytest.mark.parametrize("alpha", [None, "one", "expert", "expert_column"])
+def test_folding_the_weights_of_experts_first(alpha, launches):
+    """Check the launches and the result with experts if the weights are folded before the GEMM."""
+    one = contiguous("", [130, 0, 7, 65], 264, 320, CPU, exact=True)
+    one = with_mx_scales(one, exact=True)
+    shape = {"one": (1,), "expert": (4,), "expert_column": (4, 264)}.get(alpha or "")
+    epilogue = {"alpha": None if shape is None else torch.randint(1, 5, shape).float(), "out_dtype": torch.float32}
+    epilogue["bias"] = torch.randint(-9, 9, (4, 264)).float()
+    check_folding_first("grouped_mm_fp8", one, epilogue, launches)
+
+
+def check_folding_first(name, one, epilogue, launches):
+    """Run the tactic that folds the weight first, and compare with the reference."""
+    op = OPS[name]
+    call = op.bind(*one.args, **one.kwargs, **epilogue)
+    problem, target = op.path.problem(call), select.target_of(torch.device("cuda", 0))
+    out = torch.full((len(call.a), problem.n), torch.nan)
+    backend_for("wgmma", problem).launcher(problem, MXFP8Tactic(MANY, MANY, 1, True), target)(
+        operands_of(problem, call), out
+    )
+    want = op.reference(*one.args, **one.kwargs, **epilogue)
+    used = slice(None) if call.offsets is None else used_rows(len(out), call.offsets, call.counts)
+    assert torch.equal(out[used], want[used])
+    names = [type(kernel).__name__ for kernel, _ in launches.calls]
+    assert names == ["MXFP8FoldKernel", "MXFP8FoldKernel", "FP8WgmmaKernel"]
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS)
