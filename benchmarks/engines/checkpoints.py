@@ -25,7 +25,12 @@ POSITIONS = 32768
 TINY = llama.Size(layer.Widths(hidden=1024, qkv=1536, attention=1024, intermediate=2816), 2, 2048, ())
 SIZES = {"8b": llama.MODELS["8B"], "tiny": TINY}
 """Sizes of random Llamas. `tiny` checks that the command works; its times say nothing about a GPU."""
-SCHEME = "nvfp4/16bit"
+SCHEME, STYLE = "nvfp4/16bit", "compressed-tensors"
+"""Format of random weights, and style of their checkpoint.
+
+vLLM 0.26 uses the kernels that `linear_backend` names for compressed-tensors' NVFP4 weights with 16-bit activations. In
+ModelOpt's style (W4A16_NVFP4), the same weights are multiplied by Marlin, whatever `linear_backend` is. The checkpoint
+has no scales of activations, because vLLM would otherwise quantise activations to FP4 on GPUs that support it."""
 
 
 def device() -> torch.device:
@@ -34,7 +39,7 @@ def device() -> torch.device:
 
 
 def make(size: str, folder: Path) -> None:
-    """Write a Llama with random NVFP4 weights in ModelOpt's format.
+    """Write a Llama with random NVFP4 weights, and without scales of activations, in compressed-tensors' format.
 
     Layers that vLLM merges share a global scale, because vLLM's own kernels need this.
     """
@@ -42,7 +47,7 @@ def make(size: str, folder: Path) -> None:
     config.max_position_embeddings = POSITIONS
     config.architectures = ["LlamaForCausalLM"]
     model = llama.build(SCHEME, config, device(), merge=False)
-    checkpoint.save(model, folder, "modelopt")
+    checkpoint.save(model, folder, STYLE)
 
 
 @torch.no_grad()

@@ -15,14 +15,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import environment, report
 from ..layers import NO_GPU, RESULTS
 from . import checkpoints, outputs, processes, results
-from .backends import BACKENDS, OURS, PEERS, Backend
+from .backends import BACKENDS, CLOSE, GAP, OURS, PEERS, Backend
 from .engine import ANSWERED, Plan
 from .processes import Outcome
 
@@ -94,8 +94,8 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def in_order(ours: Sequence[str], against: Sequence[str]) -> list[Backend]:
-    """Return the backends in the order in which they run: first the peers, because the first peer that runs is the
-    reference."""
+    """Return the backends in the order in which they run: first the peers in the order of `PEERS`, because the first
+    peer that runs is the reference."""
     peers = [name for name in PEERS if name in against]
     return [BACKENDS[name] for name in (*peers, *(name for name in OURS if name in ours))]
 
@@ -125,6 +125,19 @@ def plan_of(options: argparse.Namespace, model: Path, profiles: Path) -> Plan:
     return replace(plan, options=llm | options.options, parts=parts, profiles=str(profiles))
 
 
+class Missing(NamedTuple):
+    """Reason that a backend has no times.
+
+    Attributes:
+        where: key of the result that lists the reason: "absent" if this environment or checkpoint cannot run the
+            backend's kernels, or "failed".
+        reason: reason as text.
+    """
+
+    where: str
+    reason: str
+
+
 @dataclass
 class Comparison:
     """Comparison of backends that serve the same checkpoint.
@@ -147,19 +160,19 @@ class Comparison:
         chosen = in_order(self.options.ours, self.options.against)
         quantised = self.checkpoint()
         for backend in chosen:
-            where, reason = "absent", backend.reason_absent()
-            if reason is None:
-                where, reason = "failed", self.of(backend, quantised)
-            if reason is not None:
-                self.result[where][backend.name] = reason
-                print(f"  {backend.name}: {reason}", flush=True)
+            reason = backend.reason_absent()
+            missing = self.of(backend, quantised) if reason is None else Missing("absent", reason)
+            if missing is not None:
+                self.result[missing.where][backend.name] = missing.reason
+                print(f"  {backend.name}: {missing.reason}", flush=True)
             self.save()
 
     def checkpoint(self) -> Path:
         """Return the folder of the quantised checkpoint, after creating the checkpoint of a random model."""
         if self.options.model not in checkpoints.SIZES:
             return Path(self.options.model).resolve()
-        made = self.folder / self.options.model
+        # The name contains the style, so that `--folder` does not reuse a checkpoint of another style.
+        made = self.folder / f"{self.options.model}-{checkpoints.STYLE}"
         if not (made / "config.json").exists():
             self.make("random", self.options.model, made)
         return made
@@ -180,7 +193,7 @@ class Comparison:
             raise RuntimeError(f"{made.name} was not made: the process {error}\n{processes.tail(text)}")
         begun.rename(made)
 
-    def of(self, backend: Backend, quantised: Path) -> str | None:
+    def of(self, backend: Backend, quantised: Path) -> Missing | None:
         """Measure a backend. Return the reason that it was not measured, or None."""
         model = quantised
         if backend.is_decoded:
@@ -189,7 +202,7 @@ class Comparison:
                 try:
                     self.make("decode", str(quantised), model)
                 except RuntimeError as error:
-                    return str(error)
+                    return Missing("failed", str(error))
         checkpoints.read_through(model)
         plan = plan_of(self.options, model, self.folder / f"{backend.name}-profiles")
         plan = replace(plan, options={**plan.options, **backend.options})
@@ -198,16 +211,18 @@ class Comparison:
         if "start" in self.options.parts:
             shutil.rmtree(caches, ignore_errors=True)
             starts["cold"] = self.measured(backend, replace(plan, parts=()), "cold", caches)
-            if starts["cold"].error:
-                return self.failure(starts["cold"])
+            missing = self.unusable(backend, starts["cold"])
+            if missing is not None:
+                return missing
         before = processes.compiled(caches)
         outcome = self.measured(backend, plan, "warm", caches)
-        if outcome.error:
-            return self.failure(outcome)
-        reason = self.judge(backend, outcome)
+        missing = self.unusable(backend, outcome)
+        if missing is not None:
+            return missing
+        wrong = self.judge(backend, outcome)
         self.result["weights_gib"][backend.name] = outcome.weights_gib
-        if reason:
-            return reason
+        if wrong:
+            return Missing("failed", wrong)
         if starts:
             starts["warm"] = outcome
             if backend.is_ours:
@@ -221,10 +236,16 @@ class Comparison:
         print(f"  {backend.name}, {name} caches: {outcome.error or 'done'}", flush=True)
         return outcome
 
-    def failure(self, outcome: Outcome) -> str:
-        """Print the end of a failed process's log, and return the reason."""
-        print(processes.tail(outcome.log), file=sys.stderr, flush=True)
-        return f"the engine {outcome.error}"
+    def unusable(self, backend: Backend, outcome: Outcome) -> Missing | None:
+        """Check that a process succeeded, and that its model used the backend's kernels. Print the end of a failed
+        process's log. Return the reason that the process's times are not used, or None."""
+        if outcome.error:
+            print(processes.tail(outcome.log), file=sys.stderr, flush=True)
+            return Missing("failed", f"the engine {outcome.error}")
+        (found,) = outcome.of("kernels")
+        self.result["kernels"][backend.name] = found["layers"]
+        reason = backend.reason_other_kernels(found["layers"])
+        return None if reason is None else Missing("absent", reason)
 
     def judge(self, backend: Backend, outcome: Outcome) -> str | None:
         """Compare a backend's answers with the reference. The first peer that ran becomes the reference. Return the
@@ -235,14 +256,15 @@ class Comparison:
             if not backend.is_ours:
                 self.answers, self.result["reference"] = answers, backend.name
             return None
-        found = outputs.compare(answers, self.answers)
+        reference = BACKENDS[self.result["reference"]]
+        found = outputs.compare(answers, self.answers, backend.gap_from(reference))
         self.result["agreement"][backend.name] = asdict(found)
         print(
-            f"  {backend.name}: {found.equal} of {found.answers} answers as {self.result['reference']}, mean "
-            f"difference {found.mean:.4f}",
+            f"  {backend.name}: {found.equal} of {found.answers} answers as {reference.name}, {found.wrong} wrong, "
+            f"mean difference {found.mean:.4f}",
             flush=True,
         )
-        return found.reason_wrong(backend.limit)
+        return found.reason_wrong(backend.limit_from(reference))
 
     def report(self, backend: Backend, plan: Plan, outcome: Outcome, starts: dict[str, Outcome]) -> None:
         """Add a backend's times to the result, and print them."""
@@ -275,11 +297,12 @@ def empty_result(options: argparse.Namespace, device: torch.device) -> dict[str,
         "is_random": is_random,
         "environment": {**environment.collect(device), **versions},
         "settings": {**settings, "options": options.options},
-        "compared": {"steps": ANSWERED, "gap": outputs.GAP},
+        "compared": {"steps": ANSWERED, "gap": GAP * CLOSE},
         "reference": "",
         "agreement": {},
         "rows": [],
         "weights_gib": {},
+        "kernels": {},
         "late_kernels": {},
         "profiles": {},
         "absent": {},

@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-GAP = 0.2
-"""Largest difference between the reference's log probabilities of two tokens at which both tokens count as right."""
 WRONG_SHARE = 0.01
-"""Largest accepted fraction of wrong answers. In a wrong answer, the first token that differs from the reference's
-token is wrong (see `GAP`)."""
+"""Largest accepted fraction of wrong answers."""
 
 Answer = Mapping[str, Any]
 """Answer to one prompt: "tokens", the greedy tokens, and "logprobs", a dict for each token with the log probabilities
@@ -37,9 +34,11 @@ class Agreement:
     Attributes:
         answers: number of compared answers.
         equal: number of answers with the same tokens.
-        wrong: number of answers whose first different token is less likely by more than `GAP` in the reference.
+        wrong: number of answers whose first different token is less likely by more than `gap` in the reference.
         mean: mean difference of the log probabilities.
         largest: largest difference of the log probabilities.
+        gap: largest difference between the reference's log probabilities of two tokens at which both tokens count as
+            right.
     """
 
     answers: int
@@ -47,6 +46,7 @@ class Agreement:
     wrong: int
     mean: float
     largest: float
+    gap: float
 
     def reason_wrong(self, limit: float | None) -> str | None:
         """Return the reason that the answers are wrong, or None. A limit of None accepts all answers."""
@@ -59,11 +59,16 @@ class Agreement:
         return None
 
 
-def compare(given: Sequence[Answer], reference: Sequence[Answer]) -> Agreement:
+def compare(given: Sequence[Answer], reference: Sequence[Answer], gap: float) -> Agreement:
     """Compare answers to the same prompts.
 
     After the first different token, the two engines continue different texts. So an answer is compared up to and
     including the step of its first different token.
+
+    Args:
+        given: answers to judge.
+        reference: answers of the reference.
+        gap: as in `Agreement`.
 
     Raises:
         ValueError: for different numbers of answers, or without answers.
@@ -80,9 +85,9 @@ def compare(given: Sequence[Answer], reference: Sequence[Answer]) -> Agreement:
             apart += [abs(mine[token] - known[token]) for token in mine.keys() & known.keys()]
         if first < len(pairs):
             token, known = str(pairs[first][0]), theirs["logprobs"][first]
-            wrong += token not in known or max(known.values()) - known[token] > GAP
+            wrong += token not in known or max(known.values()) - known[token] > gap
     mean = statistics.fmean(apart) if apart else float("nan")
-    return Agreement(len(given), equal, wrong, mean, max(apart, default=float("nan")))
+    return Agreement(len(given), equal, wrong, mean, max(apart, default=float("nan")), gap)
 
 
 def weights_gib(log: str) -> float | None:

@@ -26,8 +26,10 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
-"""Environment variables of every engine: no network, and a log that contains the memory of the weights."""
+"""Environment variables of every engine: no network, a log that contains the memory of the weights, and permission to
+pass the function that inspects the model to vLLM's own processes."""
 CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",

@@ -13,6 +13,7 @@ from .. import environment, layer, report, targets
 from ..case import Mark, at_least, at_most
 from .backends import OURS, PEERS
 from .engine import Plan
+from .kernels import listed
 from .outputs import step_seconds
 from .processes import Outcome
 
@@ -121,7 +122,7 @@ WEIGHTS = {True: "random NVFP4 weights", False: "the checkpoint's weights"}
 AGREEMENT = """\
 Before anything was timed, each backend answered the same prompts ({steps} tokens). Answers are compared with the
 answers of `{reference}`, up to the first different token. `wrong` counts answers whose first different token is less
-likely by more than {gap:g} in the reference. The last columns are differences of the log probabilities of the
+likely by more than {gap:g} in the reference{gaps}. The last columns are differences of the log probabilities of the
 likeliest tokens. Times of a backend are left out if more than 1 % of its answers are wrong."""
 
 
@@ -151,9 +152,20 @@ def markdown(result: Mapping[str, Any]) -> str:
     held = [[name, f"{gib:.2f}"] for name, gib in result["weights_gib"].items() if gib is not None]
     if held:
         parts.append(report.table(["backend", "weights in memory, GiB"], held))
+    used = [
+        [name, kind, listed(layers)]
+        for name, kinds in result.get("kernels", {}).items()  # older files have no kernels
+        for kind, layers in kinds.items()
+        if layers and name not in result["absent"]
+    ]
+    if used:
+        parts.append(report.table(["backend", "layers", "kernels of quantised layers"], used))
     if result["agreement"]:
         reference = result["reference"]
-        about = AGREEMENT.format(reference=reference, **{key: result["compared"][key] for key in ("steps", "gap")})
+        gap = result["compared"]["gap"]
+        gaps = {name: each.get("gap", gap) for name, each in result["agreement"].items()}
+        others = ", ".join(f"`{name}`: {each:g}" for name, each in gaps.items() if each != gap)
+        about = AGREEMENT.format(reference=reference, gaps=f" ({others})" if others else "", **result["compared"])
         body = [
             [
                 name,
