@@ -19,6 +19,7 @@ from expected import assert_same
 from samples import Sample, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only, mm_fp8_block
 from samples._epilogue import exact_epilogue
 from samples._fp4_gemm import POWERS, random_matrix
+from samples._fp8_gemm import with_row_scales
 from samples._moe_fc1 import GatedSamples
 from support.cases import (
     arguments,
@@ -195,7 +196,12 @@ def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
                 yield arguments(op, inputs.with_mx_scales(one, *layouts, exact=True))
                 one = inputs.masked("", [3, 5], 128, ROWS, 256, CPU, exact=True)
                 yield arguments(op, inputs.with_mx_scales(one, *layouts, exact=True))
+            one = inputs.contiguous("", [3, 5], 16, 256, CPU, exact=True)
+            yield arguments(op, with_row_scales(one, exact=True))
+            one = inputs.masked("", [3, 5], 8, 16, 256, CPU, exact=True)
+            yield arguments(op, with_row_scales(one, exact=True))
     elif op.name == "mm_fp8_block":
+        yield arguments(op, with_row_scales(mm_fp8_block.sample("", 6, 16, 256, CPU, exact=True), exact=True))
         for layout, weight_layout in MX_LAYOUTS:
             layouts = {"layout": layout, "weight_layout": weight_layout}
             yield arguments(op, mm_fp8_block.mx_sample("", ROWS, ROWS, 256, CPU, exact=True, **layouts))
