@@ -80,6 +80,7 @@ def test_descriptions_differ():
         "format": "nvfp4",
         "scale_layout": "128x4",
         "is_prepared": False,
+        "scales_by_row": False,
         "is_interleaved": False,
     }
     assert all(pickle.loads(pickle.dumps(problem)) == problem for problem in every)
