@@ -447,7 +447,12 @@ A_FAULTS = {
         Race,
         "tcgen05.st .* used by an MMA",
     ),
-    "A in the accumulator": (f"[%r3+{A_COLUMNS}], %rd11", f"[%r3+{N - 1}], %rd11", EmulationError, "accumulator overlaps A"),
+    "A in the accumulator": (
+        f"[%r3+{A_COLUMNS}], %rd11",
+        f"[%r3+{N - 1}], %rd11",
+        EmulationError,
+        "accumulator overlaps A",
+    ),
     "A in another lane": (
         f"[%r3+{A_COLUMNS}], %rd11",
         f"[%r3+{A_COLUMNS + 0x200000}], %rd11",
