@@ -73,19 +73,22 @@ def expected(problem: GemmProblem, operands: Operands, rows: int, fp8_sums: floa
             if over == "k" and alpha is not None:
                 factor = alpha[part].double().repeat_interleave(problem.expert_k, 1)
                 left = torch.where(factor == 0, 0.0, left * factor)  # the activations of unrouted tokens may be NaN
+            off_left = None if off is None else off[part]
+            if problem.b.format == MXFP8:
+                off_left = _off_by_folding(a.reshape(rows, -1)[part], a_bytes[part])
             for columns in _slices(slice(0, n), k):
                 right = _decoded_weight(problem, weight, factors, expert, columns).t()
                 if over == "k":  # skip experts without a routed token: their operands may be NaN
                     right = torch.where((left != 0).any(0)[:, None], right, 0.0)
                 total = left @ right
                 lost = (left.abs() @ right.abs()) * relative
-                if off is not None:
-                    lost = lost + off[part] @ right.abs()
+                if off_left is not None:
+                    lost = lost + off_left @ right.abs()
                 if problem.b.format == MXFP8:
+                    assert off_left is not None
                     codes, scale = weight[expert, columns], weight_bytes[expert, columns]
                     off_right = _off_by_folding(codes, scale, by_row=True).t()
-                    off_left = _off_by_folding(a.reshape(rows, -1)[part], a_bytes[part])
-                    lost = lost + off_left @ (right.abs() + off_right) + left.abs() @ off_right
+                    lost = lost + (left.abs() + off_left) @ off_right
                 if operands.row_scale is not None:
                     factor = operands.row_scale[part, None].double()
                     total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()

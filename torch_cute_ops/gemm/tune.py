@@ -290,13 +290,13 @@ def _operand(
         assert operand.scale_layout is not None
         return _fp4(lead, k, operand.format, operand.scale_layout, generator)
     if isinstance(operand.format, FP8Format):
-        codes = _fp8((*lead, k), generator, exact)
+        codes = _fp8(operand, (*lead, k), generator, exact)
         if operand.is_interleaved:
             codes = interleave_k(codes)
         if operand.format == FP8_TENSOR:
             return codes, _fp8_scales((1, 1), generator, exact).expand(math.prod(lead), 1)
         if operand.format == MXFP8:
-            return _mxfp8(lead, k, generator, exact)
+            return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
         if not operand.has_fp8_blocks:
             return codes, _fp8_scales((math.prod(lead), 1), generator, exact)
         blocks = operand.format.scales_per_row(k)
@@ -318,9 +318,9 @@ def _weight(
         return codes, scale
     assert isinstance(operand.format, FP8Format)
     *experts, n = lead
-    codes = _fp8((*lead, k), generator, exact)
+    codes = _fp8(operand, (*lead, k), generator, exact)
     if operand.format == MXFP8:
-        return _mxfp8(lead, k, generator, exact)
+        return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
     if not operand.has_fp8_blocks:
         shape = (*experts, n) if operand.format != FP8_TENSOR else (*experts,) or (1,)
         return codes, _fp8_scales(shape, generator, exact)
@@ -330,25 +330,19 @@ def _weight(
     return codes, _fp8_scales((*experts, -(-n // 128), blocks), generator, exact)
 
 
-def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:
+def _fp8(operand: Operand, shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:
+    """Return random e4m3 numbers.
+
+    Unless ``exact``, the largest magnitude of an MXFP8 block is about as large as quantising ops make it, more than
+    half of e4m3's largest number. Kernels that fold MXFP8 take longer if elements are small.
+    """
     if exact:
         numbers = torch.randint(-3, 4, shape, device=generator.device, generator=generator)
         return numbers.to(torch.bfloat16).to(torch.float8_e4m3fn)
-    return torch.randn(shape, dtype=torch.bfloat16, device=generator.device, generator=generator).to(
-        torch.float8_e4m3fn
-    )
-
-
-def _mxfp8(lead: tuple[int, ...], k: int, generator: torch.Generator, exact: bool) -> tuple[Tensor, Tensor]:
-    """Return a random MXFP8 matrix (..., K) and its scales.
-
-    Unless ``exact``, a block's largest magnitude is about as large as quantising ops make it, more than half of e4m3's
-    largest number. Kernels that fold MXFP8 take longer if elements are small.
-    """
-    codes = _fp8((*lead, k), generator, exact)
-    if not exact:
-        codes = (codes.to(torch.bfloat16) * 128).clamp(-448, 448).to(codes.dtype)
-    return codes, _mx_scales((*lead, k // MXFP8.block_size), generator)
+    values = torch.randn(shape, dtype=torch.bfloat16, device=generator.device, generator=generator)
+    if operand.format == MXFP8:
+        values = (values * 128).clamp(-448, 448)
+    return values.to(torch.float8_e4m3fn)
 
 
 def _mx_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
