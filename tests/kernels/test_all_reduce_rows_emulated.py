@@ -65,8 +65,8 @@ class Run(NamedTuple):
 
 TILES = SCALE_LAYOUTS["128x4"]
 RUNS = {
-    # Two ranks, of which the first or the second runs. A group of threads processes several rows, so it sends rows
-    # ahead.
+    # With two ranks, the emulator runs the first or the second. A group of threads processes several rows, so it sends
+    # rows ahead.
     "nvfp4": Run(NVFP4, TILES, 1024, 7, 2, 0),
     "nvfp4-odd-epoch": Run(NVFP4, TILES, 1024, 132, 2, 1, epoch=7, seed=1),
     "rows-share-a-warp": Run(MXFP4, SCALE_LAYOUTS["8x4"], 128, 19, 2, 1, weight=FP32, arch=BLACKWELL, max_ctas=1),

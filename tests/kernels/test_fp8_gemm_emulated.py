@@ -28,6 +28,7 @@ from support.epilogues import finished, finished_by_expert, operands
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
+from support.kernel_grid.fp8_gemms import MMA_FAMILIES
 
 from ptx_emulator import EmulationError
 from ptx_emulator.adapter import run_kernel
@@ -151,7 +152,7 @@ def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCas
 
 
 def by_row(layout: str, tile: tuple[int, ...], *epilogue: Any, arch: str = "sm_90a") -> FP8GemmCase:
-    """Return a case in which each weight row has block scales of its own."""
+    """Return a case with a block scale for each weight row and 128 elements."""
     family = "fp8_wgmma-rows" if arch == "sm_90a" else "fp8_mma-rows"
     return FP8GemmCase(family, layout, tile, Epilogue(*epilogue), arch)
 
@@ -292,7 +293,7 @@ def test_nothing_is_launched_on_overlap(family: str) -> None:
 
 def kind_of(case: FP8GemmCase) -> str:
     """Return a name for the way in which a kernel divides a GEMM among CTAs."""
-    if case.family.startswith("fp8_mma"):
+    if case.family in MMA_FAMILIES:
         return "warps" + case.family.removeprefix("fp8_mma")
     tile_m, _, split_k = case.tile
     scales = case.family.removeprefix("fp8_wgmma")
@@ -309,7 +310,7 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
     cluster, however many rows the experts own."""
     case = GRIDS[name]
     kernel, layout = case.kernel, case.layout
-    tile_m, tile_n, split_k = (case.tile[0], 128, *case.tile[1:], 1)[:3] if case.family[4:7] == "mma" else case.tile
+    tile_m, tile_n, split_k = (case.tile[0], 128, *case.tile[1:], 1)[:3] if case.family in MMA_FAMILIES else case.tile
     for _ in range(10):
         experts = 1 if layout == "plain" else random.randint(1, 20)
         n, room = random.randint(1, 80) * 8, random.randint(1, 300)

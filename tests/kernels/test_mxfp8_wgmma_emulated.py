@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from samples.grouped_mm_fp8 import contiguous, masked, with_mx_scales
 from samples.mm_fp8_block import mx_sample
 from support.emulated import CPU, PASSED, WAIT, changed, to_prefetch
 from support.epilogues import finished, finished_by_expert, operands
+from support.fp8_runs import ExpertRun as Run
 from support.kernel_grid import BF16, FP16, FP32, FP8GemmCase
 
 from ptx_emulator import EmulationError
@@ -25,30 +26,6 @@ from torch_cute_ops.runtime.arch import ARCHS
 grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
 mm_fp8_block = OPS["mm_fp8_block"].reference
 POISON = 777.0
-
-
-class Run(NamedTuple):
-    """Launch of the kernel.
-
-    Attributes:
-        case: kernel.
-        counts: number of rows of each expert.
-        n, k, max_ctas: N and K of the GEMM, and the largest number of CTAs.
-        seed: seed of the order of the emulator's warps.
-        room: number of rows reserved for each expert in the masked layout.
-    """
-
-    case: FP8GemmCase
-    counts: tuple[int, ...]
-    n: int
-    k: int
-    max_ctas: int
-    seed: int | None = 0
-    room: int = 0
-
-    @property
-    def id(self) -> str:
-        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
 
 
 def fold(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,8 +57,8 @@ class FP8GemmCase(KernelCase):
     """An FP8 GEMM with block scales, or an MXFP8 GEMM by wgmma.
 
     Attributes:
-        family: package of the kernel, with "-rows" if each weight row has block scales of its own, or "-alpha" if
-            ``alpha`` contains a scale of each weight row.
+        family: package of the kernel, with "-rows" for a scale of each weight row and 128 elements, or "-alpha" for a
+            scale of each weight row, which ``alpha`` contains.
         layout: expert layout, a key of ``FP8_LAYOUTS``.
         tile: a tile of the family's ``TILES``.
         epilogue, arch, static_weight, prefetches: fields of the configuration.
