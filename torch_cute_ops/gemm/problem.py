@@ -33,8 +33,8 @@ class Operand:
             may be in another layout in each call.
         is_prepared: True if an FP4 weight comes with prepared scales (``formats.prepared_scales``) instead of block
             scales.
-        scales_by_row: True if each row of an FP8 weight has block scales of its own (1 × 128), False if 128 rows share
-            block scales (128 × 128), and for all other operands.
+        scales_by_row: True if an FP8 weight has a block scale for each row and 128 elements (1 × 128), False if 128
+            rows share a block scale (128 × 128), and for all other operands.
         is_interleaved: True if k of FP8 activations is interleaved (``formats.interleave``).
     """
 

@@ -173,7 +173,7 @@ class FP8Gemm(Gemm):
         return self.b == "fp8" and call.b_scale.dtype in MX_SCALE_DTYPES
 
     def has_row_scales(self, call: GemmCall) -> bool:
-        """Return True if each row of an FP8 weight has block scales of its own: ``b_scale`` is (..., N, ⌈K/128⌉). N is
+        """Return True if an FP8 weight has block scales for each row: ``b_scale`` is (..., N, ⌈K/128⌉). N is
         a multiple of 8, so N and ⌈N/128⌉ differ unless both are 0."""
         *lead, k, n = call.b.shape
         of_rows = (*lead, n, FP8_BLOCK128.scales_per_row(k))

@@ -56,7 +56,7 @@ class FP8Backend(Backend):
 
     tactic_type: ClassVar[Any] = FP8Tactic
     takes_row_scales: ClassVar[bool] = False
-    """True if each weight row may have block scales of its own."""
+    """True if the weight may have a block scale for each row and 128 elements (1 × 128)."""
 
     @abc.abstractmethod
     def tile(self, tactic: Any) -> Tile:

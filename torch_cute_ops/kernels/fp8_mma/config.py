@@ -32,8 +32,8 @@ class Config(WarpGemmConfig):
             words of four ue8m0 bytes, declared as fp32.
         has_scaled_mmas: True if block-scaled MMAs apply the scales of MXFP8 operands.
         split_k: number of CTAs of a cluster, which compute one tile, each over a range of k tiles.
-        scales_by_row: True if each weight row has block scales of its own (1 × 128), column-major, False if 128 rows
-            share block scales.
+        scales_by_row: True if the weight has a block scale for each row and 128 elements (1 × 128), column-major, False
+            if 128 rows share a block scale.
     """
 
     rows: ExpertLayout

@@ -31,9 +31,9 @@ class Config(FP8GemmConfig):
     """Static properties of the FP8 wgmma GEMM with block scales.
 
     Attributes:
-        weight_scales: ``"blocks"`` if 128 weight rows share block scales (128 × 128); ``"rows"`` if each weight row has
-            block scales of its own (1 × 128); ``"alpha"`` if the weight has no block scales: ``alpha`` contains a scale
-            for each weight row.
+        weight_scales: ``"blocks"`` for a scale of each 128 weight rows and 128 elements (128 × 128); ``"rows"`` for a
+            scale of each weight row and 128 elements (1 × 128); ``"alpha"`` for a scale of each weight row, which
+            ``alpha`` contains.
     """
 
     weight_scales: Literal["blocks", "rows", "alpha"] = "blocks"

@@ -43,8 +43,8 @@ class FP8Weight:
         tile_n: number of weight rows of a tile.
         is_plain: True for a single weight matrix, False for one matrix per expert.
         has_blocks: True if the weight has block scales. If False, ``alpha`` contains the weight's scales.
-        by_row: True if each weight row has block scales of its own (1 × 128), column-major, False if 128 rows share
-            row-major block scales.
+        by_row: True if the weight has a block scale for each row and 128 elements (1 × 128), column-major, False if 128
+            rows share a row of row-major block scales.
     """
 
     def __init__(self, tile_n: int, is_plain: bool, has_blocks: bool = True, by_row: bool = False):
